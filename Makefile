@@ -1,0 +1,38 @@
+# `make demo` and `make test` need Python >= 3.10 with venv, make and a package index; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Directories are listed too: their time changes when a file goes away.
+SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
+
+.PHONY: demo test format clean
+
+demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
+	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
+
+test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# pip re-installs a local directory even when its version has not changed; dependencies that fit are left alone.
+$(VENV)/.installed-demo: pyproject.toml $(SOURCES) | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check '.[cli,examples]'
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(SOURCES) | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --prefix $(VENV)/mpich mpich
+	touch $@
