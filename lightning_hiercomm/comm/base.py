@@ -1,0 +1,208 @@
+"""What the ranks of one group can do together, whoever carries it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hiercomm.comm.meter import Meter
+
+Reduction = Literal["sum", "max"]
+
+
+class CommunicationError(RuntimeError):
+    """A move between ranks failed: a peer died, raised, or took a different number of steps."""
+
+
+class Handle(ABC):
+    """A move in flight. Its tensors belong to it until :meth:`wait` returns: neither read nor write them before."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the result may be used on this rank (on CUDA: by the current stream). May be called again."""
+
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        """A torch future that completes with ``value`` when the move does, as DDP's communication hooks want it."""
+        self.wait()
+        return completed_future(value)
+
+
+def completed_future(value: Tensor) -> Future[Tensor]:
+    """A future that holds ``value``, ready on the current stream."""
+    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
+    future.set_result(value)
+    return future
+
+
+class _Finished(Handle):
+    def wait(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True
+
+
+finished: Handle = _Finished()
+"""The handle of a move with nothing to move."""
+
+
+class Communicator(ABC):
+    """The ranks of one group, seen from one of them.
+
+    Every move is collective: all members call it, in the same order, with tensors of the same shape and dtype. It
+    returns at once with a :class:`Handle`. Tensors are contiguous and of any dtype the backend can carry.
+
+    Args:
+        ranks: World ranks of the members, in group order.
+        rank: World rank of this member.
+        tier: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``; what the meter files it under.
+        meter: Counts this rank's traffic.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, tier: str, meter: Meter) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.tier = tier
+        self.meter = meter
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
+        """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place."""
+        _check_contiguous(tensor)
+        if self.size == 1 or tensor.numel() == 0:
+            return finished
+        self._count(2 * (self.size - 1) / self.size * _bytes(tensor))
+        return self._all_reduce(tensor, op)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Write the sum of everyone's ``rank``-th part of ``tensor`` to ``output``.
+
+        Args:
+            output: 1-D, ``n`` elements.
+            tensor: 1-D, ``size * n`` elements. Its contents are undefined afterwards.
+        """
+        self._check_parts(whole=tensor, part=output)
+        if self.size == 1:
+            output.copy_(tensor)
+            return finished
+        if tensor.numel() == 0:
+            return finished
+        self._count((self.size - 1) / self.size * _bytes(tensor))
+        return self._reduce_scatter(output, tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        """Write everyone's ``tensor`` to ``output``, in group order.
+
+        Args:
+            output: 1-D, ``size * n`` elements.
+            tensor: 1-D, ``n`` elements; may be this rank's own part of ``output``.
+        """
+        self._check_parts(whole=output, part=tensor)
+        if self.size == 1:
+            output.copy_(tensor)
+            return finished
+        if tensor.numel() == 0:
+            return finished
+        self._count((self.size - 1) / self.size * _bytes(output))
+        return self._all_gather(output, tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        """Replace ``tensor`` by that of the member with group rank ``source``, in place."""
+        if not 0 <= source < self.size:
+            raise ValueError(f"source must be a group rank from 0 to {self.size - 1}, not {source}")
+        _check_contiguous(tensor)
+        if self.size == 1 or tensor.numel() == 0:
+            return finished
+        if self.rank == source:
+            self._count(_bytes(tensor))
+        return self._broadcast(tensor, source)
+
+    def exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
+        """Send tensors to, and receive tensors from, other members, all at once.
+
+        Between two members, what is sent first arrives in what is received first.
+
+        Args:
+            send: Pairs of a tensor and the group rank it goes to.
+            receive: Pairs of a buffer and the group rank it comes from. No buffer may be a tensor that is sent.
+        """
+        for tensor, peer in (*send, *receive):
+            _check_contiguous(tensor)
+            if not 0 <= peer < self.size or peer == self.rank:
+                raise ValueError(f"rank {self.rank} cannot exchange with group rank {peer} of {self.size}")
+        send = [(tensor, peer) for tensor, peer in send if tensor.numel()]
+        receive = [(buffer, peer) for buffer, peer in receive if buffer.numel()]
+        if not send and not receive:
+            return finished
+        for tensor, _ in send:
+            self._count(_bytes(tensor))
+        return self._exchange(send, receive)
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Everyone's ``value`` (small, picklable), in group order. Blocks."""
+
+    def barrier(self) -> None:
+        """Return when every member has called it."""
+        self.all_gather_object(None)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Handle: ...
+
+    @abstractmethod
+    def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle: ...
+
+    def _count(self, sent_bytes: float) -> None:
+        self.meter.count(self.tier, sent_bytes)
+
+    def _check_parts(self, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"the whole ({whole.numel()} x {whole.dtype}) must hold {self.size} parts of"
+                f" {part.numel()} x {part.dtype}"
+            )
+        _check_contiguous(whole)
+        _check_contiguous(part)
+
+
+Connect = Callable[[Sequence[Sequence[int]], str], Communicator | None]
+"""Makes one communicator per group of world ranks, for a tier; returns this rank's, or None if it is in no group.
+
+Collective over the world: every rank calls it with the same groups.
+"""
+
+
+def _check_contiguous(tensor: Tensor) -> None:
+    # a backend that is handed an address would move the wrong bytes, in silence
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous:"
+            " move a contiguous copy"
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def wait_all(handles: Sequence[Handle]) -> None:
+    """Wait for every handle."""
+    for handle in handles:
+        handle.wait()

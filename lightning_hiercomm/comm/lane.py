@@ -1,0 +1,148 @@
+"""A lane runs moves one after another beside training: a thread on CPU, a stream on CUDA."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hiercomm.comm.base import Handle, completed_future
+from lightning_hiercomm.comm.meter import Meter
+
+
+class Lane:
+    """Work that waits for a move, then does the next one, without the training thread waiting for either.
+
+    Jobs run in the order they were submitted, which is the same on every rank, so moves that only one lane launches on
+    a communicator match up. A communicator used by a lane must be used by nobody else: take it from
+    :meth:`lightning_hiercomm.topology.Topology.twin`.
+
+    On CPU a lane is a thread (gloo and MPI waits release the interpreter lock). On CUDA it is a stream: jobs are
+    enqueued at once from the calling thread and the device keeps their order.
+
+    Args:
+        device: Where the tensors live.
+        meter: Times the training thread's waits for the lane's jobs.
+        tier: What the meter files those waits under.
+    """
+
+    def __init__(self, device: torch.device, meter: Meter, tier: str = "inter") -> None:
+        self._device = device
+        self._meter = meter
+        self._tier = tier
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], object]) -> Handle:
+        """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
+        if self._stream is not None:
+            with self._meter.beside_training():
+                return _Timed(_StreamJob(self._stream, work), self)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"hiercomm-{self._tier}", daemon=True)
+            self._thread.start()
+        job = _Job(work)
+        self._jobs.put(job)
+        return _Timed(job, self)
+
+    def uses(self, tensor: Tensor) -> None:
+        """Say that jobs use a tensor made outside the lane, so that CUDA does not reuse its memory too early."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End the thread after the jobs submitted so far, or leave it behind after ``timeout`` seconds."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+
+
+class _Timed(Handle):
+    def __init__(self, handle: Handle, lane: Lane) -> None:
+        self._handle = handle
+        self._lane = lane
+
+    def wait(self) -> None:
+        with self._lane._meter.waiting(self._lane._tier, self._lane._device):
+            self._handle.wait()
+
+    def is_done(self) -> bool:
+        return self._handle.is_done()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        return self._handle.future(value)
+
+
+class _Job(Handle):
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+        self._work = None  # frees what the closure holds
+        self._ended.set()
+        with self._lock:
+            futures, self._futures = self._futures, []
+        for future, value in futures:
+            self._complete(future, value)
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        with self._lock:
+            if not self._ended.is_set():
+                self._futures.append((future, value))
+                return future
+        self._complete(future, value)
+        return future
+
+    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
+        if isinstance(self._error, Exception):
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it so
+        else:
+            future.set_result(value)
+
+
+class _StreamJob(Handle):
+    def __init__(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            work()
+            self._end = torch.cuda.Event()
+            self._end.record()
+        self._stream = stream
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
+
+    def is_done(self) -> bool:
+        return bool(self._end.query())
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        with torch.cuda.stream(self._stream):
+            return completed_future(value)

@@ -1,0 +1,105 @@
+"""Counts what communication costs: bytes, messages, and the seconds that training waited for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+Mark = float | torch.cuda.Event
+"""A moment: host seconds, or an event on a CUDA stream."""
+
+
+class Meter:
+    """The communication of one rank, by tier (``"intra"``, ``"inter"``, ``"world"``).
+
+    Bytes are those this rank puts on the wire, by the textbook cost of each move (a ring all-reduce over ``n`` ranks
+    sends ``2 (n - 1) / n`` of the tensor), so they are the same on every backend and comparable between schemes.
+
+    Exposed seconds are the time the *training* thread spent waiting: a move that ends before it is waited for costs
+    nothing. Waits of background threads do not count. On CUDA a wait only stalls the stream, so it is timed by events.
+
+    A meter belongs to the thread that made it.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, float] = defaultdict(float)
+        self.messages: dict[str, int] = defaultdict(int)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._owner = threading.get_ident()
+        self._is_beside_training = False
+        self._lock = threading.Lock()
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def count(self, tier: str, sent_bytes: float) -> None:
+        """Add one move that sends ``sent_bytes`` bytes from this rank."""
+        with self._lock:  # lanes count, too
+            self.bytes[tier] += sent_bytes
+            self.messages[tier] += 1
+
+    @contextmanager
+    def waiting(self, tier: str, device: torch.device) -> Iterator[None]:
+        """Time the enclosed wait, if it is the training thread that waits."""
+        if threading.get_ident() != self._owner or self._is_beside_training:
+            yield
+            return
+        start = self.mark(device)
+        try:
+            yield
+        finally:
+            self.add_wait(tier, start, self.mark(device))
+
+    @contextmanager
+    def beside_training(self) -> Iterator[None]:
+        """Let waits in here not count: they stall a stream that training does not run on."""
+        before, self._is_beside_training = self._is_beside_training, True
+        try:
+            yield
+        finally:
+            self._is_beside_training = before
+
+    @staticmethod
+    def mark(device: torch.device) -> Mark:
+        """Now, on the host or on the current stream of ``device``."""
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add_wait(self, tier: str, start: Mark, end: Mark) -> None:
+        """Add the time between two marks to the exposed seconds of a tier."""
+        if isinstance(start, float) and isinstance(end, float):
+            self._seconds[tier] += end - start
+        elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            self._events.append((tier, start, end))
+            if len(self._events) > 1000:  # bounds the memory of runs that never read the meter
+                self._collect()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Exposed seconds by tier, of the waits that have ended."""
+        self._collect()
+        return dict(self._seconds)
+
+    def snapshot(self) -> dict[str, float]:
+        """All counters as one flat dictionary: ``inter_bytes``, ``intra_messages``, ``exposed_seconds``, ..."""
+        values: dict[str, float] = {}
+        for tier in ("intra", "inter", "world"):
+            values[f"{tier}_bytes"] = self.bytes[tier]
+            values[f"{tier}_messages"] = float(self.messages[tier])
+        values["exposed_seconds"] = sum(self.seconds.values())
+        return values
+
+    def _collect(self) -> None:
+        pending = []
+        for tier, start, end in self._events:
+            if end.query():
+                self._seconds[tier] += start.elapsed_time(end) / 1000.0
+            else:
+                pending.append((tier, start, end))
+        self._events = pending

@@ -1,0 +1,405 @@
+"""Over MPI communicators, by mpi4py.
+
+MPI promises progress only inside its own calls. Whether a library's non-blocking moves go on by themselves differs
+between libraries, transports and settings (``benchmarks/micro/mpi_progress.py`` measures it): so one thread per process
+tests the moves in flight, and sleeps between the tests, because a core that polls is a core that does not train.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction, completed_future
+from lightning_hiercomm.comm.meter import Meter
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+INSTALL = (
+    "Install both from PyPI with `pip install 'lightning-hiercomm[mpi]'`. To use the cluster's own MPI, install only"
+    " mpi4py with `pip install 'mpi4py>=4'`, and load the MPI's module or set MPI4PY_LIBMPI to its libmpi.so."
+)
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 500e-6  # seconds between two tests of the moves in flight
+
+
+@functools.cache
+def load_mpi() -> Any:
+    """The module ``mpi4py.MPI``, initialised.
+
+    Raises:
+        RuntimeError: If mpi4py or an MPI library is missing, or the library does not allow several threads.
+    """
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RuntimeError(f"inter_node='mpi' needs mpi4py, which cannot be imported ({error}). {INSTALL}") from error
+    except RuntimeError as error:
+        raise RuntimeError(f"inter_node='mpi' needs an MPI library, but {error}. {INSTALL}") from error
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            "inter_node='mpi' needs an MPI library initialised with MPI_THREAD_MULTIPLE, because moves run beside"
+            " training. Do not lower mpi4py.rc.thread_level, or use a library that was built with support for threads."
+        )
+    return MPI
+
+
+@functools.cache
+def abort_on_uncaught_exceptions() -> None:
+    """Let an exception that ends this process end the whole job, as ``python -m mpi4py`` does.
+
+    Otherwise the process stays in ``MPI_Finalize`` until all others come there, too, while they wait for it elsewhere.
+    """
+    from mpi4py.run import set_abort_status
+
+    show = sys.excepthook
+
+    def hook(*exception: Any) -> None:
+        show(*exception)
+        set_abort_status(1)
+
+    sys.excepthook = hook
+
+
+def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
+    """The :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world.
+
+    Args:
+        meter: Counts this rank's traffic.
+        rank: This process's world rank; MPI's own numbering may be another.
+        world_size: The number of ranks that training has.
+
+    Raises:
+        RuntimeError: If MPI cannot be used, or was not started with these ranks.
+    """
+    mpi = load_mpi()
+    if mpi.COMM_WORLD.Get_size() != world_size:
+        raise RuntimeError(
+            f"training has {world_size} ranks, but MPI was started with {mpi.COMM_WORLD.Get_size()}. With"
+            f" inter_node='mpi' MPI must start every rank: `mpiexec -n {world_size} python ...`, or `srun --mpi=pmix`"
+            " (with the mpiexec of the MPI library that mpi4py loads: "
+            f"{mpi.Get_library_version().splitlines()[0].split(',')[0]})."
+        )
+    world = mpi.COMM_WORLD.Split(color=0, key=rank)
+
+    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+        own = next((index for index, ranks in enumerate(groups) if rank in ranks), None)
+        if own is None:
+            world.Split(color=mpi.UNDEFINED)
+            return None
+        ranks = list(groups[own])
+        return MPICommunicator(world.Split(color=own, key=ranks.index(rank)), ranks, rank, tier, meter)
+
+    return connect
+
+
+class MPICommunicator(Communicator):
+    """The members of one MPI communicator.
+
+    MPI reads and writes CPU tensors where they are. CUDA tensors, too, if the MPI library says that it can; otherwise
+    they pass through pinned host memory. Sums of 16-bit floats, which MPI does not know, are done by torch.
+
+    Args:
+        group: The MPI communicator, which nobody else uses.
+        ranks: World ranks of its members, in its order.
+        rank: World rank of this member.
+        tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.
+        meter: Counts this rank's traffic.
+    """
+
+    def __init__(self, group: MPI.Comm, ranks: Sequence[int], rank: int, tier: str, meter: Meter) -> None:
+        super().__init__(ranks, rank, tier, meter)
+        self.group = group
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        try:
+            values: list[Any] = self.group.allgather(value)
+        except load_mpi().Exception as error:
+            raise self._failure(error) from error
+        return values
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle:
+        mpi = load_mpi()
+        return self._launch(
+            lambda memory: [self.group.Iallreduce(mpi.IN_PLACE, memory(tensor), _operation(op, tensor.dtype))],
+            reads=[tensor],
+            writes=[tensor],
+        )
+
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+        operation = _operation("sum", tensor.dtype)
+        return self._launch(
+            lambda memory: [self.group.Ireduce_scatter_block(memory(tensor), memory(output), operation)],
+            reads=[tensor],
+            writes=[output],
+        )
+
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        mpi, start = load_mpi(), self.rank * tensor.numel()
+        if tensor.data_ptr() == output[start:].data_ptr():
+            return self._launch(
+                lambda memory: [self.group.Iallgather(mpi.IN_PLACE, memory(output))], reads=[output], writes=[output]
+            )
+        return self._launch(
+            lambda memory: [self.group.Iallgather(memory(tensor), memory(output))], reads=[tensor], writes=[output]
+        )
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return self._launch(lambda memory: [self.group.Ibcast(memory(tensor), source)], reads=[tensor], writes=[tensor])
+
+    def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
+        return self._launch(
+            lambda memory: [
+                *(self.group.Irecv(memory(buffer), peer) for buffer, peer in receive),
+                *(self.group.Isend(memory(tensor), peer) for tensor, peer in send),
+            ],
+            reads=[tensor for tensor, _ in send],
+            writes=[buffer for buffer, _ in receive],
+        )
+
+    def _launch(
+        self, start: Callable[[Callable[[Tensor], Any]], list[Any]], reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> Handle:
+        move = _Move(self, start, reads, writes)
+        _progress().add(move)
+        return move
+
+    def _failure(self, error: BaseException) -> CommunicationError:
+        return CommunicationError(
+            f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {list(self.ranks)}): {error}"
+        )
+
+
+class _Move(Handle):
+    """One move: waits for the GPU to have written what it reads, then for MPI, then hands the result back."""
+
+    def __init__(
+        self,
+        communicator: MPICommunicator,
+        start: Callable[[Callable[[Tensor], Any]], list[Any]],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+    ) -> None:
+        self.communicator = communicator
+        self.requests: list[Any] | None = None
+        self._start = start
+        self._writes = writes
+        self._tensors = [*reads, *writes]  # keeps the memory alive that MPI reads and writes
+        self._device = self._tensors[0].device
+        self._host: dict[int, Tensor] = {}
+        self._written: torch.cuda.Event | None = None
+        if self._device.type == "cuda":
+            if not _is_cuda_aware():
+                self._host = {
+                    id(tensor): torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self._tensors
+                }
+                for tensor in reads:
+                    self._host[id(tensor)].copy_(tensor, non_blocking=True)
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(self._device))
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_settled = False
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+
+    # ---- called by whoever drives MPI ----------------------------------------------------------------------------
+
+    def try_to_start(self) -> bool:
+        """Give the move to MPI, unless the GPU is still writing what it reads."""
+        if self._written is not None and not self._written.query():
+            return False
+        try:
+            self.requests = self._start(lambda tensor: _memory(self._host.get(id(tensor), tensor)))
+        except BaseException as error:
+            self._end(error)
+        return True
+
+    def try_to_end(self) -> bool:
+        """Whether MPI has done it."""
+        if self._ended.is_set():
+            return True
+        assert self.requests is not None
+        try:
+            if not load_mpi().Request.Testall(self.requests):
+                return False
+        except BaseException as error:
+            self._end(error)
+        else:
+            self._end(None)
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, load_mpi().Exception):
+            failure = self.communicator._failure(error)
+            failure.__cause__ = error
+            error = failure
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            futures, self._futures = self._futures, []
+        for future, value in futures:
+            self._complete(future, value)
+
+    # ---- called by whoever launched it ---------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        with self.communicator.meter.waiting(self.communicator.tier, torch.device("cpu")):  # the host waits
+            self._ended.wait()
+            if self._error is not None:
+                raise self._error
+            self._settle()
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        if self._host:  # the copy back has to be enqueued on the caller's stream
+            self.wait()
+            return completed_future(value)
+        future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
+        with self._lock:
+            if not self._ended.is_set():
+                self._futures.append((future, value))
+                return future
+        self._complete(future, value)
+        return future
+
+    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
+        if isinstance(self._error, Exception):
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it so
+        else:
+            future.set_result(value)
+
+    def _settle(self) -> None:
+        """Copy staged results back, once, on the current stream."""
+        with self._lock:
+            if self._is_settled:
+                return
+            self._is_settled = True
+            for tensor in self._writes:
+                if id(tensor) in self._host:
+                    tensor.copy_(self._host[id(tensor)], non_blocking=True)
+            self._tensors, self._writes = [], ()
+
+
+class _Progress:
+    """Drives all moves of the process: starts them in order per communicator, and tests them until they end."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unstarted: dict[MPICommunicator, deque[_Move]] = {}
+        self._started: list[_Move] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="hiercomm-mpi", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before MPI finalizes, which must not meet a call of this thread
+
+    def add(self, move: _Move) -> None:
+        with self._changed:
+            behind = self._unstarted.get(move.communicator)
+            if behind or not move.try_to_start():
+                self._unstarted.setdefault(move.communicator, deque()).append(move)
+            elif not move.is_done():
+                self._started.append(move)
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        sleep = _SHORTEST_SLEEP
+        while True:
+            with self._changed:
+                if not self._started and not self._unstarted:
+                    sleep = _SHORTEST_SLEEP
+                    self._changed.wait_for(lambda: self._closing or self._started or self._unstarted)
+                if self._closing:
+                    return
+                started = self._start_ready()
+                moves = list(self._started)
+            ended = {id(move) for move in moves if move.try_to_end()}
+            if ended:
+                with self._changed:
+                    self._started = [move for move in self._started if id(move) not in ended]
+            sleep = _SHORTEST_SLEEP if started or ended else min(2 * sleep, _LONGEST_SLEEP)
+            time.sleep(sleep)
+
+    def _start_ready(self) -> bool:
+        started = False
+        for communicator, moves in list(self._unstarted.items()):
+            while moves and moves[0].try_to_start():
+                self._started.append(moves.popleft())
+                started = True
+            if not moves:
+                del self._unstarted[communicator]
+        return started
+
+
+@functools.cache
+def _progress_of(process: int) -> _Progress:
+    return _Progress()
+
+
+def _progress() -> _Progress:
+    return _progress_of(os.getpid())
+
+
+def _memory(tensor: Tensor) -> tuple[Any, Any]:
+    """A contiguous tensor's memory, as mpi4py takes it."""
+    memory = load_mpi().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return memory, _datatype(tensor.dtype)
+
+
+@functools.cache
+def _datatype(dtype: torch.dtype) -> Any:
+    mpi = load_mpi()
+    names = {
+        torch.float32: mpi.FLOAT,
+        torch.float64: mpi.DOUBLE,
+        torch.int64: mpi.INT64_T,
+        torch.int32: mpi.INT32_T,
+        torch.int16: mpi.INT16_T,
+        torch.int8: mpi.INT8_T,
+        torch.uint8: mpi.UINT8_T,
+    }
+    if dtype in names:
+        return names[dtype]
+    return {1: mpi.UINT8_T, 2: mpi.UINT16_T, 4: mpi.UINT32_T, 8: mpi.UINT64_T, 16: mpi.COMPLEX16}[dtype.itemsize]
+
+
+@functools.cache
+def _operation(op: Reduction, dtype: torch.dtype) -> Any:
+    mpi = load_mpi()
+    if dtype not in (torch.bfloat16, torch.float16):
+        return {"sum": mpi.SUM, "max": mpi.MAX}[op]
+
+    def combine(incoming: Any, total: Any, _: Any) -> None:
+        ours, theirs = torch.frombuffer(total, dtype=dtype), torch.frombuffer(incoming, dtype=dtype)
+        torch.add(ours, theirs, out=ours) if op == "sum" else torch.maximum(ours, theirs, out=ours)
+
+    return mpi.Op.Create(combine, commute=True)
+
+
+@functools.cache
+def _is_cuda_aware() -> bool:
+    """Whether the MPI library reads and writes GPU memory: Open MPI and MPICH have a function that says so."""
+    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
+        return True
+    query = getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and query() == 1

@@ -1,0 +1,211 @@
+"""Worlds of four ranks, one per carrier, for the conformance suite. As a program, this file is one of the ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hiercomm.comm.base import Communicator, Connect
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.torch import connect_torch
+
+SIZE = 4
+EVERYONE = (tuple(range(SIZE)),)
+SECONDS = 30.0
+
+Work = Callable[..., Any]
+
+
+class Rank:
+    """What a work function gets: its number, its meter, and communicators."""
+
+    def __init__(self, rank: int, connect: Callable[[Meter], Connect]) -> None:
+        self.rank = rank
+        self.size = SIZE
+        self._made: dict[Any, Communicator | None] = {}
+        self.start_over()
+        self._connect = connect(self.meter)
+
+    def start_over(self) -> None:
+        self.meter = Meter()
+
+    def group(
+        self, groups: Sequence[Sequence[int]] = EVERYONE, tier: str = "inter", twin: int = 0
+    ) -> Communicator | None:
+        """This rank's communicator in one of ``groups``; made once per world, because making them is slow."""
+        key = (tuple(map(tuple, groups)), tier, twin)
+        if key not in self._made:
+            self._made[key] = self._connect(groups, tier)
+        communicator = self._made[key]
+        if communicator is not None:
+            communicator.meter = self.meter
+        return communicator
+
+
+class World(ABC):
+    """Four ranks that run work functions, ``work(rank, *arguments)``, of a test module."""
+
+    @abstractmethod
+    def run(self, work: Work, *arguments: Any) -> list[Any]:
+        """What ``work`` returned on each rank; raises if it raised on any."""
+
+    def close(self) -> None: ...
+
+
+class Threads(World):
+    def run(self, work: Work, *arguments: Any) -> list[Any]:
+        def on_rank(rank: int, world: ThreadWorld) -> Any:
+            return work(Rank(rank, lambda meter: world.connect(rank, meter)), *arguments)
+
+        return ThreadWorld(SIZE).run(on_rank)
+
+
+class Processes(World):
+    """Starts the ranks at the first run, and again after a failure.
+
+    Args:
+        starts: What to put before the ranks' program to start one or all of them, and the environment of that.
+    """
+
+    def __init__(self, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
+        self._starts = starts
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, work: Work, *arguments: Any) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        for rank in self._ranks:
+            rank.send_bytes(pickle.dumps((work.__code__.co_filename, work.__qualname__, arguments)))
+        results: dict[int, Any] = {}
+        errors: list[str] = []
+        deadline = time.monotonic() + SECONDS
+        while len(results) < SIZE and not errors:
+            waiting = [rank for i, rank in enumerate(self._ranks) if i not in results]
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                errors = [f"rank {i} did not end within {SECONDS} s" for i in range(SIZE) if i not in results]
+            for rank in ready:
+                assert isinstance(rank, Connection)
+                number = self._ranks.index(rank)
+                try:
+                    error, results[number] = pickle.loads(rank.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    error = "the process died; its output says why"
+                if error:
+                    errors.append(f"rank {number}: {error}")
+        if errors:
+            self.close()
+            pytest.fail("\n".join(errors))
+        return [results[number] for number in range(SIZE)]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+        for end in (lambda process: None, subprocess.Popen.terminate, _kill_group):  # idle ranks end by themselves
+            for process in self._processes:
+                end(process)
+            with suppress(subprocess.TimeoutExpired):
+                for process in self._processes:
+                    process.wait(timeout=3)
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._ranks, self._processes, self._folder = [], [], None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        address, key = f"{self._folder.name}/ranks", secrets.token_hex(16)
+        with Listener(address, "AF_UNIX", backlog=SIZE, authkey=key.encode()) as listener:
+            for command, environment in self._starts:
+                process = subprocess.Popen(
+                    [*command, sys.executable, __file__, address],
+                    env={**environment, "RANK_KEY": key},
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+            listener._listener._socket.settimeout(SECONDS)  # type: ignore[attr-defined]  # accept() knows none
+            joined = {connection.recv(): connection for connection in (listener.accept() for _ in range(SIZE))}
+        self._ranks = [joined[number] for number in range(SIZE)]
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", params=["threads", "gloo", "openmpi", "mpich"])
+def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
+    """Four ranks, over each carrier."""
+    world: World
+    if request.param == "threads":
+        world = Threads()
+    elif request.param == "gloo":
+        world = Processes([([], {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)}) for rank in range(SIZE)])
+    else:
+        world = Processes([mpiexec(request.param, SIZE)])
+    yield world
+    world.close()
+
+
+def _serve(address: str) -> None:
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        number = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"file://{address}.store", rank=number, world_size=SIZE)
+        rank = Rank(number, connect_torch)
+    else:
+        from lightning_hiercomm.comm.mpi import connect_mpi, load_mpi
+
+        number = load_mpi().COMM_WORLD.Get_rank()
+        rank = Rank(number, lambda meter: connect_mpi(meter, number, SIZE))
+    with Client(address, "AF_UNIX", authkey=os.environ["RANK_KEY"].encode()) as test:
+        test.send(number)
+        modules: dict[str, Any] = {}
+        with suppress(EOFError):  # the test process is done
+            while True:
+                path, name, arguments = pickle.loads(test.recv_bytes())
+                error, result = "", None
+                faulthandler.dump_traceback_later(SECONDS - 5, exit=True)
+                try:
+                    if path not in modules:
+                        modules[path] = _load(path)
+                    rank.start_over()
+                    result = getattr(modules[path], name)(rank, *arguments)
+                except BaseException:
+                    error = traceback.format_exc()
+                faulthandler.cancel_dump_traceback_later()
+                test.send_bytes(pickle.dumps((error, result)))  # send() would share memory
+
+
+def _load(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

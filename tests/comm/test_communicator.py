@@ -1,0 +1,540 @@
+"""What every communicator does, whoever carries it. The functions without ``test_`` run on each of four ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hiercomm.comm.base import wait_all
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8]
+SIZES = [1, 3, 7, 1000, 4099]
+PAIRS = ((0, 1), (2, 3))
+LANES = ((0, 2), (1, 3))
+
+
+def values(rank, numel, dtype):
+    """Small integers, so that every dtype sums them exactly: rank + 1, 1 more at every element, modulo 8."""
+    return ((torch.arange(numel) + rank + 1) % 8).to(dtype)
+
+
+# ---- sums and maxima -------------------------------------------------------------------------------------------------
+
+
+def reduce_all(rank, dtype, op):
+    group = rank.group()
+    for numel in SIZES:
+        tensor = values(rank.rank, numel, dtype)
+        group.all_reduce(tensor, op).wait()
+        everyones = torch.stack([values(r, numel, torch.float64) for r in range(rank.size)])
+        expected = everyones.sum(0) if op == "sum" else everyones.amax(0)
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected.to(dtype)), numel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_an_all_reduce_gives_every_rank_the_sum_or_the_maximum(world, dtype, op):
+    world.run(reduce_all, dtype, op)
+
+
+def reduce_odd_shapes(rank):
+    group = rank.group()
+    scalar = torch.tensor(1.5 + rank.rank)
+    group.all_reduce(scalar).wait()
+    assert scalar.shape == ()
+    assert scalar.item() == 4 * 1.5 + 6
+    matrix = torch.full((3, 5, 2), float(rank.rank))
+    group.all_reduce(matrix).wait()
+    assert torch.equal(matrix, torch.full((3, 5, 2), 6.0))
+    whole = torch.zeros(10)
+    view = whole[3:6]  # neither begins nor ends where its memory does
+    view.fill_(rank.rank)
+    group.all_reduce(view).wait()
+    assert whole.tolist() == [0, 0, 0, 6, 6, 6, 0, 0, 0, 0]
+
+
+def test_an_all_reduce_keeps_shapes_and_leaves_neighbours_in_memory_alone(world):
+    world.run(reduce_odd_shapes)
+
+
+def reduce_random(rank, dtype):
+    group, generator = rank.group(), torch.Generator().manual_seed(rank.rank)
+    results = []
+    for numel in [1, 5, 1000, 50021, 300007]:
+        tensor = torch.randn(numel, generator=generator).to(dtype)
+        group.all_reduce(tensor).wait()
+        results.append(tensor)
+    return results
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_all_reduce_gives_every_rank_the_same_bits_near_the_exact_sum(world, dtype):
+    results = world.run(reduce_random, dtype)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
+    for own, *others in zip(*results, strict=True):
+        exact = sum(torch.randn(own.numel(), generator=generator).to(dtype).double() for generator in generators)
+        torch.testing.assert_close(own.double(), exact, rtol=0, atol=16 * torch.finfo(dtype).eps)
+        for other in others:
+            assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
+
+
+def reduce_special(rank):
+    group = rank.group()
+    tensor = torch.tensor([float("inf"), float("nan") if rank.rank == 2 else 1.0, -0.0, 3e38])
+    group.all_reduce(tensor).wait()
+    assert tensor[0] == float("inf")
+    assert tensor[1].isnan()
+    assert tensor[2] == 0
+    assert tensor[3] == float("inf")
+
+
+def test_infinities_and_nans_arrive(world):
+    world.run(reduce_special)
+
+
+# ---- parts and wholes ------------------------------------------------------------------------------------------------
+
+
+def scatter_sums(rank, dtype):
+    group = rank.group()
+    for part in SIZES:
+        tensor = values(rank.rank, part * rank.size, dtype)
+        output = torch.zeros(part, dtype=dtype)
+        group.reduce_scatter(output, tensor).wait()
+        total = sum(values(r, part * rank.size, torch.float64) for r in range(rank.size))
+        assert torch.equal(output, total[rank.rank * part : (rank.rank + 1) * part].to(dtype)), part
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(world, dtype):
+    world.run(scatter_sums, dtype)
+
+
+def gather_all(rank, dtype, in_place):
+    group = rank.group()
+    for part in SIZES:
+        output = torch.zeros(part * rank.size, dtype=dtype)
+        own = output[rank.rank * part : (rank.rank + 1) * part] if in_place else torch.empty(part, dtype=dtype)
+        own.copy_(values(rank.rank, part, dtype))
+        group.all_gather(output, own).wait()
+        assert torch.equal(output, torch.cat([values(r, part, dtype) for r in range(rank.size)])), part
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_all_gather_puts_the_parts_in_group_order(world, dtype, in_place):
+    world.run(gather_all, dtype, in_place)
+
+
+def broadcast_all(rank, dtype):
+    group = rank.group()
+    for source in range(rank.size):
+        for numel in SIZES:
+            tensor = values(rank.rank, numel, dtype)
+            group.broadcast(tensor, source).wait()
+            assert torch.equal(tensor, values(source, numel, dtype)), (source, numel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_broadcast_brings_the_tensor_of_any_source(world, dtype):
+    world.run(broadcast_all, dtype)
+
+
+def move_in_odd_order(rank):
+    ranks = (2, 0, 3, 1)
+    group = rank.group((ranks,))
+    assert group.ranks == ranks
+    assert group.ranks[group.rank] == rank.rank
+    whole = torch.zeros(4)
+    group.all_gather(whole, torch.tensor([float(rank.rank)])).wait()
+    assert whole.tolist() == list(ranks)
+    tensor = torch.tensor([float(rank.rank)])
+    group.broadcast(tensor, source=2).wait()
+    assert tensor.item() == 3
+    part = torch.zeros(1)
+    group.reduce_scatter(part, torch.arange(4.0)).wait()
+    assert part.item() == 4 * group.rank
+    assert group.all_gather_object(rank.rank) == list(ranks)
+    received = torch.zeros(1)
+    group.exchange(
+        [(torch.tensor([float(rank.rank)]), (group.rank + 1) % 4)], [(received, (group.rank - 1) % 4)]
+    ).wait()
+    assert received.item() == ranks[group.rank - 1]
+
+
+def test_a_group_keeps_the_order_it_was_given(world):
+    world.run(move_in_odd_order)
+
+
+# ---- from member to member -------------------------------------------------------------------------------------------
+
+
+def exchange_round(rank, dtype):
+    group = rank.group()
+    for numel in SIZES:
+        send = values(rank.rank, numel, dtype)
+        received = torch.zeros(numel, dtype=dtype)
+        after, before = (rank.rank + 1) % 4, (rank.rank - 1) % 4
+        group.exchange([(send, after)], [(received, before)]).wait()
+        assert torch.equal(received, values(before, numel, dtype)), numel
+        assert torch.equal(send, values(rank.rank, numel, dtype)), numel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_exchange_passes_tensors_round_a_ring(world, dtype):
+    world.run(exchange_round, dtype)
+
+
+def exchange_everything(rank):
+    group, numel = rank.group(), 1001
+    others = [peer for peer in range(4) if peer != rank.rank]
+    # two letters of different dtypes to everyone; the receivers list their buffers in another order of peers
+    send = [(values(10 * rank.rank + peer, numel, torch.float32), peer) for peer in others]
+    send += [(values(100 * rank.rank + peer, 5, torch.int64), peer) for peer in others]
+    first = {peer: torch.zeros(numel) for peer in others}
+    second = {peer: torch.zeros(5, dtype=torch.int64) for peer in others}
+    receive = [(first[peer], peer) for peer in reversed(others)]
+    receive += [(second[peer], peer) for peer in others]
+    group.exchange(send, receive).wait()
+    for peer in others:
+        assert torch.equal(first[peer], values(10 * peer + rank.rank, numel, torch.float32))
+        assert torch.equal(second[peer], values(100 * peer + rank.rank, 5, torch.int64))
+
+
+def test_between_two_members_letters_arrive_in_the_order_they_were_sent(world):
+    world.run(exchange_everything)
+
+
+def exchange_one_way(rank):
+    group = rank.group()
+    received = torch.zeros(3)
+    if rank.rank == 0:
+        group.exchange([(torch.ones(3), 3)], []).wait()
+    elif rank.rank == 3:
+        group.exchange([], [(received, 0)]).wait()
+        assert received.tolist() == [1, 1, 1]
+    else:
+        handle = group.exchange([], [])
+        handle.wait()
+        assert handle.is_done()
+    # two exchanges launched before either is waited for
+    for base in (0, 10):
+        out = [torch.zeros(2) for _ in range(2)]
+        peer = rank.rank ^ 1
+        handles = [group.exchange([(torch.full((2,), float(base + i)), peer)], [(out[i], peer)]) for i in range(2)]
+        wait_all(handles[::-1])
+        assert [t[0].item() for t in out] == [base, base + 1]
+
+
+def test_an_exchange_may_be_one_way_and_several_may_be_in_flight(world):
+    world.run(exchange_one_way)
+
+
+# ---- objects, nothing, and bad arguments -----------------------------------------------------------------------------
+
+
+def gather_objects(rank):
+    group = rank.group()
+    everyones = group.all_gather_object({"rank": rank.rank, "text": "x" * 1000 * rank.rank})
+    assert [value["rank"] for value in everyones] == [0, 1, 2, 3]
+    assert [len(value["text"]) for value in everyones] == [0, 1000, 2000, 3000]
+    group.barrier()
+
+
+def test_objects_of_unequal_size_are_gathered_in_order(world):
+    world.run(gather_objects)
+
+
+def move_nothing(rank):
+    group, empty = rank.group(), torch.empty(0)
+    for handle in [
+        group.all_reduce(empty.clone()),
+        group.reduce_scatter(empty.clone(), empty.clone()),
+        group.all_gather(empty.clone(), empty.clone()),
+        group.broadcast(empty.clone(), 0),
+        group.exchange([(empty.clone(), rank.rank ^ 1)], [(empty.clone(), rank.rank ^ 1)]),
+    ]:
+        handle.wait()
+        assert handle.is_done()
+    assert rank.meter.messages["inter"] == 0
+    alone = rank.group(tuple((r,) for r in range(4)))
+    tensor, output = torch.arange(3.0), torch.zeros(3)
+    alone.all_reduce(tensor).wait()
+    alone.broadcast(tensor, 0).wait()
+    alone.all_gather(output, tensor).wait()
+    assert output.tolist() == tensor.tolist() == [0, 1, 2]
+    output.zero_()
+    alone.reduce_scatter(output, tensor).wait()
+    assert output.tolist() == [0, 1, 2]
+    assert alone.all_gather_object("x") == ["x"]
+    assert rank.meter.messages["inter"] == 0
+
+
+def test_empty_tensors_and_groups_of_one_move_nothing(world):
+    world.run(move_nothing)
+
+
+def move_badly(rank):
+    group = rank.group()
+    with pytest.raises(ValueError, match="source must be a group rank from 0 to 3, not 4"):
+        group.broadcast(torch.zeros(1), 4)
+    with pytest.raises(ValueError, match="cannot exchange with group rank"):
+        group.exchange([(torch.zeros(1), rank.rank)], [])
+    with pytest.raises(ValueError, match="must hold 4 parts"):
+        group.all_gather(torch.zeros(7), torch.zeros(2))
+    with pytest.raises(ValueError, match="must hold 4 parts"):
+        group.reduce_scatter(torch.zeros(2, dtype=torch.float64), torch.zeros(8))
+    rows = torch.zeros(4, 4).t()[:, :2]
+    for move in [
+        lambda: group.all_reduce(rows),
+        lambda: group.broadcast(rows, 0),
+        lambda: group.exchange([(rows, rank.rank ^ 1)], []),
+    ]:
+        with pytest.raises(ValueError, match="contiguous"):
+            move()
+    assert rank.meter.messages["inter"] == 0
+    group.barrier()  # nothing was launched, so the ranks are still together
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent(world):
+    world.run(move_badly)
+
+
+def be_outside(rank):
+    group = rank.group(((0, 3), (1,)))
+    assert (group is None) == (rank.rank == 2)
+    if rank.rank in (0, 3):
+        assert group.all_gather_object(rank.rank) == [0, 3]
+
+
+def test_a_rank_in_no_group_gets_no_communicator(world):
+    world.run(be_outside)
+
+
+# ---- several moves in flight -----------------------------------------------------------------------------------------
+
+
+def move_in_two_groups(rank):
+    pairs, lanes = rank.group(PAIRS, "intra"), rank.group(LANES, "inter")
+    for numel in [5, 100003]:
+        in_pair, in_lane = torch.full((numel,), float(rank.rank)), torch.full((numel,), float(rank.rank))
+        first, second = (pairs, lanes) if rank.rank % 2 else (lanes, pairs)  # ranks launch in different orders
+        handles = [
+            group.all_reduce(tensor)
+            for group, tensor in zip(
+                (first, second), (in_pair, in_lane) if first is pairs else (in_lane, in_pair), strict=True
+            )
+        ]
+        wait_all(handles[::-1])
+        assert torch.equal(in_pair, torch.full((numel,), [1.0, 1.0, 5.0, 5.0][rank.rank]))
+        assert torch.equal(in_lane, torch.full((numel,), [2.0, 4.0, 2.0, 4.0][rank.rank]))
+
+
+def test_two_groups_move_at_once_in_any_order(world):
+    world.run(move_in_two_groups)
+
+
+def move_in_twins(rank):
+    twins = [rank.group(twin=0), rank.group(twin=1)]
+    order = (0, 1) if rank.rank % 2 else (1, 0)
+    tensors = [torch.full((50001,), 1.0 + rank.rank), torch.full((50001,), 10.0 * rank.rank)]
+    handles = [twins[i].all_reduce(tensors[i]) for i in order]
+    wait_all(handles)
+    assert torch.equal(tensors[0], torch.full((50001,), 10.0))
+    assert torch.equal(tensors[1], torch.full((50001,), 60.0))
+
+
+def test_two_communicators_of_the_same_ranks_do_not_mix(world):
+    world.run(move_in_twins)
+
+
+def move_from_two_threads(rank):
+    twins = [rank.group(twin=0), rank.group(twin=1)]
+    errors = []
+
+    def work(group, scale):
+        try:
+            for i in range(50):
+                tensor = torch.full((1 + 97 * i,), scale * (rank.rank + i))
+                group.all_reduce(tensor).wait()
+                assert torch.equal(tensor, torch.full_like(tensor, scale * (6 + 4 * i)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(twins[i], float(i + 1))) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_two_threads_may_each_use_a_communicator(world):
+    world.run(move_from_two_threads)
+
+
+def mix_moves_in_flight(rank):
+    group, peer = rank.group(), rank.rank ^ 1
+    sums = [torch.full((101 * i + 1,), float(rank.rank + i)) for i in range(20)]
+    whole, part, received = torch.zeros(8), torch.full((2,), float(rank.rank)), torch.zeros(3)
+    handles = [group.all_reduce(tensor) for tensor in sums]
+    handles.append(group.all_gather(whole, part))
+    handles.append(group.exchange([(torch.full((3,), float(rank.rank)), peer)], [(received, peer)]))
+    last = torch.tensor([float(rank.rank)])
+    handles.append(group.broadcast(last, 3))
+    for handle in reversed(handles):
+        handle.wait()
+        handle.wait()  # a second time does nothing
+        assert handle.is_done()
+    for i, tensor in enumerate(sums):
+        assert torch.equal(tensor, torch.full_like(tensor, 6.0 + 4 * i))
+    assert whole.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert received.tolist() == [peer] * 3
+    assert last.item() == 3
+
+
+def test_many_moves_of_one_group_may_be_in_flight_and_be_waited_for_in_any_order(world):
+    world.run(mix_moves_in_flight)
+
+
+def launch_ahead_of_peers(rank):
+    group, other = rank.group(twin=0), rank.group(twin=1)
+    tensor, token = torch.full((200003,), 1.0), torch.zeros(1)
+    if rank.rank == 0:
+        handle = group.all_reduce(tensor)  # its peers are not there yet, and wait for the token
+        assert not handle.is_done()
+        other.broadcast(token, 0).wait()
+    else:
+        other.broadcast(token, 0).wait()
+        handle = group.all_reduce(tensor)
+    handle.wait()
+    assert torch.equal(tensor, torch.full((200003,), 4.0))
+
+
+def test_launching_does_not_wait_for_peers(world):
+    world.run(launch_ahead_of_peers)
+
+
+def receive_ahead_of_the_sender(rank):
+    group, other = rank.group(twin=0), rank.group(twin=1)
+    received, token = torch.zeros(3), torch.zeros(1)
+    if rank.rank == 0:
+        handle = group.exchange([], [(received, 1)])
+        assert not handle.is_done()
+    other.broadcast(token, 0).wait()  # rank 1 sends after that
+    if rank.rank == 1:
+        group.exchange([(torch.ones(3), 0)], []).wait()
+    if rank.rank == 0:
+        handle.wait()
+        assert handle.is_done()
+        assert received.tolist() == [1, 1, 1]
+
+
+def test_a_receive_is_not_done_before_its_letter_was_sent(world):
+    world.run(receive_ahead_of_the_sender)
+
+
+def progress_alone(rank, folder, move):
+    group = rank.group()
+    tensor, whole = torch.full((1 << 20,), 1.0), torch.zeros(1 << 22)
+    received = torch.zeros(1 << 20)
+    if move == "all_reduce":
+        handle = group.all_reduce(tensor)
+    elif move == "all_gather":
+        handle = group.all_gather(whole, tensor)
+    else:
+        handle = group.exchange([(tensor, (rank.rank + 1) % 4)], [(received, (rank.rank - 1) % 4)])
+    if rank.rank == 0:
+        deadline = time.monotonic() + 20
+        while len(list(Path(folder).iterdir())) < 3:  # no call that could drive the backend
+            assert time.monotonic() < deadline, "a move only goes on while its owner waits for it"
+            time.sleep(0.01)
+    handle.wait()
+    (Path(folder) / str(rank.rank)).touch()
+    result = {"all_reduce": tensor, "all_gather": whole, "exchange": received}[move]
+    assert result.sum().item() == (1 << 20) * (1 if move == "exchange" else 4)
+
+
+@pytest.mark.parametrize("move", ["all_reduce", "all_gather", "exchange"])
+def test_a_move_makes_progress_while_its_owner_does_something_else(world, tmp_path, move):
+    world.run(progress_alone, str(tmp_path), move)
+
+
+def complete_futures(rank):
+    group = rank.group()
+    for numel in [3, 100003]:
+        tensor = torch.full((numel,), float(rank.rank))
+        future = group.all_reduce(tensor).future(tensor)
+        assert future.wait() is tensor or torch.equal(future.value(), tensor)
+        assert torch.equal(tensor, torch.full((numel,), 6.0))
+        part, parts = torch.zeros(numel), torch.full((4 * numel,), float(rank.rank))
+        assert torch.equal(group.reduce_scatter(part, parts).future(part).wait(), torch.full((numel,), 6.0))
+
+
+def test_futures_complete_with_their_move(world):
+    world.run(complete_futures)
+
+
+def drop_handle(rank):
+    group = rank.group()
+    for _ in range(20):
+        group.all_reduce(torch.ones(1000))  # nobody keeps the tensor or the handle
+    check = torch.ones(1)
+    group.all_reduce(check).wait()
+    assert check.item() == 4
+
+
+def test_a_handle_that_nobody_keeps_harms_nothing(world):
+    world.run(drop_handle)
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def count_bytes(rank):
+    group, pair = rank.group(), rank.group(PAIRS, "intra")
+    floats, meter = torch.zeros(8), rank.meter
+    wait_all([group.all_reduce(floats)])
+    assert (meter.bytes["inter"], meter.messages["inter"]) == (2 * 3 / 4 * 32, 1)
+    group.reduce_scatter(torch.zeros(2), floats).wait()
+    assert (meter.bytes["inter"], meter.messages["inter"]) == (48 + 3 / 4 * 32, 2)
+    group.all_gather(floats, torch.zeros(2)).wait()
+    assert (meter.bytes["inter"], meter.messages["inter"]) == (72 + 3 / 4 * 32, 3)
+    group.broadcast(floats, 1).wait()
+    assert meter.bytes["inter"] == 96 + (32 if rank.rank == 1 else 0)
+    before = meter.bytes["inter"]
+    sends = [(torch.zeros(3, dtype=torch.bfloat16), rank.rank ^ 1)] * (rank.rank % 2)
+    receives = [(torch.zeros(3, dtype=torch.bfloat16), rank.rank ^ 1)] * (1 - rank.rank % 2)
+    group.exchange(sends, receives).wait()
+    assert meter.bytes["inter"] == before + 6 * (rank.rank % 2)
+    pair.all_reduce(floats).wait()
+    assert (meter.bytes["intra"], meter.messages["intra"]) == (32, 1)
+    assert meter.bytes["world"] == 0
+
+
+def test_the_meter_counts_the_textbook_bytes_of_each_move_under_its_tier(world):
+    world.run(count_bytes)
+
+
+def count_waits(rank):
+    group = rank.group()
+    handle = group.all_reduce(torch.zeros(1000))
+    assert rank.meter.seconds.get("inter", 0.0) == 0.0
+    handle.wait()
+    waited = rank.meter.seconds["inter"]
+    assert waited > 0
+    handle = group.all_reduce(torch.zeros(1000))
+    thread = threading.Thread(target=handle.wait)
+    thread.start()
+    thread.join()
+    assert rank.meter.seconds["inter"] == waited
+
+
+def test_only_waits_of_the_training_thread_are_exposed(world):
+    world.run(count_waits)

@@ -1,0 +1,59 @@
+"""What is particular to MPI; its moves are in test_communicator.py, and real launches in test_launching.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.mpi import connect_mpi
+
+CONSTRUCT = "from lightning_hiercomm import HierarchicalStrategy; HierarchicalStrategy(inter_node='mpi')"
+INSTALL = "pip install 'lightning-hiercomm[mpi]'"
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_missing_mpi_library_gives_the_install_line():
+    ended = run(CONSTRUCT, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert ended.returncode != 0
+    assert "inter_node='mpi' needs an MPI library" in ended.stderr
+    assert "/nowhere/libmpi.so" in ended.stderr
+    assert INSTALL in ended.stderr
+
+
+def test_a_missing_mpi4py_gives_the_install_line():
+    ended = run(f"import sys; sys.modules['mpi4py'] = None; {CONSTRUCT}")
+    assert ended.returncode != 0
+    assert "inter_node='mpi' needs mpi4py" in ended.stderr
+    assert INSTALL in ended.stderr
+
+
+def test_without_mpi_nothing_needs_mpi4py():
+    program = "import sys; sys.modules['mpi4py'] = None; import lightning_hiercomm as h; h.HierarchicalStrategy()"
+    ended = run(program)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_library_without_thread_support_is_refused():
+    ended = run(f"import mpi4py; mpi4py.rc.thread_level = 'serialized'; {CONSTRUCT}")
+    assert ended.returncode != 0
+    assert "MPI_THREAD_MULTIPLE" in ended.stderr
+
+
+def test_a_program_that_mpiexec_did_not_start_is_told_how_to():
+    with pytest.raises(RuntimeError, match=r"training has 4 ranks, but MPI was started with 1.*mpiexec -n 4"):
+        connect_mpi(Meter(), rank=0, world_size=4)
+
+
+def test_only_torch_and_mpi_carry_traffic():
+    with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch' or 'mpi'"):
+        HierarchicalStrategy(inter_node="pigeon")

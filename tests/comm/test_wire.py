@@ -1,0 +1,111 @@
+"""What crosses the network in a narrower type, and that small updates survive it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes import DASO, PeriodicAveraging
+from lightning_hiercomm.topology import Topology
+
+SCHEMES = {
+    "periodic": lambda: PeriodicAveraging(1),
+    "daso, blocking": DASO,
+    "daso, sharded": lambda: DASO(exchange="sharded"),
+    "daso, cycling": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso, delta": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
+}
+
+
+def after_steps_down(scheme, wire, nodes=((0, 1), (2, 3)), steps=100, step_size=1e-3):
+    """A hundred steps from 1.0 down by 0.001 on every rank; the parameters in the end and the bytes between nodes."""
+
+    def work(rank, world):
+        meter = Meter()
+        topology = Topology(nodes, rank, world.connect(rank, meter), meter)
+        x = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([x], lr=step_size)
+        bound = scheme()
+        bound.bind(Replica([x]), topology, optimizer, wire)
+        bound.begin_run(10, None)
+        bound.begin_epoch(0, {})
+        x.grad = torch.ones(3)
+        for i in range(steps):
+            bound.step(optimizer.step, last=i == steps - 1)
+        bound.end_epoch(torch.tensor(1.0))
+        bound.finish()
+        return x.detach(), meter.bytes["inter"]
+
+    return ThreadWorld(4).run(work)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_a_hundred_small_steps_from_one_arrive_through_a_narrow_wire(name, dtype, unit):
+    results = after_steps_down(SCHEMES[name], Wire(dtype))
+    # Eq. 1 takes half of each step's progress back, except of the first and the last, whatever the wire
+    end = 1 - (2 + 98 / 2) * 1e-3 if name == "daso, cycling" else 0.9
+    # every one of the differences that travel is right to half a unit in the last place of itself
+    for x, _ in results:
+        assert torch.equal(x, results[0][0])
+        torch.testing.assert_close(x, torch.full((3,), end), rtol=0, atol=0.1 * unit)
+
+
+@pytest.mark.parametrize("scheme", ["periodic", "daso, blocking"])
+def test_the_parameters_themselves_stall_on_a_narrow_wire_which_is_why_they_are_not_sent(scheme):
+    for x, _ in after_steps_down(SCHEMES[scheme], Wire(torch.bfloat16, raw=True)):
+        assert x.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("wire", [None, Wire(), Wire(torch.float32)])
+def test_a_wire_as_wide_as_the_parameters_changes_nothing(wire):
+    expected = torch.ones(3)
+    for _ in range(100):
+        expected -= 1e-3
+    for x, _ in after_steps_down(SCHEMES["periodic"], wire):
+        assert torch.equal(x, expected)
+
+
+def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
+    full, narrow = (after_steps_down(SCHEMES["periodic"], wire)[0][1] for wire in (None, Wire(torch.bfloat16)))
+    padded = 4  # three elements, padded for the two ranks of a node, half of them on each
+    check = 2 * 8 * 101  # the ranks compare their step numbers each time, and once at the end
+    assert full == 100 * padded / 2 * 4 + check
+    assert narrow == 100 * padded / 2 * 2 + check
+
+
+def test_nodes_of_unequal_weight_mean_through_a_narrow_wire_what_they_mean_through_a_wide_one():
+    def work(rank, world, wire):
+        meter = Meter()
+        topology = Topology([[0, 1, 2], [3]], rank, world.connect(rank, meter), meter)
+        x = torch.nn.Parameter(torch.ones(2))
+        scheme = PeriodicAveraging(1)
+        scheme.bind(Replica([x]), topology, None, wire)
+        with torch.no_grad():
+            x += 0.0 if rank < 3 else 2**-12
+        scheme.average()
+        return x.tolist()
+
+    for wire in (Wire(), Wire(torch.bfloat16)):
+        assert ThreadWorld(4).run(lambda rank, world: work(rank, world, wire)) == [[1 + 2**-14] * 2] * 4  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_wire_is_made_from_a_name_or_a_type(name):
+    assert Wire.named(name) == Wire(torch.bfloat16)
+
+
+def test_only_wider_tensors_are_compressed():
+    wire = Wire(torch.bfloat16)
+    assert wire.compresses(torch.float32)
+    assert not wire.compresses(torch.float16)
+    assert not Wire().compresses(torch.float64)
+
+
+def test_an_unknown_payload_type_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"wire_dtype='int8' .*float32, bfloat16, float16"):
+        Wire.named("int8")
