@@ -1,0 +1,191 @@
+"""One optimizer's parameters, seen as flat buckets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one tensor's elements inside a bucket: ``tensor.flatten()[start : start + length]``."""
+
+    tensor: Tensor
+    start: int
+    length: int
+
+    def covers_tensor(self) -> bool:
+        """Whether the piece is the whole tensor."""
+        return self.length == self.tensor.numel()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that travel together.
+
+    Attributes:
+        pieces: What it holds, in order.
+        numel: Elements of all pieces.
+        dtype: Of every piece.
+        device: Of every piece.
+        equal_in_node: Whether the ranks of a node hold identical values (parameters do; BatchNorm statistics, fed by
+            each rank's own samples, do not).
+    """
+
+    pieces: tuple[Piece, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    equal_in_node: bool
+
+    def empty(self, multiple_of: int = 1) -> Tensor:
+        """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements."""
+        padded = -(-self.numel // multiple_of) * multiple_of
+        flat = torch.empty(padded, dtype=self.dtype, device=self.device)
+        flat[self.numel :].zero_()
+        return flat
+
+    @torch.no_grad()
+    def pack(self, flat: Tensor | None = None, multiple_of: int = 1) -> Tensor:
+        """Copy the pieces into ``flat`` (or a new buffer) and return it."""
+        if flat is None:
+            flat = self.empty(multiple_of)
+        torch.cat([_elements(piece) for piece in self.pieces], out=flat[: self.numel])
+        return flat
+
+    @torch.no_grad()
+    def unpack(self, flat: Tensor) -> None:
+        """Copy ``flat`` back into the tensors."""
+        offset = 0
+        for piece in self.pieces:
+            values = flat[offset : offset + piece.length]
+            offset += piece.length
+            if piece.covers_tensor():
+                piece.tensor.copy_(values.view(piece.tensor.shape))
+            else:
+                piece.tensor.view(-1)[piece.start : piece.start + piece.length].copy_(values)
+
+
+class Replica:
+    """The tensors that agree, of one optimizer on one rank, as flat buckets.
+
+    Every element of every tensor lies in exactly one bucket, whatever the bucket size: tensors larger than a bucket are
+    cut, small ones are joined, and dtypes and devices are kept apart. The order is that of the arguments, so it is the
+    same on every rank. A tensor given twice (tied weights) counts once.
+
+    Args:
+        parameters: What the optimizer trains; identical on the ranks of a node.
+        buffers: Float statistics (BatchNorm) that differ on the ranks of a node.
+        bucket_bytes: Upper bound of a bucket's size in bytes (at least one element). Non-contiguous tensors
+            (``channels_last``) are never cut.
+        named: Names of tensors, as ``module.named_parameters()`` gives them; others' names do no harm.
+
+    Attributes:
+        names: The names, by the tensor's ``id``.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        buffers: Iterable[Tensor] = (),
+        bucket_bytes: int = 4 * 2**20,
+        named: Iterable[tuple[str, Tensor]] = (),
+    ) -> None:
+        self.parameters = _unique(parameters)
+        self.buffers = _unique(buffers)
+        self.bucket_bytes = bucket_bytes
+        self.names = {id(tensor): name for name, tensor in named}
+        self.buckets = _buckets(self.parameters, bucket_bytes, equal_in_node=True)
+        self.buckets += _buckets(self.buffers, bucket_bytes, equal_in_node=False)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, then buffers."""
+        return self.parameters + self.buffers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the (first) tensors live; the CPU if there are none."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @torch.no_grad()
+    def snapshot(self) -> list[Tensor]:
+        """A copy of every tensor."""
+        return [tensor.detach().clone() for tensor in self.tensors]
+
+    @torch.no_grad()
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Put back what :meth:`snapshot` returned."""
+        for tensor, values in zip(self.tensors, snapshot, strict=True):
+            tensor.copy_(values)
+
+    @torch.no_grad()
+    def blend(self, others: Sequence[Tensor], weight: float) -> None:
+        """Move every bucket towards another replica: ``x := (1 - weight) x + weight other``.
+
+        Args:
+            others: One flat buffer per bucket, as :meth:`Bucket.pack` makes them.
+            weight: 0 keeps this replica, 1 takes the other.
+        """
+        for bucket, other in zip(self.buckets, others, strict=True):
+            flat = bucket.pack()
+            bucket.unpack(flat.lerp_(other[: bucket.numel].to(flat.dtype), weight))
+
+    def fingerprint(self) -> int:
+        """64 bits that differ, almost surely, between replicas that differ in any bit."""
+        digest = hashlib.blake2b(digest_size=8)
+        for bucket in self.buckets:
+            digest.update(bucket.pack().cpu().view(torch.uint8).numpy().tobytes())
+        return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
+    for dtype, device in kinds:
+        capacity = max(1, bucket_bytes // dtype.itemsize)
+        pieces: list[Piece] = []
+        filled = 0
+
+        def close(pieces: list[Piece], filled: int, dtype: torch.dtype, device: torch.device) -> None:
+            if pieces:
+                buckets.append(Bucket(tuple(pieces), filled, dtype, device, equal_in_node))
+
+        for tensor in tensors:
+            if (tensor.dtype, tensor.device) != (dtype, device):
+                continue
+            start = 0
+            while start < tensor.numel():
+                room = capacity - filled if tensor.is_contiguous() else tensor.numel()
+                length = min(tensor.numel() - start, room)
+                pieces.append(Piece(tensor, start, length))
+                filled += length
+                start += length
+                if filled >= capacity:
+                    close(pieces, filled, dtype, device)
+                    pieces, filled = [], 0
+        close(pieces, filled, dtype, device)
+    return buckets
+
+
+def _elements(piece: Piece) -> Tensor:
+    flat = piece.tensor.detach().reshape(-1)
+    return flat if piece.covers_tensor() else flat[piece.start : piece.start + piece.length]

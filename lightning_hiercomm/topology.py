@@ -1,0 +1,175 @@
+"""Which rank lives on which node, and who talks to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch import Tensor
+
+from lightning_hiercomm.comm.base import Communicator, Connect, Handle, finished, wait_all
+from lightning_hiercomm.comm.meter import Meter
+
+
+class Topology:
+    """The nodes of a run, seen from one rank, with its communicators and the ranks' weights.
+
+    A *lane* joins the ranks with the same local index, one per node. There are as many lanes as the smallest node has
+    ranks, so ranks beyond that carry nothing between nodes. Every lane moves its own part of a tensor, so the links
+    of all ranks of a node work at once.
+
+    Args:
+        nodes: World ranks of every node, ``nodes[m]`` being those of node ``m`` in local order.
+        rank: This rank.
+        connect: Makes the communicators. Collective over the world.
+        meter: Counts this rank's traffic; the one ``connect`` files it in.
+        weights: A positive weight per world rank, in proportion to the samples it contributes; normalised to sum 1.
+            Default: all equal.
+
+    Attributes:
+        world: All ranks.
+        intra: The ranks of this node.
+        inter: The ranks of this rank's lane, or None if this rank is in none.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Sequence[int]],
+        rank: int,
+        connect: Connect,
+        meter: Meter,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.nodes = tuple(tuple(ranks) for ranks in nodes)
+        self.rank = rank
+        self.meter = meter
+        self.world_size = sum(map(len, self.nodes))
+        if sorted(r for ranks in self.nodes for r in ranks) != list(range(self.world_size)) or not all(self.nodes):
+            raise ValueError(f"nodes must hold every rank from 0 to {self.world_size - 1} once, not {self.nodes}")
+        self.node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
+        self.local_rank = self.nodes[self.node].index(rank)
+        self.lanes = min(map(len, self.nodes))
+        self._connect = connect
+        self.world = self._require(connect([range(self.world_size)], "world"))
+        self.intra = self._require(connect(self.nodes, "intra"))
+        self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
+        self.set_weights(weights or [1.0] * self.world_size)
+
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """Give the ranks new weights (the same on every rank); they are normalised to sum 1."""
+        if len(weights) != self.world_size or min(weights) <= 0:
+            raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
+        total = float(sum(weights))
+        self.weights = tuple(weight / total for weight in weights)
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, M."""
+        return len(self.nodes)
+
+    @property
+    def ranks_on_node(self) -> int:
+        """The number of ranks on this node."""
+        return len(self.nodes[self.node])
+
+    @property
+    def rank_weight(self) -> float:
+        """This rank's share of the world, w_r; all of them sum to 1."""
+        return self.weights[self.rank]
+
+    @property
+    def node_weights(self) -> tuple[float, ...]:
+        """Each node's share of the world, W_m: the sum over its ranks."""
+        return tuple(sum(self.weights[r] for r in ranks) for ranks in self.nodes)
+
+    @property
+    def node_weight(self) -> float:
+        """This node's share of the world, W_m."""
+        return self.node_weights[self.node]
+
+    @property
+    def weight_in_node(self) -> float:
+        """This rank's share of its node, w_r / W_m; over a node they sum to 1."""
+        return self.rank_weight / self.node_weight
+
+    def lane_part(self, flat: Tensor) -> Tensor:
+        """The part of ``flat`` that this rank's lane carries: a view, empty for a rank in no lane.
+
+        Args:
+            flat: 1-D, a multiple of :attr:`lanes` elements.
+        """
+        part = flat.numel() // self.lanes
+        lane = self.local_rank
+        return flat[lane * part : (lane + 1) * part] if lane < self.lanes else flat[:0]
+
+    def share_lane_parts(self, flat: Tensor) -> Handle:
+        """Give every rank of the node all lanes' parts of ``flat``, in place."""
+        if self.ranks_on_node == self.lanes:
+            return self.intra.all_gather(flat, self.lane_part(flat)) if self.lanes > 1 else finished
+        part = flat.numel() // self.lanes
+        return _All([self.intra.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.lanes)])
+
+    def twin(self) -> Topology:
+        """The same nodes with communicators of their own, for moves launched beside the training thread. Collective."""
+        return Topology(self.nodes, self.rank, self._connect, self.meter, self.weights)
+
+    def flat(self) -> Topology:
+        """The same ranks, each as a node of its own. Collective."""
+        return Topology([[rank] for rank in range(self.world_size)], self.rank, self._connect, self.meter, self.weights)
+
+    @staticmethod
+    def _require(communicator: Communicator | None) -> Communicator:
+        assert communicator is not None
+        return communicator
+
+
+class _All(Handle):
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        wait_all(self._handles)
+
+    def is_done(self) -> bool:
+        return all(handle.is_done() for handle in self._handles)
+
+
+def nodes_by_place(places: Sequence[tuple[Hashable, int]]) -> list[list[int]]:
+    """Group ranks by where they say they live.
+
+    Args:
+        places: For every world rank, its node (anything hashable: a node number, a host name) and its local rank.
+
+    Returns:
+        World ranks by node, nodes in the order of their lowest rank, ranks of a node in the order of their local rank.
+    """
+    by_node: dict[Hashable, list[int]] = {}
+    for rank, (node, _) in enumerate(places):
+        by_node.setdefault(node, []).append(rank)
+    return [sorted(ranks, key=lambda rank: (places[rank][1], rank)) for ranks in by_node.values()]
+
+
+def nodes_by_count(ranks_per_node: int | Sequence[int], world_size: int) -> list[list[int]]:
+    """Split consecutive ranks into nodes.
+
+    Args:
+        ranks_per_node: The size of every node, or a list with one size per node.
+        world_size: Number of ranks.
+
+    Raises:
+        ValueError: If the sizes do not add up to the world.
+    """
+    if isinstance(ranks_per_node, int):
+        if ranks_per_node < 1 or world_size % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} does not divide the world of {world_size} ranks."
+                f" Give a divisor of {world_size}, or a list with the size of every node that sums to it."
+            )
+        ranks_per_node = [ranks_per_node] * (world_size // ranks_per_node)
+    sizes = list(ranks_per_node)
+    if any(size < 1 for size in sizes) or sum(sizes) != world_size:
+        raise ValueError(
+            f"ranks_per_node={sizes} adds up to {sum(sizes)}, but the world has {world_size} ranks."
+            " Give one positive size per node that together make the world."
+        )
+    starts = [sum(sizes[:m]) for m in range(len(sizes))]
+    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
