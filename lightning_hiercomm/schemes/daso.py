@@ -1,0 +1,433 @@
+"""DASO: nodes average without waiting, with parameters a few batches old."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.lane import Lane
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes.averaging import Average, same_step
+from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.topology import Topology
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_PHASES = ("warm-up", "cycling", "cool-down")
+
+
+class DASO(Scheme):
+    """Average parameters between nodes every few batches without waiting, and merge what is a few batches old.
+
+    Every batch, gradients are averaged inside the node and the optimizer steps. A run has three phases.
+
+    - **Warm-up** and **cool-down**: after every step the nodes take the mean of their parameters, and wait for it.
+    - **Cycling**, between them: after batch ``t = 0, B, 2B, ...`` of an epoch the nodes start to sum their parameters
+      and go on training; after batch ``t + S`` each merges the sum with what it has become (Eq. 1, with P nodes)::
+
+          x := (2 S x_local + sum of sent x) / (2 S + P)
+
+      The last batch of an epoch ends in a mean that is waited for; a sum in flight is then dropped. When the loss stops
+      falling, B and S halve (at least 1); if it stops at B = S = 1, they return to their first values.
+
+    Eq. 1 leaves the progress made in the S batches only the weight ``2 S / (2 S + P)``: half with 2 nodes, 3 % with 64
+    (S = 1). ``merge="delta"`` keeps all of it, and with it the mean over the nodes::
+
+          x := x_local + mean of sent x - own sent x
+
+    Nodes of unequal weight W_m (unequal numbers of ranks or samples): ``P sum_m W_m x_m`` takes the place of the sum.
+    Local progress keeps the weight 2 S on every node, so a merge moves all nodes by the same fraction towards the mean.
+
+    Float buffers (BatchNorm statistics), which no training step reads, take part only in the means that are waited for.
+
+    Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``, parameters sent as bfloat16.
+
+    Args:
+        sync_every: B, batches between the starts of two exchanges in the cycling phase.
+        staleness: S, batches between the start of an exchange and its merge, from 1 to ``sync_every``.
+        warmup_epochs: Epochs of warm-up.
+        cooldown_epochs: Epochs of cool-down; needs ``Trainer(max_epochs=...)``.
+        merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.
+        threshold: How much, relative to the best so far, an epoch's loss must fall to count as falling.
+        patience: How many epochs in a row it may fail to before B and S change. Only cycling epochs are judged.
+        warmup_steps: Optimizer steps of warm-up, in place of ``warmup_epochs``.
+        cooldown_steps: Optimizer steps of cool-down, in place of ``cooldown_epochs``; needs ``Trainer(max_steps=...)``.
+        exchange: Who carries the parameters between nodes. ``"rotating"``: one rank per node carries all of them, the
+            next rank the next time (the paper). ``"sharded"``: all ranks carry equal parts, which is faster where every
+            rank has a network link of its own. The numbers are the same.
+        monitor: The metric that is watched in place of the training loss, such as ``"val_loss"``: lower is better, and
+            it must be logged in every epoch. Default: what ``training_step`` returns. Both are averaged over all ranks.
+
+    Raises:
+        ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
+    """
+
+    def __init__(
+        self,
+        sync_every: int = 4,
+        staleness: int = 1,
+        warmup_epochs: int = 4,
+        cooldown_epochs: int = 4,
+        merge: Literal["eq1", "delta"] = "eq1",
+        threshold: float = 0.05,
+        patience: int = 2,
+        warmup_steps: int | None = None,
+        cooldown_steps: int | None = None,
+        exchange: Literal["rotating", "sharded"] = "rotating",
+        monitor: str | None = None,
+    ) -> None:
+        super().__init__()
+        if sync_every < 1:
+            raise ValueError(f"sync_every={sync_every} must be a positive number of batches")
+        if not 1 <= staleness <= sync_every:
+            raise ValueError(
+                f"staleness={staleness} must be from 1 to sync_every={sync_every}: one exchange is in flight at a time"
+            )
+        lengths = {
+            "warmup_epochs": warmup_epochs,
+            "cooldown_epochs": cooldown_epochs,
+            "warmup_steps": warmup_steps,
+            "cooldown_steps": cooldown_steps,
+        }
+        for name, length in lengths.items():
+            if length is not None and length < 0:
+                raise ValueError(f"{name}={length} must not be negative; 0 leaves the phase out")
+        if merge not in ("eq1", "delta"):
+            raise ValueError(f"merge={merge!r} must be 'eq1' or 'delta'")
+        if exchange not in ("rotating", "sharded"):
+            raise ValueError(f"exchange={exchange!r} must be 'rotating' or 'sharded'")
+        self.initial_sync_every, self.initial_staleness = sync_every, staleness
+        self.sync_every, self.staleness = sync_every, staleness
+        self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
+        self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
+        self.merge = merge
+        self.exchange = exchange
+        self.monitor = monitor
+        self.plateau = Plateau(threshold, patience)
+        self.synchronizations = 0
+        self.watches_loss = monitor is None
+        self._phase = ""
+        self._cooldown_begins_at_epoch: int | None = None
+        self._cooldown_begins_at_step: int | None = None
+        self._awaits_metric = False
+        self._has_resumed = False
+        self._has_missed_a_loss = False
+        self._in_flight: _Exchange | None = None
+
+    # ---- life of a run -------------------------------------------------------------------------------------------
+
+    def bind(
+        self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
+    ) -> None:
+        self._drop()
+        self.close()
+        super().bind(replica, topology, optimizer, wire)
+        if topology.num_nodes > 1:
+            # every move between nodes, waited for or not, takes the same communicators, in the order of the program
+            carrier = RotatingAverage if self.exchange == "rotating" else Average
+            self._average = carrier(replica, topology, self.wire, through=topology.twin())
+            self.lanes = [Lane(replica.device, topology.meter)]
+
+    def begin_run(self, epochs: int | None, steps: int | None) -> None:
+        self._cooldown_begins_at_epoch = self._cooldown_begins_at_step = None
+        if self.cooldown_steps is not None:
+            if self.cooldown_steps and steps is None:
+                raise ValueError(
+                    f"cooldown_steps={self.cooldown_steps} needs to know when the run ends: set Trainer(max_steps=...),"
+                    " use cooldown_epochs with max_epochs, or cooldown_steps=0 to leave the cool-down out"
+                )
+            self._cooldown_begins_at_step = steps - self.cooldown_steps if steps is not None else None
+        elif self.cooldown_epochs:
+            if epochs is None:
+                raise ValueError(
+                    f"cooldown_epochs={self.cooldown_epochs} needs to know when the run ends: set"
+                    " Trainer(max_epochs=...), use cooldown_steps with max_steps, or cooldown_epochs=0 to leave the"
+                    " cool-down out"
+                )
+            self._cooldown_begins_at_epoch = epochs - self.cooldown_epochs
+        self._warn_if_nothing_cycles(epochs, steps)
+
+    def _warn_if_nothing_cycles(self, epochs: int | None, steps: int | None) -> None:
+        first = self.warmup_epochs if self.warmup_steps is None else None
+        end = epochs if self._cooldown_begins_at_epoch is None else self._cooldown_begins_at_epoch
+        if first is not None and end is not None and first >= end:
+            self._announce(
+                logging.WARNING, f"{epochs} epochs leave none between warm-up and cool-down: {_ALL_BLOCKING}"
+            )
+        end = steps if self._cooldown_begins_at_step is None else self._cooldown_begins_at_step
+        if self.warmup_steps is not None and end is not None and self.warmup_steps >= end:
+            self._announce(logging.WARNING, f"{steps} steps leave none between warm-up and cool-down: {_ALL_BLOCKING}")
+
+    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+        super().begin_epoch(epoch, metrics)
+        self._enter(self._phase_of_next_step())
+        if self._awaits_metric:
+            assert self.monitor is not None
+            self._awaits_metric = False
+            if self.monitor in metrics:
+                self._judge(metrics[self.monitor])
+            elif not self._has_resumed:  # Lightning forgets its metrics between runs
+                logged = ", ".join(metrics) or "nothing"
+                raise ValueError(
+                    f"monitor={self.monitor!r} was not logged in epoch {epoch - 1}; logged: {logged}."
+                    " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
+                )
+        self._has_resumed = False
+
+    def step(self, run: Callable[[], T], last: bool = False) -> T:
+        self._enter(self._phase_of_next_step())
+        result = run()
+        self.count_step()
+        if self._phase != "cycling":
+            self.average()
+        elif not last and self.topology.num_nodes > 1:
+            if self._in_flight is not None and self._in_flight.due == self.steps:
+                self._collect()
+            if (self.step_in_epoch - 1) % self.sync_every == 0:
+                self._send()
+        return result
+
+    def end_epoch(self, loss: Tensor | None) -> None:
+        if self.unagreed_steps:
+            self.average()
+        if self._phase == "cycling":
+            if self.monitor is None:
+                self._judge(loss)
+            else:
+                self._awaits_metric = True  # it is logged by the validation that comes next
+
+    def settle(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.wait()
+
+    def finish(self) -> None:
+        super().finish()
+        self._drop()
+
+    # ---- phases --------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch."""
+        return self._phase
+
+    def _phase_of_next_step(self) -> str:
+        if self.steps < self.warmup_steps if self.warmup_steps is not None else self.epoch < self.warmup_epochs:
+            return "warm-up"
+        if self._cooldown_begins_at_step is not None and self.steps >= self._cooldown_begins_at_step:
+            return "cool-down"
+        if self._cooldown_begins_at_epoch is not None and self.epoch >= self._cooldown_begins_at_epoch:
+            return "cool-down"
+        return "cycling"
+
+    def _enter(self, phase: str) -> None:
+        if phase == self._phase:
+            return
+        self._phase = phase
+        how = self._cycle if phase == "cycling" else "nodes average after every step and wait for it"
+        self._announce(logging.INFO, f"{phase} from epoch {self.epoch}, step {self.steps}: {how}")
+
+    @property
+    def _cycle(self) -> str:
+        return f"nodes exchange every {self.sync_every} steps and merge {self.staleness} later"
+
+    def _announce(self, level: int, message: str) -> None:
+        if self.topology.rank == 0:
+            log.log(level, "DASO: %s", message)
+
+    # ---- exchanges -----------------------------------------------------------------------------------------------
+
+    def average(self) -> None:
+        """Take the mean over all nodes and wait for it; an exchange in flight is dropped."""
+        self._drop()
+        self._next_carrier()
+        super().average()
+
+    def _next_carrier(self) -> None:
+        if isinstance(self._average, RotatingAverage):
+            self._average.carrier = self.synchronizations % self.topology.lanes
+        self.synchronizations += 1
+
+    def _send(self) -> None:
+        """Start the sum of the nodes' present parameters; nothing waits."""
+        self._next_carrier()
+        topology, average, steps = self.topology, self._average, self.steps
+        sent = [bucket.pack(multiple_of=topology.lanes) for bucket in self.replica.buckets if bucket.equal_in_node]
+        mean = [flat.clone() for flat in sent] if self.merge == "delta" else sent
+        checks: list[Handle] = []
+
+        def take_mean() -> None:
+            checks.append(same_step(average.through, steps, self.replica.device))
+            average.mean(mean)
+
+        summed = self.lanes[0].submit(take_mean)
+        self._in_flight = _Exchange(steps + self.staleness, self.staleness, sent, mean, summed, checks)
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        """Merge the sum that was started S steps ago (Eq. 1)."""
+        assert self._in_flight is not None
+        self._in_flight.wait()
+        exchange, self._in_flight = self._in_flight, None
+        local_weight, nodes = 2 * exchange.staleness, self.topology.num_nodes
+        for bucket, mean, sent in zip(self.replica.buckets, exchange.mean, exchange.sent, strict=False):
+            local = bucket.pack(multiple_of=self.topology.lanes)
+            if self.merge == "eq1":
+                merged = mean.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes)
+            else:
+                merged = local.add_(mean).sub_(sent)
+            bucket.unpack(merged)
+
+    def _drop(self) -> None:
+        self.settle()
+        self._in_flight = None
+
+    # ---- plateau -------------------------------------------------------------------------------------------------
+
+    def _judge(self, loss: Tensor | None) -> None:
+        """Halve B and S if the loss, averaged over all ranks, has stopped falling; from 1 they return to the start."""
+        weight = 0.0 if loss is None else self.topology.rank_weight
+        value = 0.0 if loss is None else float(loss)
+        sums = torch.tensor([weight * value, weight], device=self.replica.device)
+        self.topology.world.all_reduce(sums).wait()
+        weighted, total = sums.tolist()
+        if total == 0.0:
+            if not self._has_missed_a_loss:
+                self._has_missed_a_loss = True
+                self._announce(logging.WARNING, f"epoch {self.epoch} had no training loss: {_NO_LOSS}")
+            return
+        if not self.plateau.reached(weighted / total):
+            return
+        before = self.sync_every, self.staleness
+        if before == (1, 1):
+            self.sync_every, self.staleness = self.initial_sync_every, self.initial_staleness
+        else:
+            self.sync_every, self.staleness = max(1, self.sync_every // 2), max(1, self.staleness // 2)
+        if (self.sync_every, self.staleness) != before:
+            self._announce(logging.INFO, f"{self.monitor or 'the training loss'} stopped falling: {self._cycle}")
+
+    # ---- state and what a person may watch -----------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """``phase`` (0 warm-up, 1 cycling, 2 cool-down), and ``sync_every`` and ``staleness`` as they act in it."""
+        if self._phase not in _PHASES:
+            return {}
+        cycles = self._phase == "cycling"
+        return {
+            "phase": float(_PHASES.index(self._phase)),
+            "sync_every": float(self.sync_every) if cycles else 1.0,
+            "staleness": float(self.staleness) if cycles else 0.0,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state. An exchange in flight is stored if it has arrived (:meth:`settle` sees to that), for its merge."""
+        state = super().state_dict()
+        state |= {
+            "sync_every": self.sync_every,
+            "staleness": self.staleness,
+            "synchronizations": self.synchronizations,
+            "plateau_best": self.plateau.best,
+            "plateau_bad_values": self.plateau.bad_values,
+            "awaits_metric": self._awaits_metric,
+        }
+        if self._in_flight is not None and self._in_flight.summed.is_done():
+            state["exchange"] = self._in_flight.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`.
+
+        A plain checkpoint has no ``"exchange"``: what was in flight is dropped, and the nodes go on from the agreed
+        parameters until the next exchange starts.
+        """
+        super().load_state_dict(state)
+        self.sync_every = state["sync_every"]
+        self.staleness = state["staleness"]
+        self.synchronizations = state["synchronizations"]
+        self.plateau.best = state["plateau_best"]
+        self.plateau.bad_values = state["plateau_bad_values"]
+        self._awaits_metric = state["awaits_metric"] and self.monitor is not None
+        self._has_resumed = True
+        self._drop()
+        if "exchange" in state:
+            self._in_flight = _Exchange.restored(state["exchange"], self.replica.device)
+
+
+class RotatingAverage(Average):
+    """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
+
+    With ``wire_dtype`` every rank keeps the last agreed values of all parameters, for its turn will come.
+
+    Attributes:
+        carrier: Local rank that carries the next exchange; below the number of lanes.
+    """
+
+    carrier = 0
+
+    def carried(self, flat: Tensor) -> Tensor:
+        return flat if self.topology.local_rank == self.carrier else flat[:0]
+
+    def share(self, flat: Tensor) -> Handle:
+        return self.through.intra.broadcast(flat, source=self.carrier)
+
+    def remembered(self, flat: Tensor) -> Tensor:
+        return flat
+
+
+@dataclass
+class _Exchange:
+    """A sum on its way between the nodes.
+
+    Attributes:
+        due: Number of steps after which it is merged.
+        staleness: How many steps that is after it was started.
+        sent: This node's parameters as they were sent, packed; only ``merge="delta"`` keeps them apart from ``mean``.
+        mean: Their mean over the nodes, once it is there.
+        summed: The move in flight.
+        checks: That the nodes have taken the same number of steps; filled by the lane.
+    """
+
+    due: int
+    staleness: int
+    sent: list[Tensor]
+    mean: list[Tensor]
+    summed: Handle
+    checks: list[Handle]
+
+    def wait(self) -> None:
+        self.summed.wait()
+        for check in self.checks:
+            check.wait()
+        self.checks.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "due": self.due,
+            "staleness": self.staleness,
+            "mean": [flat.clone() for flat in self.mean],
+            "sent": [flat.clone() for flat in self.sent] if self.sent is not self.mean else [],
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], device: torch.device) -> _Exchange:
+        mean = [flat.to(device, copy=True) for flat in state["mean"]]
+        sent = [flat.to(device, copy=True) for flat in state["sent"]] or mean
+        return cls(state["due"], state["staleness"], sent, mean, finished, [])
+
+
+_NO_LOSS = (
+    "without one, sync_every and staleness stay as they are; return the loss from training_step, or set monitor to a"
+    " metric that is logged in every epoch"
+)
+_ALL_BLOCKING = "every step will average all nodes and wait for it; shorten warmup or cooldown to train asynchronously"

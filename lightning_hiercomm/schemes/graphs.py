@@ -1,0 +1,235 @@
+"""Who talks to whom in gossip."""
+
+from __future__ import annotations
+
+import operator
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Fairness = Literal["uniform", "cyclic", "roulette"] | None
+
+
+class Graph(ABC):
+    """Says who sends to whom at each step. A graph of your own is a subclass with this one method.
+
+    Gossip checks every answer, see :func:`round_of`.
+
+    Example::
+
+        class Backwards(Graph):
+            def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+                return [[(rank - 1) % size] for rank in range(size)]
+    """
+
+    @abstractmethod
+    def send_to(self, size: int, step: int, segment: int) -> Sequence[Sequence[int]]:
+        """For every rank, the other ranks it sends to.
+
+        The answer depends on the arguments alone, so that it is the same on every rank and after a resume: draw random
+        numbers from a generator seeded by them.
+
+        Args:
+            size: Number of ranks that gossip, at least 2. (With hierarchical gossip a "rank" of the graph is a node.)
+            step: Optimizer steps taken before this one.
+            segment: Index of the segment of the model.
+        """
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class Ring(Graph):
+    """Every rank exchanges with both its neighbours, as in DP-SGD (Lian et al. 2017)."""
+
+    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+        return [sorted({(rank - 1) % size, (rank + 1) % size}) for rank in range(size)]
+
+
+class Full(Graph):
+    """Every rank exchanges with every other: each step averages exactly, at ``size - 1`` times the bytes and memory."""
+
+    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+        return [[peer for peer in range(size) if peer != rank] for rank in range(size)]
+
+
+class DirectedExponential(Graph):
+    """Rank r sends to r + 1, then r + 2, r + 4, ..., one hop per step, round and round, as in SGP.
+
+    With ``peers = k``, step i of a round goes to the k ranks at distances ``j (k + 1)^i``, j = 1 .. k. A round averages
+    exactly if the number of ranks is a power of ``k + 1``.
+
+    Source: Assran et al. 2019, "Stochastic Gradient Push", section 3; for several peers its code,
+    ``NPeerDynamicDirectedExponentialGraph``.
+
+    Args:
+        peers: How many ranks each rank sends to at a step (fewer where the ranks run out).
+
+    Raises:
+        ValueError: If ``peers`` is not positive.
+    """
+
+    def __init__(self, peers: int = 1) -> None:
+        if peers < 1:
+            raise ValueError(f"peers={peers} must be a positive number of ranks to send to")
+        self.peers = peers
+
+    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+        base = self.peers + 1
+        distances = [1]  # in integers: a floating-point logarithm loses the last hop for some sizes
+        while distances[-1] * base < size:
+            distances.append(distances[-1] * base)
+        distance = distances[step % len(distances)]
+        hops = [j * distance for j in range(1, base) if j * distance < size]
+        return [[(rank + hop) % size for hop in hops] for rank in range(size)]
+
+
+class RandomPermutation(Graph):
+    """A fresh random permutation D for every step and segment: rank r receives from D[r].
+
+    Source: Yeo et al., "Crossover-SGD", section 3.2 and Algorithm 2. As printed, that algorithm can leave the last rank
+    with only itself to choose and then divides by zero (9 % of the draws for 8 ranks); here that cannot happen.
+
+    Args:
+        fair: How D is drawn. ``"uniform"``: all derangements (permutations in which nobody keeps its own place) are
+            equally likely. ``"cyclic"``: all permutations that are one single cycle are. ``"roulette"``: the paper's
+            draw, rank after rank among those not chosen yet, except that the last rank but one takes the last one if
+            nobody has yet. None: every rank picks on its own, so that some send several times and some not at all; for
+            comparison. Its mixing is not doubly stochastic, so gossip uses push-sum weights with it.
+        seed: Together with step and segment, determines D.
+
+    Raises:
+        ValueError: For any other ``fair``.
+    """
+
+    def __init__(self, fair: Fairness = "uniform", seed: int = 0) -> None:
+        if fair not in ("uniform", "cyclic", "roulette", None):
+            raise ValueError(f"fair={fair!r} must be 'uniform', 'cyclic', 'roulette' or None")
+        self.fair = fair
+        self.seed = seed
+
+    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+        send_to: list[list[int]] = [[] for _ in range(size)]
+        for rank, source in enumerate(self.receive_from(size, step, segment)):
+            send_to[source].append(rank)
+        return send_to
+
+    def receive_from(self, size: int, step: int, segment: int) -> list[int]:
+        """D: for every rank, the one it receives from."""
+        # A string is hashed by SHA-512, the same everywhere, so neighbouring steps and segments are independent.
+        generator = random.Random(f"{self.seed} {step} {segment}")
+        if self.fair == "uniform":
+            return _derangement(size, generator)
+        if self.fair == "cyclic":
+            return _single_cycle(size, generator)
+        if self.fair == "roulette":
+            return _roulette(size, generator)
+        picks = [generator.randrange(size - 1) for _ in range(size)]
+        return [pick + (pick >= rank) for rank, pick in enumerate(picks)]
+
+
+def _derangement(size: int, generator: random.Random) -> list[int]:
+    chosen = list(range(size))
+    while any(rank == source for rank, source in enumerate(chosen)):  # e times on average, for any size
+        generator.shuffle(chosen)
+    return chosen
+
+
+def _single_cycle(size: int, generator: random.Random) -> list[int]:
+    chosen = list(range(size))
+    for last in range(size - 1, 0, -1):  # Sattolo's algorithm
+        other = generator.randrange(last)
+        chosen[last], chosen[other] = chosen[other], chosen[last]
+    return chosen
+
+
+def _roulette(size: int, generator: random.Random) -> list[int]:
+    chosen: list[int] = []
+    left = set(range(size))
+    for rank in range(size):
+        is_forced = rank == size - 2 and size - 1 in left
+        pick = size - 1 if is_forced else generator.choice(sorted(left - {rank}))
+        chosen.append(pick)
+        left.remove(pick)
+    return chosen
+
+
+@dataclass(frozen=True)
+class Round:
+    """One exchange of one segment among all ranks.
+
+    Every rank splits its value into equal shares, one for each rank it sends to and one to keep, and adds up what it
+    keeps and what arrives. Hence what a rank gives away sums to one (the mixing matrix is column-stochastic) and sums
+    over ranks are conserved.
+
+    Attributes:
+        send_to: For every rank, those it sends to.
+        receive_from: For every rank, those it receives from, in ascending order.
+    """
+
+    send_to: tuple[tuple[int, ...], ...]
+    receive_from: tuple[tuple[int, ...], ...]
+
+    def share(self, rank: int) -> float:
+        """The part of its value that ``rank`` sends to each of its peers, p = 1 / (out-degree + 1)."""
+        return 1.0 / (len(self.send_to[rank]) + 1)
+
+    def push(self, weights: Sequence[float]) -> list[float]:
+        """The push-sum weights after this round, from those before it.
+
+        Every rank knows the whole graph, so every rank computes everyone's weights: they never travel. A doubly
+        stochastic round leaves equal weights as they are.
+        """
+        after = []
+        for rank, sources in enumerate(self.receive_from):
+            total = sum(weights[source] * self.share(source) for source in (rank, *sources))
+            after.append(1.0 if abs(total - 1.0) < 1e-12 else total)
+        return after
+
+    def mixing_matrix(self) -> Tensor:
+        """``[r, q]``: the part of rank q's value that ends with rank r. float64."""
+        size = len(self.send_to)
+        matrix = torch.zeros(size, size, dtype=torch.float64)
+        for rank, sources in enumerate(self.receive_from):
+            for source in (rank, *sources):
+                matrix[rank, source] = self.share(source)
+        return matrix
+
+
+def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
+    """What ``graph`` says for this step and segment, checked.
+
+    Raises:
+        ValueError: If the answer leaves out a rank, or a rank sends to itself, twice to the same, to one that does not
+            exist, or receives from no other.
+    """
+
+    def refuse(what: str) -> ValueError:
+        return ValueError(f"{graph!r} at step {step}, segment {segment}, for {size} ranks: {what}")
+
+    answer = graph.send_to(size, step, segment)
+    if len(answer) < size:
+        raise refuse(f"nothing is said about rank {len(answer)}")
+    if len(answer) > size:
+        raise refuse(f"something is said about rank {size}, which does not exist")
+    send_to = tuple(tuple(map(operator.index, peers)) for peers in answer)
+    receive_from: list[list[int]] = [[] for _ in range(size)]
+    for rank, peers in enumerate(send_to):
+        for peer in peers:
+            if peer == rank:
+                raise refuse(f"rank {rank} sends to itself; it keeps a share without being told")
+            if not 0 <= peer < size:
+                raise refuse(f"rank {rank} sends to rank {peer}, which does not exist")
+            if receive_from[peer][-1:] == [rank]:
+                raise refuse(f"rank {rank} sends twice to rank {peer}")
+            receive_from[peer].append(rank)
+    for rank, sources in enumerate(receive_from):
+        if not sources:
+            raise refuse(f"rank {rank} receives from nobody")
+    return Round(send_to, tuple(map(tuple, receive_from)))

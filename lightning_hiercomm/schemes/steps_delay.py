@@ -1,0 +1,498 @@
+"""SSD-SGD: nodes push every gradient but pull the weights only every few steps, and train on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.lane import Lane
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes.averaging import Average
+from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.server import NEEDS_WHOLE_TENSORS, ShardedServer, ShardOn
+from lightning_hiercomm.topology import Topology
+
+T = TypeVar("T")
+
+
+@dataclass
+class LocalUpdate:
+    """What a local rule may use for some of the parameters; it moves :attr:`weights` in place.
+
+    All tensors are 1-D, of one length, dtype and device, and hold parameters of one param group, with zeros between or
+    after them where shards are padded.
+
+    Attributes:
+        weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
+        gradient: The node's mean gradient g.
+        taken_at: The weights at which g was taken: w' itself, unless a pull has arrived.
+        pulled: pre, the server's weights from the last pull but the one that has just arrived, if one has.
+        has_arrived: Whether this is the first update after a pull arrived.
+        learning_rate: The server's, from the param group.
+        local_learning_rate: ``local_lr_scale`` times that.
+        momentum: From the param group; 0 if it has none.
+        dampening: From the param group; 0 if it has none.
+        weight_decay: From the param group; 0 if it has none.
+        delay: k.
+        alpha: Weight of the local gradient in GLU.
+        beta: Weight of the global gradient in GLU.
+        hold: Whether GLU's global gradient stays the same between pulls.
+        state: The rule's own tensors, kept from one call to the next and in checkpoints.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    taken_at: Tensor
+    pulled: Tensor
+    has_arrived: bool
+    learning_rate: float
+    local_learning_rate: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    delay: int
+    alpha: float
+    beta: float
+    hold: bool
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+LocalRule: TypeAlias = Callable[[LocalUpdate], None]
+
+
+def glu(update: LocalUpdate) -> None:
+    """Global gradient for local update: guess the global gradient from how far the server went between two pulls.
+
+    With a constant gradient a server with momentum m ends up moving by ``lr / (1 - m)`` times the gradient per step,
+    so::
+
+        grad_sync = (pre - w') * (1 - m) / (lr * k)
+        w'       := w' - loc_lr * (alpha * g + wd * w' + beta * grad_sync)
+
+    Source: SSD-SGD, Section 3.2.1, Eq. 8 and Algorithm 2. The paper prints "+ loc_lr"; its momentum rule, and sense,
+    say minus. Dampening d makes the server's steps (1 - d) times as long, which grad_sync undoes.
+    """
+    if update.learning_rate == 0:  # a schedule's first or last step: the local learning rate is 0, too
+        return
+    scale = (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
+    if not update.hold:
+        grad_sync = (update.pulled - update.weights).mul_(scale)
+    else:
+        if update.has_arrived or "grad_sync" not in update.state:
+            update.state["grad_sync"] = (update.pulled - update.weights).mul_(scale)
+        grad_sync = update.state["grad_sync"]
+    direction = update.weights.mul(update.weight_decay)
+    direction.add_(update.gradient, alpha=update.alpha).add_(grad_sync, alpha=update.beta)
+    update.weights.sub_(direction, alpha=update.local_learning_rate)
+
+
+def sgd(update: LocalUpdate) -> None:
+    """Plain local SGD, ``w' := w' - loc_lr * (g + wd * w')``: the paper's first comparison (Section 4.4)."""
+    direction = update.gradient.add(update.weights, alpha=update.weight_decay)
+    update.weights.sub_(direction, alpha=update.local_learning_rate)
+
+
+def dc_asgd(update: LocalUpdate) -> None:
+    """Local SGD with the delay compensation of DC-ASGD-a, the paper's second comparison (Section 4.4).
+
+    A gradient taken at weights v but used at w' is corrected by a diagonal guess of the Hessian::
+
+        mean_square := 0.95 mean_square + 0.05 g * g
+        lambda       = 2 / sqrt(mean_square + 1e-7)
+        w'          := w' - loc_lr * (g + lambda * g * g * (w' - v) + wd * w')
+
+    w' and v differ when a pull has just arrived; otherwise this is :func:`sgd`.
+
+    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14,
+    with its settings for CIFAR-10. There the server compensates; here the node does, as in the SSD-SGD paper.
+    """
+    gradient = update.gradient
+    mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
+    mean_square.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+    trust = 2 * (mean_square + 1e-7).rsqrt_()
+    direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)
+    direction.add_(gradient).add_(update.weights, alpha=update.weight_decay)
+    update.weights.sub_(direction, alpha=update.local_learning_rate)
+
+
+LOCAL_RULES: dict[str, LocalRule] = {"glu": glu, "sgd": sgd, "dc_asgd": dc_asgd}
+"""The local rules that have a name."""
+
+
+class StepsDelay(Scheme):
+    """Send every gradient but fetch the global weights only every ``delay`` steps; neither is waited for.
+
+    A parameter server holds the global weights w and the optimizer's state; it takes one step per iteration, with the
+    mean of the nodes' gradients. In iteration n, node m with weights w'_m (k = ``delay``, u counts from the end of
+    warm-up)::
+
+        g_m := mean over the node of the gradients at w'_m
+        push g_m;  the server steps: w := optimizer(w, sum_m W_m g_m)
+        if u % k == 0 and u > 0:  w'_m := the w that was pulled one iteration ago
+        w'_m := local rule(w'_m, g_m)                                                                   (Eq. 8)
+        if u % k == k - 1:        pull w, including this iteration's gradients
+
+    Push, server step and pull run beside the next forward and backward pass and are waited for at the end of it, so a
+    pulled weight shows in the forward pass after the next. The first ``warmup_steps`` iterations are synchronous SGD.
+
+    The server is sharded over the ranks (see :class:`~lightning_hiercomm.schemes.server.ShardedServer`), so a node
+    sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step, against ``2 (M - 1) / M`` of an all-reduce, and every
+    rank holds only its share of the optimizer's state. In return it holds three more copies of the model.
+
+    **Learning rates.** The server uses the user's optimizer: class, param groups, learning rate, momentum and weight
+    decay as they are at each step, so schedulers work. The local rule uses ``local_lr_scale`` times the learning
+    rate. With momentum m the server moves by ``lr / (1 - m)`` per unit of gradient, and GLU by ``(alpha + beta) *
+    local_lr_scale * lr``: the paper's numbers make the two equal for m = 0.9. For another momentum choose
+    ``local_lr_scale`` so that they are; without momentum that is 0.4.
+
+    **Clipping and fp16.** Both act on the node's mean gradient before it is used or sent: each node clips by its own
+    norm, and what the server gets is unscaled. A node whose gradient scaler skips a step sends zeros and keeps its
+    weights; the other nodes' gradients still count. A parameter without gradient counts as one with gradient zero, so
+    weight decay and momentum act on it.
+
+    **The agreed model** is the server's weights, gathered on demand: for validation, checkpoints and at the end.
+    Checkpoints hold the optimizer's state as if there were no shards, so they resume under plain DDP or on any number
+    of ranks. The optimizer's ``state`` itself stays empty. Hooks on its ``step`` run once per iteration, before the
+    push.
+
+    On one node this is plain data-parallel training.
+
+    Source: Xu et al., "SSD-SGD: Communication Sparsification for Distributed Deep Learning Training", 2021,
+    Algorithms 1 and 2.
+
+    Args:
+        delay: Steps between pulls, k.
+        warmup_steps: Synchronous iterations at the start; a multiple of ``delay``. The paper's wp + 1.
+        alpha: Weight of the local gradient in GLU.
+        beta: Weight of the global gradient in GLU.
+        local_lr_scale: The local learning rate divided by the server's. The paper uses 4 for GLU, 0.25 for ``"sgd"``
+            and 1 for ``"dc_asgd"``.
+        hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
+        local_update: ``"glu"`` (:func:`glu`; the optimizer must be SGD), ``"sgd"`` (:func:`sgd`), ``"dc_asgd"``
+            (:func:`dc_asgd`), or a function of a :class:`LocalUpdate`.
+        shard_on: ``"elements"`` gives every rank an equal share of the server. ``"parameters"`` cuts no tensor, for
+            optimizers that need whole ones (LARS, Muon, Adafactor); a rank's share is then at least the largest tensor.
+
+    Raises:
+        ValueError: For arguments out of range; and, when bound, for optimizers that the scheme cannot serve.
+    """
+
+    def __init__(
+        self,
+        delay: int = 4,
+        warmup_steps: int = 500,
+        alpha: float = 2.0,
+        beta: float = 0.5,
+        local_lr_scale: float = 4.0,
+        hold: bool = False,
+        local_update: Literal["glu", "sgd", "dc_asgd"] | LocalRule = "glu",
+        shard_on: ShardOn = "elements",
+    ) -> None:
+        super().__init__()
+        if delay < 1:
+            raise ValueError(f"delay={delay} must be a positive number of steps")
+        if warmup_steps < 0 or warmup_steps % delay:
+            below = max(0, warmup_steps) // delay * delay
+            raise ValueError(
+                f"warmup_steps={warmup_steps} must be a multiple of delay={delay}, such as {below} or {below + delay}"
+            )
+        if local_lr_scale <= 0:
+            raise ValueError(f"local_lr_scale={local_lr_scale} must be positive")
+        if not callable(local_update) and local_update not in LOCAL_RULES:
+            raise ValueError(
+                f"local_update={local_update!r} must be one of {', '.join(LOCAL_RULES)}, or a function of a LocalUpdate"
+            )
+        if shard_on not in ("elements", "parameters"):
+            raise ValueError(f"shard_on={shard_on!r} must be 'elements' or 'parameters'")
+        self.delay = delay
+        self.warmup_steps = warmup_steps
+        self.alpha = alpha
+        self.beta = beta
+        self.local_lr_scale = local_lr_scale
+        self.hold = hold
+        self.local_update = local_update
+        self.shard_on: ShardOn = shard_on
+        self._delayed_steps = 0  # u
+        self._in_flight: Handle = finished
+        self._pulled: list[Tensor] = []  # pre
+        self._arrived: list[Tensor] = []
+        self._rule_state: list[dict[str, Tensor]] = []
+        self._server: ShardedServer | None = None  # none on one node
+        self._holds_final_weights = False
+
+    # ---- life of a run -------------------------------------------------------------------------------------------
+
+    def bind(
+        self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
+    ) -> None:
+        self._check(optimizer)
+        assert optimizer is not None
+        is_first = self._server is None
+        server_state = {} if self._server is None else self._whole_optimizer_state(self._server)
+        super().bind(replica, topology, optimizer, wire)
+        if topology.num_nodes == 1:
+            return
+        if is_first:
+            self._beside = topology.twin()
+            self._lane = Lane(replica.device, topology.meter)
+            self.lanes = [self._lane]
+        self._average = Average(Replica((), replica.buffers, replica.bucket_bytes), topology)
+        self._server = ShardedServer(replica.parameters, optimizer, self._beside, self.wire, self.shard_on)
+        self._server.take_optimizer_state(server_state)
+        self._start_from_replica()
+
+    def begin_run(self, epochs: int | None, steps: int | None) -> None:
+        # what a checkpoint put into the user's optimizer belongs to the server
+        if self._server is not None and self._server.optimizer.state:
+            self._server.take_optimizer_state(self._server.optimizer.state)
+            self._server.optimizer.state.clear()
+
+    def step(self, run: Callable[[], T], last: bool = False) -> T:
+        server = self._server
+        if server is None:
+            return super().step(run, last)
+        self._holds_final_weights = False
+        has_stepped, is_warming_up = False, self.phase == "warm-up"
+
+        def update(optimizer_step: Callable[[], object]) -> None:
+            nonlocal has_stepped
+            has_stepped = True
+            if hasattr(self.optimizer, "found_inf"):
+                raise ValueError(
+                    "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
+                    " scaled ones: use fused=False together with a gradient scaler"
+                )
+            gradients = [section.pack_gradients() for section in server.sections]
+            with _without_gradients(self.replica.parameters):
+                optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
+            self._iterate(server, gradients)
+
+        result = self.run_with_update(run, update)
+        if not has_stepped:  # a gradient scaler skipped the step
+            self._iterate(server, None)
+        self.count_step()
+        if is_warming_up:
+            self.unagreed_steps = 0
+        return result
+
+    def finish(self) -> None:
+        super().finish()
+        self._holds_final_weights = True
+
+    @property
+    def rule(self) -> LocalRule:
+        """The local rule."""
+        return self.local_update if callable(self.local_update) else LOCAL_RULES[self.local_update]
+
+    # ---- the method ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _iterate(self, server: ShardedServer, gradients: list[Tensor] | None) -> None:
+        """One iteration of Algorithm 1, from the gradient on.
+
+        Args:
+            server: The server.
+            gradients: The node's mean gradient, one flat tensor per section; None if it overflowed.
+        """
+        if self.phase == "warm-up":
+            self._in_flight.wait()
+            self._launch(server, gradients, pull=True)
+            self._in_flight.wait()
+            self._arrived, self._pulled = self._pulled, self._arrived
+            for section, weights in zip(server.sections, self._pulled, strict=True):
+                section.unpack(weights)
+            self.agreements += 1
+            return
+        has_arrived = self._delayed_steps > 0 and self._delayed_steps % self.delay == 0
+        if has_arrived:
+            self._in_flight.wait()
+        if gradients is not None or has_arrived:  # else beside the exchange that is still in flight
+            self._update_locally(server, gradients, has_arrived)
+        if has_arrived:
+            self._arrived, self._pulled = self._pulled, self._arrived  # pre := w', as it arrived
+            self.agreements += 1
+            self.unagreed_steps = 0
+        self._in_flight.wait()
+        self._launch(server, gradients, pull=self._delayed_steps % self.delay == self.delay - 1)
+        self._delayed_steps += 1
+
+    def _update_locally(self, server: ShardedServer, gradients: list[Tensor] | None, has_arrived: bool) -> None:
+        assert self.optimizer is not None
+        for index, section in enumerate(server.sections):
+            device_weights = section.pack()
+            weights = self._arrived[index].clone() if has_arrived else device_weights
+            if gradients is not None:
+                group = self.optimizer.param_groups[section.group]
+                learning_rate = float(group["lr"])
+                gradient = gradients[index]
+                self.rule(
+                    LocalUpdate(
+                        weights=weights,
+                        gradient=-gradient if group.get("maximize") else gradient,
+                        taken_at=device_weights,
+                        pulled=self._pulled[index],
+                        has_arrived=has_arrived,
+                        learning_rate=learning_rate,
+                        local_learning_rate=self.local_lr_scale * learning_rate,
+                        momentum=float(group.get("momentum", 0.0)),
+                        dampening=float(group.get("dampening", 0.0)),
+                        weight_decay=float(group.get("weight_decay", 0.0)),
+                        delay=self.delay,
+                        alpha=self.alpha,
+                        beta=self.beta,
+                        hold=self.hold,
+                        state=self._rule_state[index],
+                    )
+                )
+            section.unpack(weights)
+
+    def _launch(self, server: ShardedServer, gradients: list[Tensor] | None, pull: bool) -> None:
+        """Push, step and, if asked to, pull, beside training."""
+        if gradients is None:
+            gradients = [section.zeros() for section in server.sections]
+        for gradient in gradients:
+            gradient.mul_(self.topology.node_weight)
+        hyperparameters = server.hyperparameters()
+        arrived, pulled = self._arrived, self._pulled
+
+        def chain() -> None:
+            server.push(gradients, hyperparameters)
+            if pull:
+                server.pull(arrived, pulled)
+
+        self._in_flight = self._lane.submit(chain)
+        self._pushed = gradients  # keeps the memory that a CUDA stream reads, until the next wait
+
+    def _start_from_replica(self) -> None:
+        """Start the exchange anew from the replica's values, which are equal on all ranks."""
+        assert self._server is not None
+        self._in_flight = finished
+        self._delayed_steps = 0
+        self._pulled = [section.pack() for section in self._server.sections]
+        self._arrived = [torch.empty_like(pulled) for pulled in self._pulled]
+        self._rule_state = [{} for _ in self._server.sections]
+        self._server.restart(self._pulled)
+
+    # ---- the agreed model ----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        self._in_flight.wait()
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
+        self.settle()
+        server = self._server
+        if server is None or self._holds_final_weights:
+            return
+        gathered: list[Tensor] = []
+        self._lane.submit(lambda: gathered.extend(server.gather())).wait()
+        for section, weights in zip(server.sections, gathered, strict=True):
+            section.unpack(weights)
+        self._average(self.steps)
+
+    @property
+    def is_agreed(self) -> bool:
+        if self._server is None or self._holds_final_weights:
+            return True
+        return self.unagreed_steps == 0 and not self.replica.buffers and self.wire.dtype is None
+
+    # ---- state and what a person may watch -----------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        return "warm-up" if self.steps < self.warmup_steps else "delay"
+
+    def scalars(self) -> dict[str, float]:
+        """``sync_every``, and ``staleness``: how many of the server's steps the device's weights have not seen."""
+        staleness = (self._delayed_steps - 1) % self.delay + 1 if self._delayed_steps else 0
+        return {
+            "sync_every": 1.0 if self.phase == "warm-up" else float(self.delay),
+            "staleness": float(staleness),
+        }
+
+    def optimizer_state(self) -> dict[str, Any]:
+        if self._server is None:
+            return super().optimizer_state()
+        assert self.optimizer is not None
+        whole = self._whole_optimizer_state(self._server)
+        state = self.optimizer.state_dict()
+        parameters = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
+        state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._server is not None:
+            state["exchange"] = {
+                "delayed_steps": self._delayed_steps,
+                "pulled": [tensor.clone() for tensor in self._pulled],
+                "arrived": [tensor.clone() for tensor in self._arrived],
+                "rule": [{name: value.clone() for name, value in held.items()} for held in self._rule_state],
+                "server": self._server.state_dict(),
+            }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._server is None:
+            return
+        self._start_from_replica()
+        exchange = state.get("exchange")
+        if exchange is None:
+            return
+        self._delayed_steps = exchange["delayed_steps"]
+        for tensors, saved in ((self._pulled, exchange["pulled"]), (self._arrived, exchange["arrived"])):
+            for tensor, values in zip(tensors, saved, strict=True):
+                tensor.copy_(values)
+        self._rule_state = [
+            {name: value.to(self.replica.device, copy=True) for name, value in held.items()}
+            for held in exchange["rule"]
+        ]
+        self._server.load_state_dict(exchange["server"])
+
+    def _whole_optimizer_state(self, server: ShardedServer) -> dict[Tensor, dict[str, Any]]:
+        self.settle()
+        state: dict[Tensor, dict[str, Any]] = {}
+        self._lane.submit(lambda: state.update(server.optimizer_state())).wait()
+        return state
+
+    def _check(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            raise ValueError("StepsDelay needs the optimizer that trains the replica")
+        kind = type(optimizer).__name__
+        classes = {base.__name__.lower() for base in type(optimizer).__mro__}
+        if "lbfgs" in classes:
+            raise ValueError(f"StepsDelay cannot serve {kind}, which evaluates the loss several times per step")
+        if any("lr" not in group for group in optimizer.param_groups):
+            raise ValueError(f"StepsDelay reads the learning rate from param_groups[...]['lr'], which {kind} lacks")
+        needs_whole_tensors = bool(classes & NEEDS_WHOLE_TENSORS)
+        if self.local_update == "glu" and (needs_whole_tensors or not isinstance(optimizer, SGD)):
+            raise ValueError(
+                f"local_update='glu' guesses the global gradient from the steps of momentum SGD; those of {kind} are"
+                " something else. Use torch.optim.SGD, or choose local_update='sgd', 'dc_asgd' or a function of your"
+                " own, with a local_lr_scale that suits it."
+            )
+        if needs_whole_tensors and self.shard_on == "elements":
+            raise ValueError(f"{kind} needs whole tensors: use StepsDelay(..., shard_on='parameters')")
+
+
+@contextmanager
+def _without_gradients(parameters: list[Tensor]) -> Iterator[None]:
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient

@@ -1,0 +1,646 @@
+"""DASO, against the numbers worked by hand from Eq. 1."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm.comm.base import CommunicationError
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
+from lightning_hiercomm.topology import Topology
+
+B4_S1 = [
+    (0.5, 3.5),
+    (1.375, 3.625),
+    (1.1875, 5.3125),
+    (1.09375, 6.15625),
+    (1.046875, 6.578125),
+    (2.41796875, 5.30078125),
+    (1.708984375, 6.150390625),
+]
+B4_S2 = [
+    (0.5, 3.5),
+    (0.75, 5.25),
+    (1.25, 4.75),
+    (1.125, 5.875),
+    (1.0625, 6.4375),
+    (1.03125, 6.71875),
+    (185 / 96, 559 / 96),
+]
+
+
+def cycling(sync_every=4, staleness=1, **arguments):
+    """A DASO that cycles from the first step to the last."""
+    return lambda: DASO(sync_every, staleness, warmup_epochs=0, cooldown_epochs=0, **arguments)
+
+
+def single(number):
+    """The number as float32 has it."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
+@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+@pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
+def test_a_cycling_epoch_follows_the_table_to_the_digit(run_oracle, exchange, staleness, table, mean):
+    traces = run_oracle(cycling(4, staleness, exchange=exchange))
+    for rank, trace in enumerate(traces):
+        assert trace.after_step[:7] == [single(pair[rank // 2]) for pair in table]
+        assert trace.after_epoch == [mean]
+        assert trace.finished == mean
+
+
+@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+def test_blocking_phases_follow_the_table_and_equal_averaging_at_every_step(run_oracle, exchange):
+    traces = run_oracle(lambda: DASO(exchange=exchange))
+    assert traces[0].after_step[:4] == [2, 3, 3.5, 3.75]
+    assert [t.after_step for t in traces] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1))]
+
+
+def test_a_merge_and_a_send_on_one_batch_merge_first(run_oracle):
+    traces = run_oracle(cycling(1, 1), steps_per_epoch=5)
+    assert list(zip(traces[0].after_step, traces[2].after_step, strict=True))[:4] == [
+        (0.5, 3.5),
+        (1.375, 3.625),
+        (1.84375, 3.90625),
+        (2.1484375, 4.1640625),
+    ]
+
+
+def test_an_exchange_in_flight_at_the_end_of_an_epoch_is_dropped_for_a_mean(run_oracle):
+    # two batches: sent after the first, due after the second, which is the last; the next epoch starts from the mean
+    traces = run_oracle(cycling(2, 1), steps_per_epoch=2, epochs=2)
+    for trace, local in zip(traces, (0.75, 0.75, 5.25, 5.25), strict=True):
+        assert trace.after_step[1] == local
+        assert trace.after_epoch == [3.0, 3.75]
+
+
+def test_delta_merge_keeps_all_local_progress_and_the_mean(run_oracle):
+    traces = run_oracle(cycling(merge="delta"))
+    assert (traces[0].after_step[1], traces[2].after_step[1]) == (2.25, 3.75)
+    means = [sum(values) / 4 for values in zip(*(trace.after_step for trace in traces), strict=True)]
+    assert means == [4 - 4 / 2**step for step in range(1, 9)]
+
+
+def test_unequal_nodes_weigh_by_their_ranks(run_oracle):
+    # nodes {0,1,2} and {3} have targets 2 and 10: x = 1, 5 is sent, x = 1.5, 7.5 merges with P (3/4 1 + 1/4 5) = 4
+    traces = run_oracle(cycling(2, 1), nodes=[[0, 1, 2], [3]], steps_per_epoch=4)
+    assert [trace.after_step[1] for trace in traces] == [(2 * 1.5 + 4) / 4] * 3 + [(2 * 7.5 + 4) / 4]
+    assert len({trace.after_epoch[0] for trace in traces}) == 1
+
+
+def test_rank_weights_reach_blocking_phases_and_merges(run_oracle):
+    blocking = run_oracle(DASO, weights=(1, 3, 2, 2), steps_per_epoch=3)
+    assert blocking[0].after_step == [2.125, 3.1875, 3.71875]
+    # node targets 1 and 8, node weights 1/4 and 3/4: sent 0.5 and 4, weighted mean 3.125, local 0.75 and 6
+    traces = run_oracle(cycling(2, 1), weights=(1, 1, 2, 4), steps_per_epoch=4)
+    assert (traces[0].after_step[1], traces[2].after_step[1]) == ((0.75 + 3.125) / 2, (6 + 3.125) / 2)
+
+
+def test_one_node_trains_as_all_reduce_does(run_oracle):
+    arguments = {"nodes": [[0, 1, 2, 3]], "momentum": 0.9, "epochs": 2}
+    daso = run_oracle(cycling(), **arguments)
+    assert [t.after_step for t in daso] == [t.after_step for t in run_oracle(AllReduce, **arguments)]
+
+
+# ---- who carries it, and when ------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_a_node_carry_the_exchanges_in_turn(run_oracle):
+    # 12 steps: three exchanges and the epoch's mean, two for each rank; 16 steps: one more, the first rank's turn
+    less, more = ([t.meter["inter_bytes"] for t in run_oracle(cycling(), steps_per_epoch=k)] for k in (12, 16))
+    step_check = 2 * 8  # bytes, on every lane and at every exchange
+    parameters = 2 * 4  # one float and its padding to the two ranks of a node
+    assert less == [4 * step_check + 2 * parameters + step_check] * 4
+    assert [b - a - step_check for a, b in zip(less, more, strict=True)] == [parameters, 0, parameters, 0]
+
+
+def test_a_sharded_exchange_is_carried_by_all_ranks_alike(run_oracle):
+    sent = [trace.meter["inter_bytes"] for trace in run_oracle(cycling(exchange="sharded"), steps_per_epoch=12)]
+    assert sent == [4 * (2 * 8 + 4) + 2 * 8] * 4
+
+
+def test_nothing_waits_between_a_send_and_its_merge():
+    # node 1 does not even send before node 0 has sent and taken two steps more: waiting would be a deadlock
+    node_0_went_on = threading.Barrier(4)
+
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling(4, 3)())
+        scheme.begin_epoch(0, {})
+        if rank >= 2:
+            node_0_went_on.wait(timeout=10)
+        for _ in range(3):
+            scheme.step(step)
+        if rank < 2:
+            node_0_went_on.wait(timeout=10)
+        scheme.step(step)
+        scheme.finish()
+
+    on_four_ranks(work)
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3], [4, 5]], [[0, 1, 2], [3], [4, 5]], [[0, 3], [1, 4, 5, 2]]])
+@pytest.mark.parametrize("merge", ["eq1", "delta"])
+@pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)])
+def test_both_ways_to_exchange_give_the_same_numbers(run_oracle, nodes, merge, wire):
+    # a warm-up epoch, two that cycle and a cool-down, on nodes of any size
+    traces = [
+        run_oracle(
+            lambda exchange=exchange: DASO(3, 2, 1, 1, merge=merge, exchange=exchange),
+            nodes=nodes,
+            targets=(0.0, 2.0, 4.0, 10.0, -3.0, 1.5),
+            momentum=0.9,
+            learning_rate=0.1,
+            epochs=4,
+            losses=[1.0] * 4,
+            wire=wire,
+        )
+        for exchange in ("rotating", "sharded")
+    ]
+    for rotating, sharded in zip(*traces, strict=True):
+        assert rotating.after_step == sharded.after_step
+        assert rotating.finished == sharded.finished == traces[0][0].finished
+
+
+@pytest.mark.parametrize("merge", ["eq1", "delta"])
+@pytest.mark.parametrize(("sync_every", "staleness"), [(1, 1), (3, 3), (5, 2), (7, 4), (30, 1)])
+def test_two_epochs_on_unequal_nodes_follow_a_plain_simulation(run_oracle, sync_every, staleness, merge):
+    targets, weights = (1.0, 5.0, 10.0), (0.25, 0.25, 0.5)  # of the nodes {0}, {1}, {2, 3}
+    x, expected = [0.0] * 3, []
+    for _ in range(2):
+        sent = {}
+        for t in range(12):
+            x = [(value + target) / 2 for value, target in zip(x, targets, strict=True)]
+            if t == 11:
+                expected.append(list(x))
+                x = [sum(w * v for w, v in zip(weights, x, strict=True))] * 3
+                break
+            if t - staleness in sent:
+                old = sent[t - staleness]
+                mean = sum(w * v for w, v in zip(weights, old, strict=True))
+                if merge == "eq1":
+                    x = [(2 * staleness * v + 3 * mean) / (2 * staleness + 3) for v in x]
+                else:
+                    x = [v + mean - own for v, own in zip(x, old, strict=True)]
+            if t % sync_every == 0:
+                sent[t] = list(x)
+            expected.append(list(x))
+    traces = run_oracle(
+        cycling(sync_every, staleness, merge=merge),
+        nodes=[[0], [1], [2, 3]],
+        targets=(1.0, 5.0, 8.0, 12.0),
+        epochs=2,
+        steps_per_epoch=12,
+        losses=[2.0, 1.0],
+        dtype=torch.float64,
+    )
+    for trace, node in zip(traces, (0, 1, 2, 2), strict=True):
+        assert trace.after_step == pytest.approx([values[node] for values in expected], rel=1e-12)
+        assert trace.finished == pytest.approx(x[0], rel=1e-12)
+
+
+# ---- phases ------------------------------------------------------------------------------------------------------
+
+
+def schedule(run_oracle, scheme, losses, epochs):
+    """(phase, sync_every, staleness) as they acted in each epoch."""
+    seen = []
+
+    class Recorded(DASO):
+        def end_epoch(self, loss):
+            if self.topology.rank == 0:
+                scalars = self.scalars()
+                seen.append((self.phase, int(scalars["sync_every"]), int(scalars["staleness"])))
+            super().end_epoch(loss)
+
+    run_oracle(lambda: Recorded(**scheme), epochs=epochs, steps_per_epoch=9, losses=losses)
+    return seen
+
+
+def test_phases_and_halving_follow_a_scripted_loss_exactly(run_oracle):
+    losses = [9.0, 9.0, 8.0, 8.0, 8.0, 7.7, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 1.0, 1.0]
+    assert schedule(
+        run_oracle, {"sync_every": 8, "staleness": 2, "warmup_epochs": 2, "cooldown_epochs": 2}, losses, 18
+    ) == [
+        ("warm-up", 1, 0),
+        ("warm-up", 1, 0),
+        ("cycling", 8, 2),  # 8.0: the best, warm-up was not judged
+        ("cycling", 8, 2),
+        ("cycling", 8, 2),
+        ("cycling", 8, 2),  # 7.7 is the third that is not 5 % below 8.0
+        ("cycling", 4, 1),  # 7.0: better
+        ("cycling", 4, 1),
+        ("cycling", 4, 1),
+        ("cycling", 4, 1),
+        ("cycling", 2, 1),
+        ("cycling", 2, 1),
+        ("cycling", 2, 1),
+        ("cycling", 1, 1),
+        ("cycling", 1, 1),
+        ("cycling", 1, 1),
+        ("cool-down", 1, 0),
+        ("cool-down", 1, 0),
+    ]
+
+
+def test_b_and_s_return_to_their_first_values_from_one(run_oracle):
+    scheme = {"sync_every": 4, "staleness": 2, "warmup_epochs": 0, "cooldown_epochs": 1, "patience": 0}
+    assert [pair[1:] for pair in schedule(run_oracle, scheme, [1.0] * 9, 9)] == [
+        (4, 2),
+        (4, 2),
+        (2, 1),
+        (1, 1),
+        (4, 2),
+        (2, 1),
+        (1, 1),
+        (4, 2),
+        (1, 0),
+    ]
+
+
+def test_the_loss_is_judged_by_its_mean_over_all_ranks():
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling(4, 1, patience=0)())
+        seen = []
+        # the mean falls 4, 3, 2 and then stays, whatever single ranks see
+        for epoch, losses in enumerate([(4, 4, 4, 4), (0, 9, 1, 2), (0, 0, 8, 0), (8, 0, 0, 0), (1, 1, 1, 1)]):
+            scheme.begin_epoch(epoch, {})
+            scheme.step(step, last=True)
+            scheme.end_epoch(torch.tensor(float(losses[rank])))
+            seen.append(scheme.sync_every)
+        scheme.finish()
+        return seen
+
+    assert on_four_ranks(work) == [[4, 4, 4, 2, 2]] * 4
+
+
+def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling(4, 1, patience=0, monitor="val_loss")())
+        assert not scheme.watches_loss
+        seen = []
+        for epoch in range(4):
+            scheme.begin_epoch(epoch, {"val_loss": torch.tensor(1.0 + rank)} if epoch else {})
+            seen.append(scheme.sync_every)
+            scheme.step(step, last=True)
+            scheme.end_epoch(None)
+        with pytest.raises(ValueError, match=r"monitor='val_loss' was not logged in epoch 3; logged: train_loss"):
+            scheme.begin_epoch(4, {"train_loss": torch.tensor(1.0)})
+        return seen
+
+    assert on_four_ranks(work) == [[4, 4, 2, 1]] * 4
+
+
+def test_epochs_without_a_loss_change_nothing_and_say_so_once(caplog):
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling(4, 1, patience=0)())
+        for epoch in range(3):
+            scheme.begin_epoch(epoch, {})
+            scheme.step(step, last=True)
+            scheme.end_epoch(None)
+        scheme.finish()
+        return scheme.sync_every
+
+    assert on_four_ranks(work) == [4] * 4
+    assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
+
+
+def test_phases_in_steps_begin_and_end_inside_epochs():
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, DASO(2, 1, warmup_steps=3, cooldown_steps=2), epochs=None, steps=10)
+        phases = []
+        for epoch in range(2):
+            scheme.begin_epoch(epoch, {})
+            for _ in range(5):
+                scheme.step(step)
+                phases.append(scheme.phase)
+        scheme.finish()
+        return phases
+
+    expected = ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
+    assert on_four_ranks(work) == [expected] * 4
+
+
+def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
+    caplog.set_level(logging.INFO)
+    run_oracle(lambda: DASO(4, 1, 1, 1), epochs=4, losses=[1.0] * 4)
+    assert [record.message.split(":")[1].strip() for record in caplog.records] == [
+        "warm-up from epoch 0, step 0",
+        "cycling from epoch 1, step 8",
+        "cool-down from epoch 3, step 24",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run", "message"),
+    [
+        ({}, (None, None), r"cooldown_epochs=4 .*max_epochs"),
+        ({}, (None, 100), r"cooldown_epochs=4 .*max_epochs"),
+        ({"cooldown_steps": 10}, (5, None), r"cooldown_steps=10 .*max_steps"),
+    ],
+)
+def test_a_cool_down_without_an_end_to_count_from_is_refused(arguments, run, message):
+    def work(rank, world):
+        with pytest.raises(ValueError, match=message):
+            bound(rank, world, DASO(**arguments), *run)
+
+    on_four_ranks(work)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run", "warns"),
+    [
+        ({}, (8, None), True),
+        ({}, (9, None), False),
+        ({"cooldown_epochs": 0}, (4, None), True),
+        ({"cooldown_epochs": 0}, (None, None), False),
+        ({"warmup_steps": 50, "cooldown_steps": 50}, (None, 100), True),
+        ({"warmup_steps": 50, "cooldown_steps": 49}, (None, 100), False),
+    ],
+)
+def test_phases_that_leave_nothing_to_cycle_are_warned_of_once(caplog, arguments, run, warns):
+    on_four_ranks(lambda rank, world: bound(rank, world, DASO(**arguments), *run) and None)
+    assert [r.message.count("every step will average all nodes") for r in caplog.records] == [1] * warns
+
+
+# ---- agreement, state --------------------------------------------------------------------------------------------
+
+
+def test_agreeing_in_mid_cycle_gives_the_mean_and_leaves_the_training_as_it_was():
+    def work(rank, world, looks):
+        scheme, step, x = bound(rank, world, cycling()())
+        scheme.begin_epoch(0, {})
+        trace, agreed = [], []
+        for _ in range(7):
+            scheme.step(step)
+            trace.append(x.item())
+            if looks:
+                snapshot = scheme.replica.snapshot()
+                scheme.agree()
+                agreed.append(x.item())
+                scheme.replica.restore(snapshot)
+        scheme.end_epoch(torch.tensor(1.0))
+        scheme.finish()
+        return [*trace, x.item()], agreed
+
+    plain = on_four_ranks(lambda rank, world: work(rank, world, False)[0])
+    looked = on_four_ranks(lambda rank, world: work(rank, world, True))
+    assert [trace for trace, _ in looked] == plain
+    means = [sum(values) / 4 for values in zip(*plain, strict=True)][:7]
+    assert [agreed for _, agreed in looked] == [means] * 4
+
+
+@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+@pytest.mark.parametrize("merge", ["eq1", "delta"])
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(exchange, merge, wire):
+    make = cycling(4, 3, exchange=exchange, merge=merge, patience=0)
+
+    def whole(rank, world):
+        scheme, step, x = bound(rank, world, make(), wire=wire, numel=5)
+        scheme.begin_epoch(0, {})
+        states, trace = [], []
+        for taken in range(11):
+            scheme.step(step)
+            trace.append(x.tolist())
+            scheme.settle()
+            states.append((scheme.replica.snapshot(), scheme.state_dict()))
+            assert ("exchange" in states[-1][1]) == (taken % 4 != 3)
+        return trace, states
+
+    saved = on_four_ranks(whole)
+
+    def resumed(rank, world, after):
+        trace, states = saved[rank]
+        replica, state = states[after]
+        scheme, step, x = bound(rank, world, make(), wire=wire, numel=5)
+        scheme.replica.restore(replica)
+        scheme.load_state_dict(state)
+        again = []
+        for _ in range(after + 1, 11):
+            scheme.step(step)
+            again.append(x.tolist())
+        assert again == trace[after + 1 :]
+
+    for after in (0, 2, 3, 5):
+        on_four_ranks(lambda rank, world: resumed(rank, world, after))  # noqa: B023
+
+
+def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_schedule():
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling(8, 2, patience=0)())
+        for epoch in range(2):
+            scheme.begin_epoch(epoch, {})
+            for _ in range(3):
+                scheme.step(step)
+            scheme.end_epoch(torch.tensor(1.0))
+        scheme.begin_epoch(2, {})
+        scheme.step(step)
+        state = {name: value for name, value in scheme.state_dict().items() if isinstance(value, int | float)}
+        scheme.agree()
+        agreed = scheme.replica.snapshot()
+
+        resumed, step, x = bound(rank, world, cycling(8, 2, patience=0)())
+        resumed.replica.restore(agreed)
+        resumed.load_state_dict({**state, "unagreed_steps": 0})
+        assert (resumed.sync_every, resumed.staleness, resumed.synchronizations) == (4, 1, scheme.synchronizations)
+        local = x.item()
+        resumed.step(step)
+        # the exchange that was in flight is gone: this was a local step
+        assert x.item() == (local + (1.0, 1.0, 7.0, 7.0)[rank]) / 2
+        return agreed[0].item()
+
+    assert len(set(on_four_ranks(work))) == 1
+
+
+def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
+    # after an exception the others may never answer
+    saved = threading.Barrier(4)
+
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling()())
+        scheme.begin_epoch(0, {})
+        if rank >= 2:
+            saved.wait(timeout=10)
+        scheme.step(step)
+        state = scheme.state_dict()
+        if rank < 2:
+            saved.wait(timeout=10)
+            assert "exchange" not in state
+        scheme.finish()
+
+    on_four_ranks(work)
+
+
+def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling(merge="delta")(), wire="bfloat16")
+        scheme.begin_epoch(0, {})
+        scheme.step(step)
+        scheme.settle()
+        return scheme.state_dict()
+
+    state = on_four_ranks(work)[0]
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert loaded["exchange"]["due"] == state["exchange"]["due"] == 2
+    assert torch.equal(loaded["exchange"]["mean"][0], state["exchange"]["mean"][0])
+
+
+def test_a_node_that_takes_another_number_of_steps_is_reported():
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling()())
+        scheme.begin_epoch(0, {})
+        for _ in range(2 if rank < 2 else 5):
+            scheme.step(step)
+        scheme.end_epoch(torch.tensor(1.0))
+
+    with pytest.raises(CommunicationError, match="others after 2 to 5"):
+        on_four_ranks(work)
+
+
+def test_buffers_agree_when_nodes_wait_and_stay_alone_while_they_do_not():
+    def work(rank, world):
+        scheme, step, _ = bound(rank, world, cycling()(), buffer=torch.tensor([float(rank)]))
+        buffer = scheme.replica.buffers[0]
+        scheme.begin_epoch(0, {})
+        for _ in range(3):
+            scheme.step(step)
+        alone = buffer.item()
+        scheme.end_epoch(torch.tensor(1.0))
+        return alone, buffer.item()
+
+    assert on_four_ranks(work) == [(rank, 1.5) for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"sync_every": 2, "staleness": 3}, "staleness=3 must be from 1 to sync_every=2"),
+        ({"staleness": 0}, "staleness=0"),
+        ({"warmup_epochs": -1}, "warmup_epochs=-1"),
+        ({"cooldown_steps": -1}, "cooldown_steps=-1"),
+        ({"merge": "mean"}, "merge='mean'"),
+        ({"exchange": "split"}, "exchange='split'"),
+        ({"threshold": 2.0}, "threshold=2.0"),
+        ({"patience": -1}, "patience=-1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DASO(**arguments)
+
+
+# ---- four real processes -----------------------------------------------------------------------------------------
+
+TARGETS = (0.0, 2.0, 4.0, 10.0)
+
+
+class Oracle(pl.LightningModule):
+    """Rank r minimises 0.5 (x - a_r)^2 from 0; ``report`` is x, and B as it acts, after each batch."""
+
+    def __init__(self, learning_rate: float = 0.5) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(1))
+        self.learning_rate = learning_rate
+        self.report = []
+
+    def training_step(self, batch, batch_idx):
+        return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0 + self.global_rank)
+
+    def on_train_batch_end(self, *_):
+        self.report.append((self.x.item(), self.trainer.strategy.schemes[0].sync_every))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(8 * 4, 1))
+
+    def val_dataloader(self):
+        return DataLoader(torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+@pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
+def test_four_processes_follow_the_table_to_the_digit(fit, exchange, staleness, table, mean):
+    reports = fit(Oracle(), {"scheme": cycling(4, staleness, exchange=exchange)()}, limit_val_batches=0)
+    for rank, report in enumerate(reports):
+        assert [x for x, _ in report["report"]] == [single(pair[rank // 2]) for pair in table] + [mean]
+        assert report["state_dict"]["x"].item() == mean
+
+
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
+    # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
+    scheme = DASO(4, 1, warmup_epochs=1, cooldown_epochs=1, patience=0, monitor=monitor)
+    reports = fit(Oracle(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
+    for report in reports:
+        assert [sync_every for _, sync_every in report["report"][::2]] == [4, 4, 4, 2, 1, 4, 2]
+
+
+def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_does_not_disturb(fit, tmp_path):
+    # after batch 4 group 1 has just sent; the table says 1.046875 / 6.578125
+    save = ModelCheckpoint(tmp_path, filename="in-flight", every_n_train_steps=5)
+    arguments = {"enable_checkpointing": True, "limit_val_batches": 0}
+    reports = fit(Oracle(), {"scheme": cycling()()}, callbacks=[save], **arguments)
+    for rank, report in enumerate(reports):
+        assert [x for x, _ in report["report"]] == [pair[rank // 2] for pair in B4_S1] + [3.96484375]
+    path = tmp_path / "in-flight.ckpt"
+    mean = (1.046875 + 6.578125) / 2
+    assert torch.load(path, weights_only=True)["state_dict"]["x"].item() == mean
+    resumed = fit(Oracle(), {"scheme": cycling()()}, fit_arguments={"ckpt_path": path}, **arguments)
+    for rank, report in enumerate(resumed):
+        target, values = (1.0, 7.0)[rank // 2], [x for x, _ in report["report"]]
+        # the exchange is gone: local steps to the end of the epoch, which has 8 batches
+        assert values[:2] == [(mean + target) / 2, ((mean + target) / 2 + target) / 2]
+        assert values[2:] == [4 + (mean - 4) / 8]
+
+
+def test_a_run_without_a_known_end_is_refused_when_it_starts(fit):
+    with pytest.raises(Exception, match=r"cooldown_epochs=4 needs to know when the run ends"):
+        fit(Oracle(), {"scheme": "daso"}, max_epochs=-1, max_steps=8)
+
+
+def on_four_ranks(work):
+    """``work(rank, world)`` on every rank; ends the threads of the schemes it bound."""
+    world = ThreadWorld(4)
+    world.schemes = []
+    try:
+        return world.run(work)
+    finally:
+        for scheme in world.schemes:
+            scheme.close()
+
+
+def bound(rank, world, scheme, epochs=10, steps=None, wire=None, numel=1, buffer=None):
+    """The scheme, bound to one parameter of the oracle problem, with its user step."""
+    meter = Meter()
+    topology = Topology([[0, 1], [2, 3]], rank, world.connect(rank, meter), meter)
+    x = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = torch.optim.SGD([x], lr=0.5)
+    target = (0.0, 2.0, 4.0, 10.0)[rank] + torch.linspace(0, 1, numel)
+    world.schemes.append(scheme)
+    scheme.bind(Replica([x], [] if buffer is None else [buffer]), topology, optimizer, Wire.named(wire))
+    scheme.begin_run(epochs, steps)
+
+    def step():
+        gradient = x.detach() - target
+        scheme.reduce_gradients(gradient).wait()
+        x.grad = gradient
+        optimizer.step()
+
+    return scheme, step, x

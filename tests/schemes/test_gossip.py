@@ -1,0 +1,598 @@
+"""Gossip, against numbers worked by hand and its invariants, on ranks that are threads."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes import AllReduce, Gossip, Graph, PeriodicAveraging, RandomPermutation
+from lightning_hiercomm.topology import Topology
+
+FLAT = {"nodes": [[0], [1], [2], [3]]}
+HOP_1, HOP_2 = [[1], [2], [3], [0]], [[2], [3], [0], [1]]
+
+
+class Listed(Graph):
+    """One list per step, over and over; a segment s is s steps ahead."""
+
+    def __init__(self, *rounds):
+        self.rounds = rounds
+
+    def send_to(self, size, step, segment):
+        return self.rounds[(step + segment) % len(self.rounds)]
+
+
+def received_from(*permutations):
+    """The graph in which rank r receives from D[r], for a list of D."""
+    return Listed(*([[d.index(rank)] for rank in range(len(d))] for d in permutations))
+
+
+@dataclass
+class Rank:
+    """One rank of :func:`simulate`."""
+
+    scheme: Gossip
+    parameters: list[torch.Tensor]
+    module: torch.nn.ParameterDict
+    optimizer: torch.optim.Optimizer
+    meter: Meter
+    rank: int
+
+    @property
+    def values(self):
+        return torch.cat([p.detach().flatten().clone() for p in self.parameters])
+
+    def train(self, gradient=None, skip=False):
+        """One step; by default with a zero gradient, which mixes only. ``skip``: as a gradient scaler does."""
+        seen = []
+
+        def run():
+            seen.append(self.values)
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient(parameter.detach())
+            if not skip:
+                self.optimizer.step()
+
+        self.scheme.step(run)
+        return seen[0]
+
+    def agreed(self):
+        """The agreed values, and back."""
+        snapshot = self.scheme.replica.snapshot()
+        self.scheme.agree()
+        values = self.values
+        self.scheme.replica.restore(snapshot)
+        return values
+
+
+def simulate(
+    work, scheme, starts=None, *, nodes=None, weights=None, wire=None, shapes=None, dtype=torch.float64, lr=0.5
+):
+    """Call ``work`` with a :class:`Rank` on every rank; its parameters are set to ``starts[rank]`` after binding."""
+    nodes = nodes or [[rank] for rank in range(len(starts))]
+
+    def body(rank, world):
+        meter = Meter()
+        topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
+        values = torch.as_tensor(starts[rank] if starts is not None else 0.0, dtype=dtype).reshape(-1)
+        module = torch.nn.ParameterDict(
+            {name: torch.zeros(size, dtype=dtype) for name, size in (shapes or {"x": values.numel()}).items()}
+        )
+        parameters = list(module.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=lr)
+        bound = copy.deepcopy(scheme)
+        bound.bind(Replica(parameters, named=module.named_parameters()), topology, optimizer, wire)
+        torch.nn.utils.vector_to_parameters(values.expand(sum(p.numel() for p in parameters)).clone(), parameters)
+        bound.unagreed_steps = 1  # they differ
+        return work(Rank(bound, parameters, module, optimizer, meter, rank))
+
+    return ThreadWorld(sum(map(len, nodes))).run(body)
+
+
+def mixed(steps):
+    """The values before and after each of ``steps`` steps that only mix."""
+
+    def work(rank):
+        seen = [rank.values]
+        for _ in range(steps):
+            rank.train()
+            rank.scheme.settle()
+            seen.append(rank.values)
+        return torch.stack(seen)
+
+    return work
+
+
+# ---- oracles ---------------------------------------------------------------------------------------------------------
+
+
+def test_averaging_over_the_exponential_graph_of_four_is_exact_after_two_steps():
+    seen = torch.stack(simulate(mixed(2), Gossip("directed_exponential"), [0, 2, 4, 10])).squeeze()
+    assert seen[:, 1].tolist() == [5, 1, 3, 7]
+    assert seen[:, 2].tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("segments", [1, 8])
+def test_sgp_follows_the_table(run_oracle, segments):
+    traces = run_oracle(lambda: Gossip("directed_exponential", segments, hierarchical=False), steps_per_epoch=4, **FLAT)
+    table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
+    assert list(zip(*(trace.after_step for trace in traces), strict=True)) == table
+
+
+def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
+    graph = Listed([[1, 2], [2], [0]])
+
+    def work(rank):
+        rank.train()
+        x, w = rank.values * rank.scheme._own_weights[0], rank.scheme._own_weights[0]
+        first = (x.item(), w, rank.values.item())
+        for _ in range(60):
+            rank.train()
+        return first, rank.values.item(), rank.agreed().item()
+
+    first, last, agreed = zip(*simulate(work, Gossip(graph, 1), [0, 3, 9]), strict=True)
+    expected = [(9 / 2, 5 / 6, 5.4), (3 / 2, 5 / 6, 1.8), (6, 4 / 3, 4.5)]
+    assert [pytest.approx(values) for values in expected] == list(first)
+    assert last == pytest.approx((4, 4, 4))
+    assert agreed == pytest.approx((4, 4, 4))
+
+
+def test_crossover_mixes_each_segment_with_another_rank():
+    def work(rank):
+        seen = rank.train(lambda x: x - (0, 2, 4, 10)[rank.rank])
+        assert seen.tolist() == [0, 0]
+        return rank.values.tolist()
+
+    graph = received_from([3, 0, 1, 2], [1, 2, 3, 0])
+    first, second = zip(*simulate(work, Gossip(graph, 2), [[0, 0]] * 4), strict=True)
+    assert first == (2.5, 0.5, 1.5, 3.5)
+    assert second == (0.5, 1.5, 3.5, 2.5)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_hierarchical_crossover_follows_the_table(run_oracle, lanes):
+    nodes = [[0], [1], [2], [3]] if lanes == 1 else [[0, 1], [2, 3], [4, 5], [6, 7]]
+    targets = [1, 7, 7, 5] if lanes == 1 else [0, 2, 4, 10, 7, 7, 5, 5]
+    graph = received_from([3, 0, 1, 2], [2, 0, 3, 1])
+    traces = run_oracle(lambda: Gossip(graph), nodes=nodes, targets=targets, steps_per_epoch=2)
+    table = [(1.5, 2, 3.5, 3), (3.25, 2.875, 4.625, 4.25)]
+    for rank, trace in enumerate(traces):
+        assert trace.after_step == [row[rank // lanes] for row in table]
+
+
+def test_rank_means_are_those_of_every_mean_preserving_scheme(run_oracle):
+    traces = run_oracle(lambda: Gossip(seed=4), nodes=[[0], [1], [2], [3]], steps_per_epoch=5)
+    means = [sum(values) / 4 for values in zip(*(trace.after_step for trace in traces), strict=True)]
+    assert means == [2, 3, 3.5, 3.75, 3.875]
+    assert {trace.finished for trace in traces} == {3.875}
+
+
+@pytest.mark.parametrize("weights", [None, (1, 3, 2, 2), (1, 1, 2, 4)])
+@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
+def test_on_two_nodes_hierarchical_gossip_is_periodic_averaging_at_every_step(run_oracle, nodes, weights):
+    gossip = run_oracle(lambda: Gossip(), nodes=nodes, weights=weights, dtype=torch.float64)
+    periodic = run_oracle(lambda: PeriodicAveraging(1), nodes=nodes, weights=weights, dtype=torch.float64)
+    for ours, theirs in zip(gossip, periodic, strict=True):
+        assert ours.after_step == pytest.approx(theirs.after_step, abs=1e-12)
+        assert ours.finished == pytest.approx(theirs.finished, abs=1e-12)
+
+
+def test_a_full_graph_averages_at_every_step(run_oracle):
+    gossip = run_oracle(lambda: Gossip("full"), **FLAT)
+    assert [t.after_step for t in gossip] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1), **FLAT)]
+
+
+def test_on_one_node_it_is_all_reduce(run_oracle):
+    nodes = [[0, 1, 2, 3]]
+    gossip, baseline = run_oracle(lambda: Gossip(overlap=True), nodes=nodes), run_oracle(AllReduce, nodes=nodes)
+    assert [trace.after_step for trace in gossip] == [trace.after_step for trace in baseline]
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 2, 4), (3, 1, 1, 1)])
+def test_flat_gossip_with_rank_weights_tends_to_the_weighted_minimum(run_oracle, weights):
+    for options in ({}, {"fair": None}):
+        trace = run_oracle(
+            lambda: Gossip(hierarchical=False, **options),  # noqa: B023
+            weights=weights,
+            steps_per_epoch=400,
+            learning_rate=0.01,
+            dtype=torch.float64,
+        )
+        targets = (0.0, 2.0, 4.0, 10.0)
+        minimum = sum(w * a for w, a in zip(weights, targets, strict=True)) / sum(weights)
+        assert trace[0].finished == pytest.approx(minimum, rel=0.1)
+
+
+def test_dp_sgd_takes_gradients_before_mixing(run_oracle):
+    """x := W x - lr g(x) with W of the ring (1/3 self, 1/3 each neighbour), against the plain recursion."""
+    traces = run_oracle(
+        lambda: Gossip("ring", 1, hierarchical=False, overlap=True), dtype=torch.float64, steps_per_epoch=6, **FLAT
+    )
+    x, targets = torch.zeros(4, dtype=torch.float64), torch.tensor([0.0, 2, 4, 10], dtype=torch.float64)
+    for step in range(6):
+        x = (x + x.roll(1) + x.roll(-1)) / 3 - 0.5 * (x - targets)
+        assert [trace.after_step[step] for trace in traces] == pytest.approx(x.tolist())
+    assert [trace.finished for trace in traces] == pytest.approx([x.mean().item()] * 4)
+
+
+# ---- invariants, for any graph, size and seed ------------------------------------------------------------------------
+
+graphs = st.one_of(
+    st.builds(RandomPermutation, st.sampled_from(["uniform", "cyclic", "roulette", None]), st.integers(0, 999)),
+    st.sampled_from(["directed_exponential", "ring", "full"]),
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(graphs, st.integers(2, 64) | st.integers(2, 8), st.integers(1, 4), st.booleans())
+def test_mixing_conserves_the_sum_of_every_segment_and_brings_replicas_together(graph, size, segments, overlap):
+    starts = torch.randn(size, 4, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+
+    def work(rank):
+        for _ in range(5):
+            rank.train()
+        x = (
+            rank.values
+            * torch.tensor(rank.scheme._own_weights, dtype=torch.float64).repeat_interleave(-(-4 // segments))[:4]
+        )
+        return x, rank.agreed(), rank.values
+
+    x, agreed, z = map(
+        torch.stack, zip(*simulate(work, Gossip(graph, segments, overlap=overlap), starts.tolist()), strict=True)
+    )
+    torch.testing.assert_close(x.sum(0), starts.sum(0))
+    torch.testing.assert_close(agreed, starts.mean(0).expand(size, 4))
+    assert (z - z.mean(0)).norm() < (starts - starts.mean(0)).norm()
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    graphs, st.integers(2, 16), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([None, "bfloat16"])
+)
+def test_equal_replicas_stay_equal_to_the_bit(graph, size, dtype, wire):
+    start = torch.randn(5, generator=torch.Generator().manual_seed(size)).tolist()
+    if isinstance(graph, RandomPermutation) and graph.fair is None:
+        graph = RandomPermutation("uniform", graph.seed)  # push-sum weights round
+    finals = simulate(mixed(3), Gossip(graph, 3), [start] * size, dtype=dtype, wire=Wire.named(wire))
+    assert all(torch.equal(values, final[0]) for final in finals for values in final)
+
+
+@settings(deadline=None, max_examples=15)
+@given(graphs, st.lists(st.integers(1, 3), min_size=2, max_size=5), st.booleans())
+def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_segment(graph, ranks_per_node, overlap):
+    starts = [[node + 0.1, -node, 7.0, node**2] for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
+    first = [sum(ranks_per_node[:node]) for node in range(len(ranks_per_node))]
+    nodes = [list(range(f, f + ranks)) for f, ranks in zip(first, ranks_per_node, strict=True)]
+
+    def work(rank):
+        for _ in range(4):
+            rank.train()
+        return rank.values.tolist(), rank.agreed().tolist()
+
+    finals = simulate(work, Gossip(graph, 4, overlap=overlap), starts, nodes=nodes)
+    for ranks in nodes:
+        assert all(finals[rank] == finals[ranks[0]] for rank in ranks)
+    assert len({str(agreed) for _, agreed in finals}) == 1
+
+
+def test_a_narrow_wire_loses_no_update_from_the_sum():
+    """A millionth is far below what bfloat16 resolves near 1; two thousand of them still arrive in the mean."""
+
+    def work(rank):
+        for _ in range(2000):
+            rank.train(lambda x: torch.full_like(x, -1e-6 * (1 + rank.rank)))
+        return rank.agreed().item(), rank.values.item()
+
+    agreed, own = zip(*simulate(work, Gossip(), [1.0, 1.0, 1.0], lr=1.0, wire=Wire.named("bfloat16")), strict=True)
+    assert agreed == pytest.approx([1 + 2000 * 2e-6] * 3, abs=1e-9)
+    assert max(own) - min(own) < 2**-7
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fair", ["uniform", "cyclic", "roulette"])
+def test_a_node_sends_the_model_once_a_step_however_many_nodes_there_are(fair):
+    def work(rank):
+        before = rank.meter.snapshot()["inter_bytes"]
+        for _ in range(3):
+            rank.train()
+        return (rank.meter.snapshot()["inter_bytes"] - before) / 3
+
+    for size in (2, 3, 4, 8, 16):
+        assert simulate(work, Gossip(fair=fair), [[0.0] * 100] * size) == [800.0] * size
+
+
+def test_the_ranks_of_a_node_share_the_bytes():
+    def work(rank):
+        before = rank.meter.snapshot()["inter_bytes"]
+        rank.train()
+        return rank.meter.snapshot()["inter_bytes"] - before
+
+    nodes = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert simulate(work, Gossip(segments=8), [[0.0] * 64] * 12, nodes=nodes) == [64 * 8 / 4] * 12
+    wire = Wire.named("bfloat16")
+    assert simulate(work, Gossip(segments=8), [[0.0] * 64] * 12, nodes=nodes, wire=wire) == [64 * 2 / 4] * 12
+
+
+# ---- segments --------------------------------------------------------------------------------------------------------
+
+SHAPES = {"stem": 10, "layer1": 6, "layer10": 6, "head": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"segments": 1}, [24]),
+        ({"segments": 4}, [6, 6, 6, 6]),
+        ({"segments": 5}, [5, 5, 5, 5, 4]),
+        ({"segments": 100}, [1] * 24),
+        ({"segment_bytes": 64}, [8, 8, 8]),
+        ({"segments": ["head", "layer1"]}, [2, 6, 16]),
+        ({"segments": ["stem", "layer1", "layer10", "head"]}, [10, 6, 6, 2]),
+    ],
+)
+def test_segments_come_by_count_size_and_module(options, expected):
+    def work(rank):
+        return [bucket.numel for bucket in rank.scheme._segments]
+
+    assert simulate(work, Gossip(**options), [0, 0], shapes=SHAPES) == [expected] * 2
+
+
+def test_a_module_without_parameters_is_named():
+    with pytest.raises(ValueError, match=r"no parameter lies below 'layer2'.*head, layer1, layer10, stem"):
+        simulate(lambda rank: None, Gossip(segments=["layer1", "layer2"]), [0, 0], shapes=SHAPES)
+
+
+# ---- overlap, skipped steps, resume ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fair", ["uniform", None])
+def test_an_agreement_while_an_exchange_is_in_flight_counts_every_mass_once_and_changes_nothing(fair):
+    def work(rank, look):
+        agreed = []
+        for step in range(6):
+            rank.train(lambda x: x - rank.rank)
+            if look and step % 2:
+                agreed.append(rank.agreed().tolist())
+        return agreed, rank.values.tolist()
+
+    scheme, starts = Gossip(fair=fair, overlap=True, segments=2), [[1.0, 5.0], [2.0, 4.0], [3.0, 3.0], [9.0, 1.0]]
+    agreed, looked = zip(*simulate(lambda rank: work(rank, True), scheme, starts), strict=True)
+    _, did_not = zip(*simulate(lambda rank: work(rank, False), scheme, starts), strict=True)
+    assert looked == did_not
+    assert all(values == agreed[0] for values in agreed)
+    if fair:  # equal curvatures: the mean follows the mean gradient
+        mean = torch.tensor(starts).mean(0).double()
+        for values in agreed[0]:
+            mean = 1.5 + (mean - 1.5) / 4
+            assert values == pytest.approx(mean.tolist())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fair", ["uniform", None])
+def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(fair, overlap):
+    def work(rank):
+        for step in range(6):
+            rank.train(skip=rank.rank == 1 and step % 2 == 0)
+        return rank.agreed().item(), rank.scheme.steps
+
+    agreed, steps = zip(*simulate(work, Gossip(fair=fair, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
+    assert agreed == pytest.approx((4, 4, 4))
+    assert steps == (6, 6, 6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fair", ["uniform", None])
+def test_a_run_resumed_from_its_state_is_the_same_to_the_bit(fair, overlap):
+    nodes, starts = [[0, 1], [2, 3], [4, 5]], [[node + 0.1, 1.0 / (node + 3)] for node in (0, 0, 1, 1, 2, 2)]
+    scheme = Gossip(fair=fair, overlap=overlap, segments=2)
+
+    def train(rank, steps):
+        for _ in range(steps):
+            rank.train(lambda x: torch.sin(x * (1 + rank.rank // 2)))
+
+    def first_half(rank):
+        train(rank, 5)
+        rank.scheme.settle()
+        return rank.values, rank.scheme.state_dict()
+
+    def whole(rank):
+        train(rank, 10)
+        return rank.values.tolist(), rank.agreed().tolist()
+
+    saved = simulate(first_half, scheme, starts, nodes=nodes)
+
+    def second_half(rank):
+        values, state = saved[rank.rank]
+        torch.nn.utils.vector_to_parameters(values, rank.parameters)
+        rank.scheme.load_state_dict(state)
+        train(rank, 5)
+        return rank.values.tolist(), rank.agreed().tolist()
+
+    assert simulate(second_half, scheme, starts, nodes=nodes) == simulate(whole, scheme, starts, nodes=nodes)
+
+
+def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
+    def save(rank):
+        rank.train()
+        rank.scheme.settle()
+        return rank.scheme.state_dict()
+
+    torch.save(simulate(save, Gossip(overlap=True), [0, 1, 2])[0], tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    with pytest.raises(ValueError, match="1 segments on 3 nodes, this run 1 on 4"):
+        simulate(lambda rank: rank.scheme.load_state_dict(state), Gossip(overlap=True), [0, 1, 2, 3])
+
+
+def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
+    def work(rank):
+        for _ in range(3):
+            rank.train()
+        state = rank.scheme.state_dict()
+        counts = {name: value for name, value in state.items() if isinstance(value, int)}
+        rank.scheme.settle()
+        rank.scheme.agree()
+        rank.scheme.load_state_dict({**counts, "unagreed_steps": 0})
+        rank.train()
+        return rank.values.item(), rank.scheme.steps
+
+    assert simulate(work, Gossip("directed_exponential", overlap=True), [0, 3, 9]) == [(4, 4)] * 3
+
+
+# ---- errors, disagreement --------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
+    schemes = [Gossip(seed=0), Gossip(seed=0), Gossip(seed=1)]
+
+    def body(rank, world):
+        meter = Meter()
+        topology = Topology([[0], [1], [2]], rank, world.connect(rank, meter), meter)
+        with pytest.raises(ValueError, match="tells rank 2 to exchange other segments"):
+            schemes[rank].bind(Replica([torch.zeros(3)]), topology)
+
+    ThreadWorld(3).run(body)
+
+
+def test_an_invalid_graph_is_refused_when_the_run_starts():
+    with pytest.raises(ValueError, match="rank 2 sends to itself"):
+        simulate(lambda rank: None, Gossip(Listed([[1], [0], [2]])), [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"graph": "star"}, "graph='star' must be one of"),
+        ({"segments": 0}, "segments=0"),
+        ({"segments": []}, r"segments=\[\]"),
+        ({"segments": "layer1"}, "segments='layer1'"),
+        ({"segment_bytes": 0}, "segment_bytes=0"),
+        ({"fair": "fairly"}, "fair='fairly'"),
+        ({"graph": "ring", "fair": None}, "fair=None belongs to graph='random_permutation'"),
+        ({"graph": RandomPermutation(None), "fair": "cyclic"}, "fair='cyclic' belongs to"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Gossip(**arguments)
+
+
+def test_disagreement_estimates_the_relative_distance_from_the_mean_and_sends_nothing():
+    size, elements = 8, 50_000
+    starts = 3 + torch.randn(size, elements, generator=torch.Generator().manual_seed(1))
+    distance = (starts - starts.mean(0)).square().sum(1).mean().sqrt() / starts.square().sum(1).mean().sqrt()
+
+    def work(rank):
+        assert rank.scheme.scalars() == {}
+        rank.train()
+        sent = rank.meter.snapshot()["inter_bytes"]
+        value = rank.scheme.scalars()["disagreement"]
+        assert rank.meter.snapshot()["inter_bytes"] == sent
+        for _ in range(20):
+            rank.train()
+        return value, rank.scheme.scalars()["disagreement"]
+
+    before, after = zip(*simulate(work, Gossip(), starts.tolist()), strict=True)
+    assert before == pytest.approx([distance.item()] * size, rel=0.05)
+    assert max(after) < 0.02 * distance
+
+
+# ---- over real processes ---------------------------------------------------------------------------------------------
+
+
+class Oracle(pl.LightningModule):
+    """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD at 0.5; ``report`` is x after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(1))
+        self.report = []
+
+    def training_step(self, batch, batch_idx):
+        return (0.5 * (self.x - (0.0, 2.0, 4.0, 10.0)[self.global_rank]) ** 2).sum()
+
+    def on_train_batch_end(self, *_):
+        self.report.append(self.x.item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(16, 1))
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers in turn, BatchNorm, a frozen layer; ``report`` is what validation saw."""
+
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
+        self.second = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2))
+        self.report = []
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:
+            optimizer.zero_grad()
+            self.manual_backward(self.second(self.first(batch)).sub(self.global_rank).square().mean())
+            optimizer.step()
+
+    def validation_step(self, batch, batch_idx):
+        self.report.append(torch.cat([p.detach().flatten() for p in self.parameters()]).tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.first.parameters()), torch.optim.SGD(self.second[1].parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        values = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.DataLoader(values, batch_size=4)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=4)
+
+
+def test_sgp_over_four_processes_follows_the_table(fit):
+    reports = fit(Oracle(), {"scheme": Gossip("directed_exponential", 1, hierarchical=False)})
+    table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
+    assert list(zip(*(report["report"] for report in reports), strict=True)) == table
+    assert {report["state_dict"]["x"].item() for report in reports} == {3.75}
+
+
+def test_two_nodes_of_processes_average_at_every_step(fit):
+    reports = fit(Oracle(), {"scheme": "gossip"})
+    assert [report["report"] for report in reports] == [[2.0, 3.0, 3.5, 3.75]] * 4
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"segments": ["first.0", "second"], "overlap": True},
+        {"fair": None, "overlap": True, "segment_bytes": 40},
+    ],
+)
+def test_two_optimizers_gossip_apart_and_end_on_the_same_bits_everywhere(fit, hierarchical, options):
+    strategy = {"scheme": Gossip(hierarchical=hierarchical, **options), "ranks_per_node": [1, 1, 2]}
+    reports = fit(Adversaries(), strategy, max_epochs=2, val_check_interval=1, num_sanity_val_steps=0)
+    assert len(reports[0]["report"]) == 8
+    for report in reports[1:]:
+        assert report["report"] == reports[0]["report"]
+        for name, value in report["state_dict"].items():
+            assert torch.equal(value, reports[0]["state_dict"][name]), name
+    unseen = fit(Adversaries(), strategy, max_epochs=2, limit_val_batches=0)
+    for name, value in unseen[0]["state_dict"].items():
+        assert torch.equal(value, reports[0]["state_dict"][name]), name
