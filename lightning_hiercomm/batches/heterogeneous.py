@@ -1,0 +1,376 @@
+"""Ranks of unequal speed share a global batch so that nobody waits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights, relative_speeds
+from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
+from lightning_hiercomm.batches.speed import StepClock, fit_cost, time_step
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.topology import Topology
+
+log = logging.getLogger(__name__)
+
+_WORTH_A_CHANGE = 0.05
+
+
+class HeterogeneousBatches:
+    """Give each rank as many samples per step as it can finish in the same time, out of one global batch.
+
+    With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step (rounded by
+    largest remainder, at least 1); all ranks take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of
+    the dataloader's own sampler, so shuffled anew in every epoch if it shuffles. Gradients combine as
+    ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss being the mean over its samples, that is exactly the
+    gradient of the mean loss over the global batch: training does not depend on the speeds. The weights reach every
+    scheme.
+
+    The global batch is per batch, not per optimizer step: gradient accumulation multiplies it.
+
+    Works with any ``DataLoader`` that has a ``batch_size``: map-style datasets with any sampler, and an
+    ``IterableDataset`` that yields the same stream on every rank, see
+    :class:`~lightning_hiercomm.batches.sampler.DividedStream`. Others are refused with the reason. Evaluation is
+    divided equally, as ever.
+
+    Source: "Heterogeneous gradient computing optimization for scalable deep neural networks" (HetGrad), Section 3. The
+    paper rounds shard and batch sizes on their own, which gives ranks unequal numbers of steps, and prints weights that
+    do not sum to 1 (Eq. 2); here they do.
+
+    Args:
+        global_batch_size: Samples per batch over all ranks, G. Replaces the train dataloader's batch size (per rank).
+        speeds: ``"measure"`` times the user's own training step on every rank, for some seconds before training; or
+            samples per second of every rank (any unit), by world rank; or the path of a JSON file with such a list.
+        weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
+            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks).
+        max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. On CUDA
+            measuring finds out what does not fit.
+        rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide anew after
+            every n epochs, where that makes steps at least 5 % faster. None: never.
+
+    Raises:
+        ValueError: For arguments that make no sense. Once the ranks are known: if there are fewer samples than ranks,
+            more than ``max_batch_size`` allows, or not one speed per rank.
+
+    Example::
+
+        HierarchicalStrategy(batches=HeterogeneousBatches(256))
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        speeds: Literal["measure"] | list[float] | str = "measure",
+        weighting: Weighting = "samples",
+        max_batch_size: int | list[int] | None = None,
+        rebalance_every_n_epochs: int | None = None,
+    ) -> None:
+        if global_batch_size < 1:
+            raise ValueError(f"global_batch_size={global_batch_size} must be positive")
+        if weighting not in ("samples", "speed", "none"):
+            raise ValueError(f"weighting={weighting!r} must be 'samples', 'speed' or 'none'")
+        if rebalance_every_n_epochs is not None and rebalance_every_n_epochs < 1:
+            raise ValueError(f"rebalance_every_n_epochs={rebalance_every_n_epochs} must be positive, or None for never")
+        if not isinstance(speeds, str):
+            _check_speeds(speeds, "speeds")
+        limits = max_batch_size if isinstance(max_batch_size, list) else [max_batch_size]
+        if any(limit is not None and limit < 1 for limit in limits):
+            raise ValueError(f"max_batch_size={max_batch_size} must be positive: every rank takes at least 1 sample")
+        self.global_batch_size = global_batch_size
+        self.speeds = speeds
+        self.weighting = weighting
+        self.max_batch_size = max_batch_size
+        self.rebalance_every_n_epochs = rebalance_every_n_epochs
+
+        # the following exists only inside a process that trains
+        self.division: Division | None = None
+        self.clock: StepClock | None = None
+        self._topology: Topology
+        self._costs: list[StepCost] | None = None
+        self._limits: list[int | None] = []
+        self._device = torch.device("cpu")
+        self._seed = 0
+        self._samplers: list[DividedBatchSampler | StreamBatches] = []
+        self._batch_sizes: list[int | None] = []
+        self._loaded: Mapping[str, Any] | None = None
+
+    # ---- life of a run -------------------------------------------------------------------------------------------
+
+    def bind(self, topology: Topology, meter: Meter, device: torch.device) -> None:
+        """Meet the ranks, before dataloaders are made. Collective.
+
+        Unmeasured speeds count as equal until :meth:`measure`.
+        """
+        self._topology, self._device = topology, device
+        # torch seeds may differ between ranks, the order of the dataset must not
+        self._seed = topology.world.all_gather_object(int(os.environ.get("PL_GLOBAL_SEED", 0)))[0]
+        self._limits = self._limit_every_rank()
+        self._samplers, self._batch_sizes = [], []
+        self.clock = StepClock(meter, device) if self.rebalance_every_n_epochs is not None else None
+        self._costs = None
+        sizes: list[int] | None = None
+        if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
+            self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
+            sizes = list(self._loaded["sizes"])
+            if sum(sizes) != self.global_batch_size:
+                sizes = None
+        elif self.speeds != "measure":
+            self._costs = [StepCost(0.0, speed) for speed in self._read_speeds()]
+        elif topology.world_size == 1:
+            self._costs = [StepCost(0.0, 1.0)]
+        equal = [StepCost(0.0, 1.0)] * topology.world_size
+        self.division = Division(topology.rank, [])
+        self._take(sizes or divide(self.global_batch_size, self._costs or equal, self._limits))
+
+    def process_dataloader(self, loader: object) -> object:
+        """A train dataloader that gives this rank its part. Collective."""
+        assert self.division is not None
+        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        may_change = self._costs is None or self.rebalance_every_n_epochs is not None
+        on_load = self.clock.load if self.clock is not None else None
+        divided = divide_dataloader(loader, self.division, self._seed, may_change, on_load)
+        sampler: Any = divided.batch_sampler
+        lengths = self._topology.world.all_gather_object(
+            len(sampler.sampler) if isinstance(sampler, DividedBatchSampler) else None
+        )
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the ranks' train datasets have unequal lengths: {lengths} samples. HeterogeneousBatches divides one"
+                " dataset among all ranks: give every rank the whole of it."
+            )
+        self._samplers.append(sampler)
+        self._batch_sizes.append(batch_size)
+        if len(set(self._batch_sizes)) > 1:
+            raise ValueError(
+                f"the train dataloaders have different batch sizes, {self._batch_sizes}, but there is one"
+                " global_batch_size: give all of them the same, or join the datasets into one."
+            )
+        return divided
+
+    @property
+    def needs_measuring(self) -> bool:
+        """Whether :meth:`measure` is due."""
+        return self._costs is None
+
+    def measure(self, rehearse: Callable[[int], Callable[[], object]]) -> None:
+        """Time training steps on all ranks at once, and divide the batch accordingly. Collective.
+
+        Times small and large batches, which shows what a step costs whatever its size, and then batches of the size
+        that each rank is going to have.
+
+        Args:
+            rehearse: Gives, for a batch size, a function that runs one training step of that size.
+        """
+        topology = self._topology
+        equal = self.global_batch_size // topology.world_size
+        largest = min(self.global_batch_size - topology.world_size + 1, self._limit or self.global_batch_size)
+        measured: dict[int, float] = {}
+        # BatchNorm cannot train on a single sample
+        for size in (min(largest, max(2, equal // 2)), min(largest, max(2, 2 * equal))):
+            self._time(size, rehearse, measured)
+        cost = fit_cost(measured)
+        size = divide(self.global_batch_size, self._gather_costs(cost), self._limits)[topology.rank]
+        size, seconds = self._time(size, rehearse, measured)
+        self._costs = self._gather_costs(cost.through(size, seconds))
+        self._take(divide(self.global_batch_size, self._costs, self._limits))
+        if topology.rank == 0:
+            print(self.table())
+
+    def go_to(self, epoch: int) -> bool:
+        """Bring the samplers to the epoch with which training begins or resumes.
+
+        Returns:
+            Whether dataloader workers went ahead with another epoch, or other sizes, and must begin again.
+        """
+        for sampler in self._samplers:
+            sampler.sampler.set_epoch(epoch)
+        return any(sampler.is_stale(epoch) for sampler in self._samplers)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """An epoch begins: divide anew if that is due and worth it. Collective."""
+        orders = [
+            sampler.sampler.fingerprint()
+            for sampler in self._samplers
+            if isinstance(sampler, DividedBatchSampler) and sampler.sampler.is_drawn
+        ]
+        if orders and len(set(map(tuple, self._topology.world.all_gather_object(orders)))) > 1:
+            raise ValueError(
+                "the train dataloader's sampler draws different samples on different ranks: it has a random generator"
+                " of its own. Seed it alike on all ranks, or let it use the global ones."
+            )
+        if self.clock is not None and self.rebalance_every_n_epochs is not None:
+            self.pause()
+            if epoch and epoch % self.rebalance_every_n_epochs == 0:
+                self._rebalance(epoch)
+
+    def begin_step(self) -> None:
+        """A training step begins; its batch is loaded."""
+        if self.clock is not None:
+            self.clock.start()
+
+    def end_step(self) -> None:
+        """A training step has ended."""
+        if self.clock is not None:
+            self.clock.stop()
+
+    def pause(self) -> None:
+        """What comes next is no training step."""
+        if self.clock is not None:
+            self.clock.end_block()
+
+    # ---- what others may ask -------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch on this rank, B_i."""
+        assert self.division is not None
+        return self.division.own
+
+    @property
+    def share(self) -> float:
+        """This rank's share of the global batch, B_i / G."""
+        return self.batch_size / self.global_batch_size
+
+    def scalars(self) -> dict[str, float]:
+        """``batch_size`` of this rank, and ``batch_size/<rank>`` of every rank."""
+        if self.division is None:
+            return {}
+        every = {f"batch_size/{rank}": float(size) for rank, size in enumerate(self.division.sizes)}
+        return {"batch_size": float(self.batch_size), **every}
+
+    def table(self) -> str:
+        """What is known of the ranks' speeds, and the division that follows."""
+        assert self.division is not None
+        assert self._costs is not None
+        sizes = self.division.sizes
+        speeds = [size / cost.seconds(size) for size, cost in zip(sizes, self._costs, strict=True)]
+        lines = [
+            f"A global batch of {self.global_batch_size} samples on {len(sizes)} ranks",
+            f"  {'rank':>4} {'node':>4} {'fixed ms':>9} {'ms/sample':>10} {'samples/s':>10} {'relative':>8}"
+            f" {'batch':>6} {'weight':>7}",
+        ]
+        node_of = {rank: node for node, ranks in enumerate(self._topology.nodes) for rank in ranks}
+        for rank, (cost, size) in enumerate(zip(self._costs, sizes, strict=True)):
+            lines.append(
+                f"  {rank:>4} {node_of[rank]:>4} {1e3 * cost.fixed:>9.3f} {1e3 / cost.speed:>10.4f}"
+                f" {speeds[rank]:>10.1f} {relative_speeds(speeds)[rank]:>8.2f} {size:>6}"
+                f" {self._topology.weights[rank]:>7.4f}"
+            )
+        return "\n".join(lines)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The division and the costs it follows from, as primitives."""
+        if self.division is None or self._costs is None:
+            return {}
+        costs = [[cost.fixed for cost in self._costs], [cost.speed for cost in self._costs]]
+        return {"sizes": list(self.division.sizes), "costs": costs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with :meth:`state_dict` from the next :meth:`bind`, if the number of ranks is the same."""
+        self._loaded = dict(state) if state else None
+
+    # ---- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int | None:
+        return self._limits[self._topology.rank]
+
+    def _limit_every_rank(self) -> list[int | None]:
+        ranks = self._topology.world_size
+        if not isinstance(self.max_batch_size, list):
+            return [self.max_batch_size] * ranks
+        if len(self.max_batch_size) != ranks:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} has {len(self.max_batch_size)} entries, but there are {ranks}"
+                " ranks: give one for each, or a number for all"
+            )
+        return list(self.max_batch_size)
+
+    def _read_speeds(self) -> list[float]:
+        speeds, source = self.speeds, "speeds"
+        if isinstance(speeds, str):
+            source = f"speeds={speeds!r}"
+            try:
+                speeds = json.loads(Path(speeds).read_text())
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"{source} must be 'measure' or a JSON file with one number per rank, such as [4, 2, 1]: {error}"
+                ) from error
+        assert not isinstance(speeds, str)
+        _check_speeds(speeds, source)
+        ranks = self._topology.world_size
+        if len(speeds) != ranks:
+            raise ValueError(f"{source} gives {len(speeds)} numbers, but there are {ranks} ranks: give one for each")
+        return [float(speed) for speed in speeds]
+
+    def _time(
+        self, size: int, rehearse: Callable[[int], Callable[[], object]], measured: dict[int, float]
+    ) -> tuple[int, float]:
+        """Time steps of ``size`` samples, or as many as fit into memory."""
+        world = self._topology.world
+        while True:
+            step = rehearse(size)
+            fits = _fits(step)
+            if all(world.all_gather_object(fits)):
+                break
+            if not fits:
+                if size == 1:
+                    raise torch.cuda.OutOfMemoryError(f"rank {self._topology.rank} has no memory for even 1 sample")
+                size = size * 3 // 4
+                self._limits[self._topology.rank] = size
+        self._limits = [limits[rank] for rank, limits in enumerate(world.all_gather_object(self._limits))]
+        synchronize = (lambda: torch.cuda.synchronize(self._device)) if self._device.type == "cuda" else lambda: None
+        measured[size] = time_step(step, world.all_gather_object, synchronize)
+        return size, measured[size]
+
+    def _gather_costs(self, cost: StepCost) -> list[StepCost]:
+        values = self._topology.world.all_gather_object((cost.fixed, cost.speed))
+        return [StepCost(fixed, speed) for fixed, speed in values]
+
+    def _rebalance(self, epoch: int) -> None:
+        assert self.clock is not None
+        assert self.division is not None
+        sizes, costs = list(self.division.sizes), self._costs
+        times = self._topology.world.all_gather_object(self.clock.seconds)
+        if costs is None or any(seconds is None for seconds in times):
+            return
+        costs = [cost.through(size, seconds) for cost, size, seconds in zip(costs, sizes, times, strict=True)]
+        new = divide(self.global_batch_size, costs, self._limits)
+        before, after = (max(map(StepCost.seconds, costs, division)) for division in (sizes, new))
+        self._costs = costs
+        if after > (1 - _WORTH_A_CHANGE) * before:
+            return
+        self._take(new)
+        self.clock.reset()
+        if self._topology.rank == 0:
+            changes = ", ".join(f"rank {rank}: {sizes[rank]} -> {new[rank]}" for rank in range(len(new)))
+            log.warning("epoch %d: speeds changed, samples per step are now %s", epoch, changes)
+
+    def _take(self, sizes: Sequence[int]) -> None:
+        assert self.division is not None
+        self.division.sizes[:] = sizes
+        costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
+        speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
+        self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
+
+
+def _check_speeds(speeds: Sequence[float], source: str) -> None:
+    if not speeds or not all(isinstance(speed, int | float) and 0 < speed < math.inf for speed in speeds):
+        raise ValueError(f"{source}={list(speeds)} must be one positive number per rank")
+
+
+def _fits(step: Callable[[], object]) -> bool:
+    """Whether a step gets through without running out of device memory."""
+    try:
+        step()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True

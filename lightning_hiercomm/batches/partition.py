@@ -1,0 +1,115 @@
+"""How many samples each rank takes, and what its gradient weighs: arithmetic only."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Weighting = Literal["samples", "speed", "none"]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a training step costs a rank: ``seconds(B) = fixed + B / speed``.
+
+    Attributes:
+        fixed: Seconds per step, whatever its size (kernel launches, Python).
+        speed: Samples per second on top of that.
+    """
+
+    fixed: float
+    speed: float
+
+    def seconds(self, size: int) -> float:
+        """Of a step with ``size`` samples."""
+        return self.fixed + size / self.speed
+
+    def through(self, size: int, seconds: float) -> StepCost:
+        """The same shape, scaled so that a step of ``size`` samples takes ``seconds``."""
+        factor = seconds / self.seconds(size)
+        return StepCost(self.fixed * factor, self.speed / factor)
+
+
+def divide(total: int, costs: Sequence[StepCost], limits: Sequence[int | None] | None = None) -> list[int]:
+    """Divide a global batch so that all ranks finish a step at the same time, as nearly as whole samples allow.
+
+    Without fixed costs rank ``i`` gets ``total * s_i / sum(s)``. Shares are rounded by largest remainder (ties: the
+    lower rank), so they sum to ``total``; ranks outside their bounds get the bound, and the others divide the rest.
+
+    Source: HetGrad, Section 3 (``b_p = B * s_p``; the paper rounds each share on its own).
+
+    Args:
+        total: Samples of the global batch, G.
+        costs: Every rank's.
+        limits: The most samples that fit on each rank; None: no limit.
+
+    Returns:
+        Samples per rank, at least 1 each.
+
+    Raises:
+        ValueError: If there are fewer samples than ranks, or more than fit.
+    """
+    limits = limits or [None] * len(costs)
+    if total < len(costs):
+        raise ValueError(
+            f"global_batch_size={total} is less than one sample for each of the {len(costs)} ranks: raise it"
+        )
+    if all(limit is not None for limit in limits) and (room := sum(limit or 0 for limit in limits)) < total:
+        raise ValueError(
+            f"global_batch_size={total} does not fit: max_batch_size leaves room for {room} samples on"
+            f" {len(costs)} ranks. Lower the one or raise the other."
+        )
+    # the samples that fit into T seconds grow piecewise linearly with T, bending where a rank meets a bound
+    fixed = [Fraction(cost.fixed) for cost in costs]
+    speed = [Fraction(cost.speed) for cost in costs]
+
+    def shares(seconds: Fraction) -> list[Fraction]:
+        free = [max(Fraction(1), (seconds - a) * s) for a, s in zip(fixed, speed, strict=True)]
+        return [
+            share if limit is None else min(share, Fraction(limit)) for share, limit in zip(free, limits, strict=True)
+        ]
+
+    def taken(seconds: Fraction) -> Fraction:
+        return sum(shares(seconds), Fraction(0))
+
+    bends = {a + 1 / s for a, s in zip(fixed, speed, strict=True)}
+    bends |= {a + m / s for a, s, m in zip(fixed, speed, limits, strict=True) if m is not None}
+    in_order = sorted(bends)
+    bend = in_order[bisect_right(in_order, Fraction(total), key=taken) - 1]
+    at_bend = shares(bend)
+    growing = [i for i, m in enumerate(limits) if fixed[i] + 1 / speed[i] <= bend and (m is None or at_bend[i] < m)]
+    if growing:
+        bend += (total - sum(at_bend, Fraction(0))) / sum((speed[i] for i in growing), Fraction(0))
+    return largest_remainder(shares(bend))
+
+
+def largest_remainder(shares: Sequence[Fraction]) -> list[int]:
+    """Round shares whose sum is whole, keeping the sum: round down, then add 1 where the most was lost."""
+    rounded = [int(share) for share in shares]
+    by_loss = sorted(range(len(shares)), key=lambda i: (rounded[i] - shares[i], i))
+    for i in by_loss[: int(sum(shares)) - sum(rounded)]:
+        rounded[i] += 1
+    return rounded
+
+
+def relative_speeds(speeds: Sequence[float]) -> list[float]:
+    """``c_i = s_i / min(s)``: how much faster than the slowest (HetGrad, Section 3)."""
+    slowest = min(speeds)
+    return [speed / slowest for speed in speeds]
+
+
+def rank_weights(weighting: Weighting, sizes: Sequence[int], speeds: Sequence[float]) -> list[float]:
+    """What each rank's mean gradient weighs in the sum over ranks; the weights sum to 1.
+
+    Args:
+        weighting: ``"samples"``: ``B_i / sum(B)``, which gives the gradient of the mean loss over the global batch;
+            ``"speed"``: ``c_i / sum(c)`` (HetGrad, Eq. 2, normalised); ``"none"``: ``1 / R``.
+        sizes: Samples per rank, B.
+        speeds: Samples per second of every rank.
+    """
+    shares: Sequence[float] = {"samples": sizes, "speed": relative_speeds(speeds), "none": [1] * len(sizes)}[weighting]
+    total = sum(shares)
+    return [share / total for share in shares]

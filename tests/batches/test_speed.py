@@ -1,0 +1,107 @@
+"""What steps cost, before training and during it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_hiercomm.batches.partition import StepCost
+from lightning_hiercomm.batches.speed import StepClock, fit_cost, time_step
+from lightning_hiercomm.comm.meter import Meter
+
+
+def costs(fixed, speed):
+    return (pytest.approx(fixed), pytest.approx(speed))
+
+
+def test_two_sizes_show_the_fixed_cost():
+    cost = fit_cost({8: 0.026, 32: 0.074})
+    assert (cost.fixed, cost.speed) == costs(0.010, 500)
+
+
+def test_one_size_shows_a_speed_only():
+    assert fit_cost({8: 0.016}) == StepCost(0.0, 500)
+
+
+def test_a_fixed_cost_is_never_negative():
+    cost = fit_cost({10: 0.01, 30: 0.05})
+    assert (cost.fixed, cost.speed) == costs(0.0, 20 / 0.03)
+
+
+def test_time_that_does_not_grow_promises_no_boundless_speed():
+    cost = fit_cost({8: 0.020, 32: 0.019})
+    assert cost.seconds(200) > 1.2 * cost.seconds(20)
+
+
+def test_a_quota_that_stops_a_process_now_and_then_counts_on_average(clock):
+    # 10 ms of work in every period of 100 ms, in steps of 1 ms: the median step takes 1 ms, the average one 10 ms
+    worked = [0]
+
+    def step():
+        worked[0] += 1
+        clock.advance(0.001)
+        if worked[0] % 10 == 0:
+            clock.advance(0.09)
+
+    seconds = time_step(step, lambda value: [value], lambda: None)
+    assert seconds == pytest.approx(0.010, rel=0.1)
+
+
+def test_all_ranks_take_equally_many_steps_whatever_their_speed(clock):
+    from lightning_hiercomm.comm.threads import ThreadWorld
+
+    def work(rank, world):
+        group, steps = world.connect(rank)([range(world.size)], "world"), [0]
+
+        def step():
+            steps[0] += 1
+            clock.advance((rank + 1) * 0.003)
+
+        return time_step(step, group.all_gather_object, lambda: None), steps[0]
+
+    seconds, steps = zip(*ThreadWorld(3).run(work), strict=True)
+    assert seconds == (pytest.approx(0.003), pytest.approx(0.006), pytest.approx(0.009))
+    assert len(set(steps)) == 1
+
+
+def test_the_clock_of_training_leaves_waiting_out_and_counts_loading(clock):
+    meter, device = Meter(), torch.device("cpu")
+    watch = StepClock(meter, device)
+    assert watch.seconds is None
+    for _ in range(50):
+        watch.load()
+        clock.advance(0.002)
+        watch.start()
+        clock.advance(0.010)
+        with meter.waiting("intra", device):
+            clock.advance(0.500)
+        watch.stop()
+        clock.advance(0.300)  # logging, progress bars: the same on every rank, and no part of a step
+    assert watch.seconds == pytest.approx(0.012)
+
+
+def test_the_clock_follows_a_rank_that_slows_down(clock):
+    watch = StepClock(Meter(), torch.device("cpu"), window=5)
+
+    def train(steps, seconds):
+        for _ in range(steps):
+            watch.start()
+            clock.advance(seconds)
+            watch.stop()
+
+    train(100, 0.01)
+    assert watch.seconds == pytest.approx(0.01)
+    train(30, 0.04)
+    assert watch.seconds == pytest.approx(0.04)
+
+
+def test_a_block_that_validation_cuts_short_counts(clock):
+    watch = StepClock(Meter(), torch.device("cpu"))
+    watch.start()
+    clock.advance(0.01)
+    watch.stop()
+    watch.end_block()
+    clock.advance(5)
+    assert watch.seconds == pytest.approx(0.01)
+    watch.reset()
+    assert watch.seconds is None

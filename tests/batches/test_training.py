@@ -1,0 +1,373 @@
+"""Heterogeneous batches through Lightning, over real processes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.schemes import SCHEMES
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.quota import CpuQuota
+
+
+def samples(count=48):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 6, generator=generator), torch.randint(3, (count,), generator=generator)
+
+
+class Net(pl.LightningModule):
+    """Reports its batch sizes."""
+
+    def __init__(self, **loader) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        self.loader = loader
+        self.report: list = []
+
+    def training_step(self, batch, batch_idx):
+        self.report.append(len(batch[0]))
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(*samples()), batch_size=4, **self.loader)
+
+
+def plain_training(total, epochs=1):
+    """One process, whole batches, in order: what every division must equal."""
+    module = Net()
+    optimizer = module.configure_optimizers()
+    x, y = samples()
+    for _ in range(epochs):
+        for start in range(0, len(x) - total + 1, total):
+            optimizer.zero_grad()
+            module.training_step((x[start : start + total], y[start : start + total]), 0).backward()
+            optimizer.step()
+    return module.state_dict()
+
+
+def assert_close(state, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks_per_node", [[4], [3, 1]])
+def test_unequal_ranks_train_as_one_process_with_the_global_batch(fit, ranks_per_node):
+    batches = HeterogeneousBatches(13, [4, 3, 1, 1])
+    strategy = {"scheme": AllReduce(), "batches": batches, "ranks_per_node": ranks_per_node}
+    for rank, report in enumerate(fit(Net(), strategy, max_epochs=2)):
+        assert report["report"] == [[6, 4, 2, 1][rank]] * 6
+        assert_close(report["state_dict"], plain_training(13, epochs=2))
+
+
+def test_periodic_averaging_every_step_does_so_too_with_plain_sgd(fit):
+    class Plain(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.2)
+
+    strategy = {"scheme": PeriodicAveraging(1), "ranks_per_node": [1, 2]}
+    unequal = fit(Plain(), {**strategy, "batches": HeterogeneousBatches(12, [1, 2, 5])}, devices=3)
+    equal = fit(Plain(), {**strategy, "batches": HeterogeneousBatches(12, [1, 1, 1])}, devices=3)
+    for a, b in zip(unequal, equal, strict=True):
+        assert_close(a["state_dict"], b["state_dict"])
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "steps_delay"])
+def test_every_scheme_trains_on_unequal_batches_and_agrees(fit, scheme):
+    reports = fit(Net(), {"scheme": scheme, "batches": HeterogeneousBatches(12, [3, 1, 1, 1])}, max_epochs=2)
+    for rank, report in enumerate(reports):
+        assert report["report"] == [[6, 2, 2, 2][rank]] * 8
+        assert_close(report["state_dict"], reports[0]["state_dict"])
+    assert not torch.equal(reports[0]["state_dict"]["net.0.weight"], Net().net[0].weight)
+
+
+def test_the_delayed_server_takes_the_gradient_of_the_global_batch(fit):
+    # in its warm-up, SSD-SGD is synchronous training
+    strategy = {"scheme": StepsDelay(delay=4, warmup_steps=4), "batches": HeterogeneousBatches(13, [4, 3, 1, 1])}
+    for report in fit(Net(), strategy):
+        assert_close(report["state_dict"], plain_training(13))
+
+
+def test_without_weights_slow_ranks_count_too_much(fit):
+    strategy = {"scheme": AllReduce(), "ranks_per_node": 1}
+    reports = fit(Net(), {**strategy, "batches": HeterogeneousBatches(12, [5, 1], "none")}, devices=2)
+    assert (reports[0]["state_dict"]["net.0.weight"] - plain_training(12)["net.0.weight"]).abs().max() > 1e-3
+
+
+class Noisy(Dataset):
+    """Noise from every generator there is, and from its own."""
+
+    def __init__(self):
+        self.x, self.y = samples()
+        self.generators = {"torch": torch.Generator(), "numpy": np.random.default_rng(0), "python": random.Random(0)}
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        own = self.generators
+        noise = torch.rand(6) + torch.rand(6, generator=own["torch"]) + np.random.rand() + random.random()
+        return self.x[index] + 0.1 * (noise + own["numpy"].random() + own["python"].random()).float(), self.y[index]
+
+
+class Remembering(Net):
+    """Everything a training step may leave behind: dropout, statistics, metrics, counters, lists, logs."""
+
+    def __init__(self, **loader):
+        super().__init__(**loader)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.losses, self.calls, self.table, self.moving = [], 0, {"sum": torch.zeros(1)}, torch.zeros(1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.calls += 1
+        logits = self.net(self.dropout(self.norm(x)))
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        self.moving += loss.detach()
+        self.table["sum"] = self.table["sum"] + loss.detach()
+        self.losses.append(loss.item())
+        self.accuracy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.report = {"losses": self.losses, "calls": self.calls, "moving": self.moving, "sum": self.table["sum"]}
+        return loss
+
+    def train_dataloader(self):
+        return DataLoader(Noisy(), batch_size=4, shuffle=True, **self.loader)
+
+
+class Manual(Remembering):
+    """The same with two optimizers in turn and a schedule stepped by hand."""
+
+    automatic_optimization = False
+
+    def __init__(self, **loader):
+        super().__init__(**loader)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            scheduler.step()
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.Adam(self.net.parameters(), 0.01), torch.optim.SGD(self.norm.parameters(), 0.1)]
+        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("module", [Remembering, Manual])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_measuring_leaves_no_trace(fit, module, workers):
+    # memory limits leave one division, whatever is measured: then nothing else may differ either
+    runs = []
+    for speeds in ("measure", [1, 1]):
+        pl.seed_everything(7, verbose=False)
+        batches = HeterogeneousBatches(8, speeds, max_batch_size=[5, 3])
+        runs.append(fit(module(num_workers=workers), {"batches": batches}, devices=2, max_epochs=2))
+    for measured, given in zip(*runs, strict=True):
+        assert measured["report"] == given["report"]
+        assert measured["metrics"] == given["metrics"]
+        assert given["report"]["calls"] == 12 * (2 if module is Manual else 1)
+        for name, expected in given["state_dict"].items():
+            assert torch.equal(measured["state_dict"][name], expected), name
+
+
+class Busy(Net):
+    """Computes for about a millisecond per sample."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].repeat(16, 40)
+        for _ in range(8):
+            x = torch.tanh(x @ self.work)
+        return super().training_step(batch, batch_idx) + 0 * x.sum()
+
+    def __init__(self, epochs_at_full_speed=None, **loader):
+        super().__init__(**loader)
+        self.register_buffer("work", torch.randn(240, 240) / 16)
+        self.slows_down = epochs_at_full_speed
+        self.sizes: list[int] = []
+
+    def train_dataloader(self):
+        x, y = samples(32 * 30)
+        return DataLoader(TensorDataset(x, y), batch_size=4)
+
+    def on_train_epoch_start(self):
+        if self.global_rank == 1 and self.current_epoch == self.slows_down:
+            self.quota.set(0.1)
+
+    def on_train_epoch_end(self):
+        self.sizes.append(self.report[-1])
+        self.report = self.report[-1:] if self.current_epoch < self.trainer.max_epochs - 1 else self.sizes
+
+    def on_fit_start(self):
+        self.quota = CpuQuota(0.1 if self.global_rank == 1 and self.slows_down is None else 0.4)
+
+    def on_fit_end(self):
+        self.quota.close()
+        del self.quota
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit):
+    reports = fit(Busy(), {"batches": HeterogeneousBatches(32)}, devices=2)
+    (slow,) = reports[1]["report"]
+    assert 2 <= slow <= 12
+    assert reports[0]["report"] == [32 - slow]
+
+
+@pytest.mark.slow
+def test_a_rank_that_loses_cpu_time_in_training_gets_fewer_samples_within_two_epochs(fit):
+    batches = HeterogeneousBatches(32, [1, 1], rebalance_every_n_epochs=1)
+    reports = fit(Busy(epochs_at_full_speed=1), {"batches": batches}, devices=2, max_epochs=4)
+    assert reports[1]["report"][0] == 16
+    assert reports[1]["report"][3] <= 12
+    assert all(a + b == 32 for a, b in zip(*(report["report"] for report in reports), strict=True))
+
+
+def test_logged_means_are_means_over_samples(fit):
+    class Logging(Net):
+        def training_step(self, batch, batch_idx):
+            first = batch[0][:, 0].mean()
+            self.log("step", first, on_step=True, on_epoch=False, sync_dist=True)
+            self.log("epoch", first, on_step=False, on_epoch=True, sync_dist=True)
+            self.log("sum", float(len(batch[0])), on_epoch=True, on_step=False, reduce_fx="sum", sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    x, _ = samples()
+    for report in fit(Logging(), {"batches": HeterogeneousBatches(16, [5, 1, 1, 1])}):
+        assert report["metrics"]["step"] == pytest.approx(x[32:48, 0].mean().item(), abs=1e-6)
+        assert report["metrics"]["epoch"] == pytest.approx(x[:, 0].mean().item(), abs=1e-6)
+        assert report["metrics"]["sum"] == 48
+
+
+def test_validation_is_divided_by_lightning_as_ever(fit):
+    class Validated(Net):
+        def validation_step(self, batch, batch_idx):
+            self.report.append(-len(batch[0]))
+
+        def val_dataloader(self):
+            return DataLoader(TensorDataset(*samples(8)), batch_size=8)
+
+    reports = fit(Validated(), {"batches": HeterogeneousBatches(24, [2, 1])}, devices=2, num_sanity_val_steps=0)
+    assert [report["report"] for report in reports] == [[16, 16, -4], [8, 8, -4]]
+
+
+def test_several_train_dataloaders_are_divided_alike(fit):
+    class Two(Net):
+        def training_step(self, batch, batch_idx):
+            assert len(batch["a"][0]) == len(batch["b"][0])
+            return super().training_step(batch["a"], batch_idx)
+
+        def train_dataloader(self):
+            return {"a": super().train_dataloader(), "b": super().train_dataloader()}
+
+    reports = fit(Two(), {"batches": HeterogeneousBatches(8, max_batch_size=[5, 3])}, devices=2)
+    assert [report["report"] for report in reports] == [[5] * 6, [3] * 6]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(*samples(), strict=True)
+
+
+@pytest.mark.parametrize("speeds", ["measure", [3, 1]])
+def test_a_stream_trains_as_one_process_would(fit, speeds):
+    class Streaming(Net):
+        def train_dataloader(self):
+            return DataLoader(Stream(), batch_size=4)
+
+    strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(10, speeds, max_batch_size=[7, 3])}
+    reports = fit(Streaming(), strategy, devices=2, max_epochs=2)
+    assert [report["report"] for report in reports] == [[7] * 8, [3] * 8]
+    for report in reports:
+        assert_close(report["state_dict"], plain_training(10, epochs=2))
+
+
+def test_workers_that_ran_ahead_with_unmeasured_sizes_start_again(fit):
+    strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[5, 4]), "scheme": AllReduce()}
+    for report in fit(Busy(num_workers=1), strategy, devices=2, limit_train_batches=4):
+        assert report["report"] != []
+
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            steps = int(self.trainer.estimated_stepping_batches)  # makes the dataloaders before anything is measured
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+    strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[6, 2])}
+    reports = fit(Scheduled(num_workers=1), strategy, devices=2, max_epochs=2)
+    assert [report["report"] for report in reports] == [[6] * 12, [2] * 12]
+
+
+def test_a_checkpoint_keeps_the_division(fit, tmp_path):
+    path = tmp_path / "last.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(path)
+
+    fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=[Save()])
+    saved = torch.load(path, weights_only=True)["hiercomm"]["batches"]
+    assert saved == {"sizes": [8, 4], "costs": [[0.0, 0.0], [2.0, 1.0]]}
+    resumed = {"batches": HeterogeneousBatches(12)}
+    reports = fit(Net(), resumed, devices=2, max_epochs=2, fit_arguments={"ckpt_path": path})
+    assert [report["report"] for report in reports] == [[8] * 4, [4] * 4]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_takes_its_epochs_in_the_same_order(fit, tmp_path, workers):
+    path = tmp_path / "first.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+    module = Net(shuffle=True, num_workers=workers)
+    strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(12, [2, 1])}
+    whole = fit(module, strategy, devices=2, max_epochs=3, callbacks=[Save()])
+    resumed = fit(module, strategy, devices=2, max_epochs=3, fit_arguments={"ckpt_path": path})
+    for name, expected in whole[0]["state_dict"].items():
+        assert torch.equal(resumed[0]["state_dict"][name], expected), name
+
+
+def test_the_size_is_logged(fit):
+    class Sizes(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            pl_module.report = {k: v for k, v in trainer.strategy.communication().items() if "batch_size" in k}
+
+    reports = fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=[Sizes()])
+    every = {"batch_size/0": 8.0, "batch_size/1": 4.0}
+    assert [report["report"] for report in reports] == [{"batch_size": 8.0, **every}, {"batch_size": 4.0, **every}]
+
+
+def test_one_process_takes_the_global_batch(fit):
+    (report,) = fit(Net(), {"batches": HeterogeneousBatches(12), "ranks_per_node": 1}, devices=1)
+    assert report["report"] == [12] * 4
+
+
+def test_a_loader_that_cannot_be_divided_is_refused_before_training(fit):
+    class Whole(Net):
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(*samples()), batch_size=None)
+
+    with pytest.raises(Exception, match="the dataset makes the batches"):
+        fit(Whole(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2)
