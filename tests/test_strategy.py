@@ -1,0 +1,308 @@
+"""HierarchicalStrategy over real processes."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+
+TARGETS = (0.0, 2.0, 4.0, 10.0)
+
+
+class Ones(Dataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1)
+
+
+class Oracle(pl.LightningModule):
+    """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD at 0.5; ``report`` is x after each batch."""
+
+    def __init__(self, steps: int = 5) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(1))
+        self.steps = steps
+        self.report: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.report.append(self.x.item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Ones(self.steps * self.trainer.world_size))
+
+
+class Net(pl.LightningModule):
+    """A small network with everything that could go wrong bitwise: frozen, tied, BatchNorm, momentum."""
+
+    def __init__(self, samples: int = 48, batch_size: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.hidden = torch.nn.Linear(8, 8)
+        self.tied = torch.nn.Linear(8, 8)
+        self.tied.weight = self.hidden.weight
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.head = torch.nn.Linear(8, 3)
+        self.samples, self.batch_size = samples, batch_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(x))
+        return self.head(self.frozen(self.tied(torch.relu(self.hidden(x)))))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(self.samples, 6, generator=generator)
+        y = torch.randint(3, (self.samples,), generator=generator)
+        return DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=self.batch_size)
+
+
+AFTER = [(0.5, 3.5), (3, 3), (2, 5), (3.75, 3.75), (3.875, 3.875), (2.4375, 5.4375), (3.96875, 3.96875)]
+BEFORE = [(0.5, 3.5), (2.25, 3.75), (1.625, 5.375), (3.1875, 4.3125), (2.65625, 5.09375), (1.828125, 6.046875)]
+
+
+@pytest.mark.parametrize(("order", "expected"), [("after_step", AFTER), ("before_step", BEFORE)])
+def test_four_processes_follow_the_table_to_the_digit(fit, order, expected):
+    reports = fit(Oracle(), {"scheme": PeriodicAveraging(2, order=order)}, max_epochs=2)
+    for rank, report in enumerate(reports):
+        assert report["report"][: len(expected)] == [pair[rank // 2] for pair in expected]
+        assert report["state_dict"]["x"].item() == reports[0]["state_dict"]["x"].item()
+
+
+def test_unequal_nodes_weigh_by_their_ranks(fit):
+    reports = fit(Oracle(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": [3, 1]})
+    assert [report["report"][1] for report in reports] == [3.0] * 4
+
+
+def test_one_rank_per_node_is_local_sgd(fit):
+    reports = fit(Oracle(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1})
+    assert [report["report"] for report in reports] == [[target / 2, 3.0] for target in TARGETS]
+
+
+def test_all_reduce_over_two_nodes_is_synchronous_training(fit):
+    reports = fit(Oracle(4), {"scheme": "all_reduce"})
+    assert [report["report"] for report in reports] == [[2, 3, 3.5, 3.75]] * 4
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(3)])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_one_node_gives_the_weights_of_ddp_bit_for_bit(fit, scheme, devices):
+    ours = fit(Net(), {"scheme": scheme, "ranks_per_node": devices}, devices=devices, max_epochs=2)
+    ddp = fit(Net(), DDPStrategy(start_method="fork"), devices=devices, max_epochs=2)
+    for name, expected in ddp[0]["state_dict"].items():
+        assert torch.equal(ours[0]["state_dict"][name], expected), name
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, [3, 1]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+        {"limit_train_batches": 2},
+    ],
+)
+def test_every_rank_ends_on_the_same_bits(fit, ranks_per_node, arguments):
+    strategy = {"scheme": PeriodicAveraging(2), "ranks_per_node": ranks_per_node}
+    reports = fit(Net(samples=44), strategy, max_epochs=2, **arguments)
+    assert not torch.equal(reports[0]["state_dict"]["embed.weight"], Net().embed.weight)
+    for report in reports[1:]:
+        for name, expected in reports[0]["state_dict"].items():
+            assert torch.equal(report["state_dict"][name], expected), name
+
+
+def test_averaging_every_step_matches_ddp_over_the_world(fit):
+    ours = fit(Net(), {"scheme": AllReduce()}, max_epochs=2)
+    ddp = fit(Net(), DDPStrategy(start_method="fork"), max_epochs=2)
+    for name, _ in Net().named_parameters():
+        torch.testing.assert_close(ours[0]["state_dict"][name], ddp[0]["state_dict"][name], rtol=1e-5, atol=1e-6)
+
+
+def test_one_process_needs_no_peers(fit):
+    (report,) = fit(Oracle(3), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=1)
+    assert report["report"] == [0.0, 0.0, 0.0]
+
+
+class Validated(Oracle):
+    """Also validates: reports x as validation sees it."""
+
+    def __init__(self, steps: int = 5) -> None:
+        super().__init__(steps)
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.seen.append(self.x.item())
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Ones(self.trainer.world_size))
+
+    def on_train_end(self) -> None:
+        self.report = [self.report, self.seen]
+
+
+def test_validation_sees_the_agreed_model_and_leaves_the_trajectory_alone(fit):
+    arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
+    plain = fit(Oracle(), {"scheme": PeriodicAveraging(4)})
+    validated = fit(Validated(), {"scheme": PeriodicAveraging(4)}, **arguments)
+    for before, after in zip(plain, validated, strict=True):
+        trace, seen = after["report"]
+        assert trace == before["report"]
+        assert seen == [2, 3, 3.5, 3.75, 3.875]  # the rank mean, whatever the nodes do
+
+
+def test_each_rank_validates_its_own_replica_when_asked_to(fit):
+    arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
+    reports = fit(Validated(3), {"scheme": PeriodicAveraging(4), "evaluate": "replica"}, **arguments)
+    for report in reports:
+        trace, seen = report["report"]
+        assert seen[:2] == trace[:2]
+
+
+def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
+    path = tmp_path / "mid.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                trainer.save_checkpoint(path)
+
+    reports = fit(Oracle(), {"scheme": PeriodicAveraging(4)}, callbacks=[Save()])
+    saved = torch.load(path, weights_only=True)
+    assert saved["state_dict"]["x"].item() == 3.5
+    assert [report["report"][3] for report in reports] == [3.75] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scheme": "telepathy"}, "scheme='telepathy' is unknown; use one of all_reduce, periodic"),
+        ({"scheme": 3}, "must be a Scheme"),
+        ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
+        ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
+        ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
+        ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"process_group": object()}, "process_group cannot be set"),
+        ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_starts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HierarchicalStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "message"), [(3, "does not divide the world of 4"), ([3, 2], "adds up to 5")]
+)
+def test_ranks_per_node_must_fit_the_world(fit, ranks_per_node, message):
+    with pytest.raises(Exception, match=message):
+        fit(Oracle(), {"ranks_per_node": ranks_per_node})
+
+
+def test_dataloaders_of_unequal_length_are_refused(fit):
+    class Unequal(Oracle):
+        def train_dataloader(self):
+            return DataLoader(Ones(3 + self.global_rank))
+
+    with pytest.raises(Exception, match="unequal lengths: \\[3, 4, 5, 6\\]"):
+        fit(Unequal(), {}, use_distributed_sampler=False)
+
+
+def test_the_other_lightning_tree_is_named():
+    import pytorch_lightning
+
+    with pytest.raises(ValueError, match="`pytorch_lightning` is another class tree"):
+        pytorch_lightning.Trainer(accelerator="cpu", strategy=HierarchicalStrategy())
+
+
+def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, length):
+            self.length = length
+
+        def __iter__(self):
+            yield from torch.ones(self.length, 1)
+
+    class Uneven(Oracle):
+        def train_dataloader(self):
+            return DataLoader(Stream(5 + self.global_rank))
+
+    with pytest.raises(Exception, match="All ranks must take equally many steps"):
+        fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2)
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
+    class Momentum(Oracle):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
+
+        def on_train_batch_end(self, *_):
+            self.report.append(self.optimizers().state[self.x]["momentum_buffer"].item())
+
+    strategy = {"scheme": PeriodicAveraging(2), "average_optimizer_state": averaged}
+    reports = fit(Momentum(2), strategy)
+    # by hand: node gradients -1, -7 at 0, then -0.5, -3.5 at 0.5, 3.5: momenta -1, -7, then -1, -7 (mean -4)
+    assert [report["report"][0] for report in reports] == [-1, -1, -7, -7]
+    assert [report["report"][1] for report in reports] == ([-4] * 4 if averaged else [-1, -1, -7, -7])
+
+
+def test_parameters_thawed_in_mid_run_agree_too(fit):
+    class Thawing(Net):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                for parameter in self.frozen.parameters():
+                    parameter.requires_grad_(True)
+                self.optimizers().add_param_group({"params": list(self.frozen.parameters())})
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    reports = fit(Thawing(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, max_epochs=2)
+    before = Net().frozen.weight
+    for report in reports:
+        assert not torch.equal(report["state_dict"]["frozen.weight"], before)
+        assert torch.equal(report["state_dict"]["frozen.weight"], reports[0]["state_dict"]["frozen.weight"])
+
+
+def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
+    class Mixed(Net):
+        def __init__(self):
+            super().__init__()
+            self.in_float64 = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.in_bfloat16 = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            self.conv = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+        def training_step(self, batch, batch_idx):
+            images = self.conv(batch[0].repeat(1, 3).view(-1, 2, 3, 3)).mean()
+            scale = self.global_rank + 1
+            extra = self.in_float64.sum() + self.in_bfloat16.sum() + images
+            return super().training_step(batch, batch_idx) + scale * extra
+
+    reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "bucket_mb": 1e-5})
+    for report in reports[1:]:
+        for name, expected in reports[0]["state_dict"].items():
+            assert torch.equal(report["state_dict"][name], expected), name
+    assert not torch.equal(reports[0]["state_dict"]["conv.weight"], Mixed().conv.weight)
