@@ -1,0 +1,221 @@
+"""Lightning's callbacks."""
+
+from __future__ import annotations
+
+import copy
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from compatibility.models import Quadratic, same_bits
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+
+class Epochs(Quadratic):
+    """Reports the epochs it trained."""
+
+    def on_train_epoch_start(self):
+        self.report = [*(self.report or []), self.trainer.current_epoch]
+
+
+@pytest.mark.feature("EarlyStopping")
+def test_early_stopping(follows_one_device):
+    ours, one = follows_one_device(Epochs, callbacks=lambda: [EarlyStopping("val_loss", 0.2)], max_epochs=20)
+    assert 2 < len(one["report"]) < 20
+    assert [report["report"] for report in ours] == [one["report"]] * 4
+
+
+@pytest.mark.feature("LearningRateMonitor")
+def test_learning_rate_monitor(fit, scheme, tmp_path):
+    class Scheduled(Quadratic):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(Scheduled(), {"scheme": scheme}, callbacks=[LearningRateMonitor()], logger=logger, max_epochs=3)
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("lr-SGD")
+    assert [row.split(",")[column] for row in rows if row.split(",")[column]] == ["0.1", "0.05", "0.025"]
+
+
+@pytest.mark.feature("BackboneFinetuning (parameters thawed in mid-run)")
+def test_backbone_finetuning(follows_one_device):
+    def thaw():
+        return [BackboneFinetuning(1, lambda_func=lambda _: 1.0, backbone_initial_lr=0.05, train_bn=False)]
+
+    strategy = {"find_unused_parameters": True}
+    _, one = follows_one_device(Quadratic, strategy=strategy, callbacks=thaw, max_epochs=3)
+    assert not torch.equal(one["state_dict"]["backbone.bias"], Quadratic().backbone.bias)
+
+
+@pytest.mark.feature("StochasticWeightAveraging")
+def test_stochastic_weight_averaging(follows_one_device):
+    follows_one_device(Quadratic, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=5)
+
+
+class Normalized(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        self.norm(batch[0])
+        return self.loss(batch[0], self.backbone, self.head)
+
+    def on_train_end(self):
+        self.norm.running_var.zero_()
+
+
+@pytest.mark.feature("StochasticWeightAveraging")
+def test_stochastic_weight_averaging_collects_batchnorm_statistics_anew(follows_one_device):
+    follows_one_device(
+        Normalized,
+        strategy={"broadcast_buffers": False},
+        callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)],
+        max_epochs=4,
+    )
+
+
+EMA = "validation during fit runs on each rank's own average; checkpoints and the end of fit hold the mean of them"
+
+
+@pytest.mark.feature("WeightAveraging, EMAWeightAveraging", note=EMA)
+@pytest.mark.parametrize(
+    "average", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.7)], ids=["WeightAveraging", "EMAWeightAveraging"]
+)
+def test_weight_averaging(follows_one_device, average):
+    ours, one = follows_one_device(Quadratic, callbacks=lambda: [average()])
+    assert ours[0]["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"], rel=0.02)
+
+
+@pytest.fixture
+def checkpoints(follows_one_device, tmp_path):
+    """Fit with a ModelCheckpoint: the files' names and parameters are those that one device writes."""
+
+    def run(also=(), **arguments):
+        folders = iter((tmp_path / "ours", tmp_path / "one"))
+        trainer = arguments.pop("trainer", {})
+        follows_one_device(
+            Quadratic,
+            callbacks=lambda: [*copy.deepcopy(also), ModelCheckpoint(next(folders), **arguments)],
+            enable_checkpointing=True,
+            **trainer,
+        )
+        files = sorted(path.name for path in (tmp_path / "one").iterdir())
+        assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == files
+        for name in files:
+            ours, one = (torch.load(tmp_path / who / name, weights_only=True) for who in ("ours", "one"))
+            torch.testing.assert_close(ours["state_dict"], one["state_dict"], rtol=1e-5, atol=1e-6)
+            assert ours["global_step"] == one["global_step"]
+        return files
+
+    return run
+
+
+@pytest.mark.feature("ModelCheckpoint: best k, last, every n steps, on exception")
+def test_best_checkpoints(checkpoints):
+    files = checkpoints(monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}", trainer={"max_epochs": 4})
+    assert files == ["epoch=2.ckpt", "epoch=3.ckpt", "last.ckpt"]
+
+
+@pytest.mark.feature("ModelCheckpoint: best k, last, every n steps, on exception")
+def test_checkpoints_every_n_steps_hold_the_agreed_parameters(checkpoints):
+    files = checkpoints(every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    assert files == ["step=10.ckpt", "step=5.ckpt"]
+
+
+@pytest.mark.feature("WeightAveraging, EMAWeightAveraging", note=EMA)
+def test_checkpoints_of_averaged_weights(checkpoints):
+    checkpoints(also=[EMAWeightAveraging(decay=0.7)], every_n_train_steps=5, save_top_k=-1, filename="{step}")
+
+
+@pytest.mark.feature("ModelCheckpoint: best k, last, every n steps, on exception")
+@pytest.mark.parametrize("kind", [OnExceptionCheckpoint, ModelCheckpoint])
+def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
+    class Failing(Quadratic):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 2:
+                self.trainer.strategy.barrier()  # or ranks that are behind hear of the others' failure first
+                raise ValueError("on purpose")
+
+    def main(trainer, rank):
+        arguments = {"save_on_exception": True} if kind is ModelCheckpoint else {}
+        trainer = trainer(callbacks=[kind(tmp_path, "saved", **arguments)], enable_checkpointing=True)
+        with pytest.raises(ValueError, match="on purpose"):
+            trainer.fit(Failing())
+
+    on_ranks(main)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    assert saved["global_step"] == 3
+    assert not torch.equal(saved["state_dict"]["head.bias"], Quadratic().head.bias)
+
+
+class LearningRate(Quadratic):
+    def __init__(self) -> None:
+        super().__init__(steps=24)
+        self.lr = 0.1
+
+    def on_train_end(self):
+        self.report = self.lr
+
+
+@pytest.mark.feature("LearningRateFinder")
+def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit, scheme):
+    class Ignore(LearningRate):
+        def on_train_start(self):
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1
+
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=10)
+    found = fit(Ignore(), {"scheme": scheme}, callbacks=[finder], enable_checkpointing=True, max_epochs=2)
+    same_bits(found)
+    plain = fit(Ignore(), {"scheme": scheme}, max_epochs=2)
+    for name, expected in plain[0]["state_dict"].items():
+        torch.testing.assert_close(found[0]["state_dict"][name], expected)
+
+
+@pytest.mark.feature("LearningRateFinder")
+def test_all_ranks_find_the_same_learning_rate(fit, scheme):
+    finder = LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=20, early_stop_threshold=None)
+    reports = fit(LearningRate(), {"scheme": scheme}, callbacks=[finder], enable_checkpointing=True)
+    same_bits(reports)
+    assert reports[0]["report"] != 0.1
+    assert [report["report"] for report in reports] == [reports[0]["report"]] * 4
+
+
+@pytest.mark.feature(
+    "BatchSizeFinder, Tuner.scale_batch_size", note="Lightning refuses it with every distributed strategy", refused=True
+)
+def test_batch_size_finder_is_refused(fit, scheme):
+    with pytest.raises(Exception, match="not supported with distributed strategies"):
+        fit(Quadratic(), {"scheme": scheme}, callbacks=[BatchSizeFinder()], enable_checkpointing=True)
+
+
+class Watching(pl.Callback):
+    """A callback of the user's sees the agreed parameters when an epoch's validation and the run end."""
+
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.report = [*(pl_module.report or []), pl_module.head.bias.item()]
+
+    def on_train_end(self, trainer, pl_module):
+        pl_module.report.append(pl_module.head.bias.item())
+
+
+@pytest.mark.feature("callbacks of your own see the agreed model in validation and at the end")
+def test_callbacks_see_the_agreed_model(follows_one_device):
+    ours, one = follows_one_device(Quadratic, callbacks=lambda: [Watching()], val_check_interval=2)
+    for report in ours:
+        assert report["report"] == pytest.approx(one["report"], abs=1e-5)

@@ -1,0 +1,247 @@
+"""Ways to optimize."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compatibility.models import Net, Quadratic, same_bits
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+
+
+@pytest.mark.feature("automatic optimization")
+def test_automatic_optimization(follows_one_device):
+    ours, one = follows_one_device(Quadratic)
+    assert not torch.equal(one["state_dict"]["head.bias"], Quadratic().head.bias)
+    assert ours[0]["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"])
+
+
+class Manual(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch[0]))
+        optimizer.step()
+
+
+@pytest.mark.feature("manual optimization")
+def test_manual_optimization(follows_one_device):
+    follows_one_device(Manual)
+
+
+class Gan(Net):
+    """The discriminator steps at every batch, the generator at every second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def training_step(self, batch, batch_idx):
+        discriminate, generate = self.optimizers()
+        real = batch[0]
+        fake = self.generator(real[:, :3])
+        self.toggle_optimizer(discriminate)
+        loss = (1 - self.layers(real)).relu().mean() + (1 + self.layers(fake.detach())).relu().mean()
+        self.manual_backward(loss)
+        discriminate.step()
+        discriminate.zero_grad()
+        self.untoggle_optimizer(discriminate)
+        if batch_idx % 2 == 1:
+            self.toggle_optimizer(generate)
+            self.manual_backward(-self.layers(self.generator(real[:, :3])).mean())
+            generate.step()
+            generate.zero_grad()
+            self.untoggle_optimizer(generate)
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.SGD(self.layers.parameters(), lr=0.1),
+            torch.optim.SGD(self.generator.parameters(), lr=0.2),
+        ]
+
+    def on_train_end(self):
+        schemes = getattr(self.trainer.strategy, "schemes", [])
+        self.report = [(scheme.steps, len(scheme.replica.parameters)) for scheme in schemes]
+
+
+@pytest.mark.feature("two optimizers (GAN), each on its own schedule")
+def test_gan_with_toggled_optimizers(follows_one_device):
+    strategy = {"find_unused_parameters": True}
+    ours, one = follows_one_device(Gan, strategy=strategy, use_distributed_sampler=False)
+    assert [report["report"] for report in ours] == [[(12, 4), (6, 4)]] * 4
+    assert not torch.equal(one["state_dict"]["generator.0.bias"], Gan().generator[0].bias)
+
+
+@pytest.mark.feature("gradient accumulation")
+@pytest.mark.parametrize("batches", [2, 4])
+def test_gradient_accumulation(follows_one_device, batches):
+    follows_one_device(Quadratic, accumulate_grad_batches=batches)
+
+
+@pytest.mark.feature("gradient accumulation")
+def test_gradient_accumulation_that_changes_between_epochs(follows_one_device):
+    follows_one_device(Quadratic, callbacks=lambda: [GradientAccumulationScheduler({0: 3, 1: 1})])
+
+
+@pytest.mark.feature("gradient clipping by norm and by value")
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradient_clipping(follows_one_device, algorithm):
+    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
+    _, one = follows_one_device(Net, use_distributed_sampler=False, **clip)
+    _, unclipped = follows_one_device(Net, use_distributed_sampler=False)
+    assert not torch.allclose(one["state_dict"]["layers.0.weight"], unclipped["state_dict"]["layers.0.weight"])
+
+
+class Scheduled(Quadratic):
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        self.interval = interval
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
+
+    def on_train_batch_start(self, *_):
+        self.report = [*(self.report or []), self.trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+@pytest.mark.feature("learning rate schedulers, by step and by epoch")
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_learning_rate_schedulers(follows_one_device, interval):
+    ours, one = follows_one_device(lambda: Scheduled(interval))
+    assert len(set(one["report"])) == (12 if interval == "step" else 2)
+    assert [report["report"] for report in ours] == [one["report"]] * 4
+
+
+class OnPlateau(Quadratic):
+    lr = 0.9
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_train_epoch_end(self):
+        self.report = [*(self.report or []), self.trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+@pytest.mark.feature("ReduceLROnPlateau")
+def test_reduce_lr_on_plateau(follows_one_device):
+    ours, one = follows_one_device(OnPlateau, max_epochs=4)
+    assert one["report"][-1] < 0.9
+    assert [report["report"] for report in ours] == [one["report"]] * 4
+
+
+class SomeUnused(Quadratic):
+    """The head takes part in every third batch, and on rank 0's samples only in every sixth."""
+
+    def training_step(self, batch, batch_idx):
+        layers = (self.backbone, self.head) if batch_idx % 3 == 0 else (self.backbone,)
+        return self.loss(batch[0], *layers)
+
+
+@pytest.mark.feature("unused parameters")
+def test_parameters_unused_in_some_batches(follows_one_device):
+    follows_one_device(SomeUnused, strategy={"find_unused_parameters": True})
+
+
+class UsedOnOneRank(Quadratic):
+    """The head takes part on rank 1 only: on its node DDP averages with a zero, on the other node nobody uses it."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0], *((self.backbone, self.head) if self.global_rank == 1 else (self.backbone,)))
+
+
+@pytest.mark.feature("unused parameters")
+def test_parameters_used_on_one_rank_only(fit, scheme):
+    reports = fit(UsedOnOneRank(), {"scheme": scheme, "find_unused_parameters": True}, max_epochs=2)
+    same_bits(reports)
+    assert not torch.equal(reports[3]["state_dict"]["head.bias"], Quadratic().head.bias)
+
+
+@pytest.mark.feature("DDP's static_graph")
+def test_static_graph(follows_one_device):
+    follows_one_device(Quadratic, strategy={"static_graph": True})
+
+
+class Configured(Quadratic):
+    """Its layers come in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {name: getattr(self, name).state_dict() for name in ("backbone", "head")}
+        del self.backbone, self.head
+
+    def configure_model(self):
+        if not hasattr(self, "backbone"):
+            self.backbone, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
+            self.backbone.load_state_dict(self.state["backbone"])
+            self.head.load_state_dict(self.state["head"])
+
+
+@pytest.mark.feature("configure_model")
+def test_configure_model(follows_one_device):
+    follows_one_device(Configured)
+
+
+@pytest.mark.feature("torch.compile")
+def test_compiled_module(follows_one_device):
+    follows_one_device(lambda: torch.compile(Net(), backend="aot_eager"), use_distributed_sampler=False)
+
+
+class Normalized(Quadratic):
+    """BatchNorm straight on the samples: its running mean is linear in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        self.norm(batch[0])
+        return self.loss(batch[0], self.backbone, self.head)
+
+    def on_train_end(self):
+        self.norm.running_var.zero_()  # that of a large batch is not the mean of those of small ones
+
+
+@pytest.mark.feature("BatchNorm statistics agree")
+def test_batchnorm_statistics_are_those_of_all_samples(follows_one_device):
+    _, one = follows_one_device(Normalized, strategy={"broadcast_buffers": False})
+    assert one["state_dict"]["norm.num_batches_tracked"] == 12
+    assert one["state_dict"]["norm.running_mean"].abs().min() > 0.1
+
+
+@pytest.mark.feature("BatchNorm statistics agree")
+def test_batchnorm_statistics_agree_as_ddp_broadcasts_those_of_first_ranks(fit, scheme):
+    reports = fit(Normalized(), {"scheme": scheme}, max_epochs=2)
+    same_bits(reports)
+    assert reports[0]["state_dict"]["norm.running_mean"].abs().min() > 0.1
+
+
+class Synced(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        ranks = torch.distributed.get_process_group_ranks(self.norm.process_group)
+        self.report = (type(self.norm).__name__, ranks)
+        return self.loss(batch[0], self.backbone, self.head)
+
+
+@pytest.mark.feature(
+    "SyncBatchNorm inside the node",
+    note="torch has no CPU kernel for SyncBatchNorm: tested is that the layers are converted and hold the node's group",
+)
+def test_sync_batchnorm_keeps_to_the_node(fit, scheme, monkeypatch):
+    # where DDP refuses to run it on a CPU
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
+    reports = fit(Synced(), {"scheme": scheme}, sync_batchnorm=True)
+    nodes = [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [report["report"] for report in reports] == [("SyncBatchNorm", ranks) for ranks in nodes]

@@ -1,0 +1,148 @@
+"""Programs: several runs of a trainer, evaluation alone, the Tuner, profilers, LightningCLI."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from compatibility.models import Quadratic, one_trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.tuner import Tuner
+
+from lightning_hiercomm.schemes import SCHEMES
+
+
+def equal(ours, one):
+    """Parameters of a rank and of the run on one device."""
+    for name, expected in one.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.feature("fit twice")
+def test_fit_twice_with_one_trainer(on_ranks, tmp_path):
+    def main(trainer, rank):
+        module, trainer = Quadratic(), trainer()
+        trainer.fit(module)
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(module)
+        return module.state_dict()
+
+    ours, one = on_ranks(main), main(lambda: one_trainer(tmp_path), 0)
+    for state in ours:
+        equal(state, one)
+
+
+@pytest.mark.feature("fit twice")
+def test_fit_again_with_another_trainer_and_strategy(on_ranks, tmp_path):
+    def main(trainer, rank):
+        module = Quadratic()
+        trainer().fit(module)
+        trainer(max_epochs=1).fit(module)
+        return module.state_dict()
+
+    ours, one = on_ranks(main), main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
+    for state in ours:
+        equal(state, one)
+
+
+@pytest.mark.feature("validate, test, predict, alone and after fit")
+@pytest.mark.parametrize("after_fit", [False, True])
+def test_validate_and_test(on_ranks, tmp_path, after_fit):
+    def main(trainer, rank):
+        module, trainer = Quadratic(), trainer()
+        if after_fit:
+            trainer.fit(module)
+        (validated,), (tested,) = trainer.validate(module, verbose=False), trainer.test(module, verbose=False)
+        return validated["val_loss"], tested["test_loss"], module.head.bias.item()
+
+    one = main(lambda: one_trainer(tmp_path), 0)
+    assert on_ranks(main) == [pytest.approx(one, rel=1e-5)] * 4
+
+
+class Keep(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.predictions = torch.cat(predictions)
+
+
+@pytest.mark.feature("validate, test, predict, alone and after fit")
+def test_predict(on_ranks, tmp_path):
+    def main(trainer, rank):
+        keep = Keep()
+        trainer(callbacks=[keep]).predict(Quadratic(), return_predictions=False)
+        return keep.predictions
+
+    one = main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
+    for rank, predictions in enumerate(on_ranks(main)):
+        torch.testing.assert_close(predictions, one[rank::4])
+
+
+class Tuned(Quadratic):
+    def __init__(self) -> None:
+        super().__init__(steps=24)
+        self.lr = 0.01
+
+
+@pytest.mark.feature("Tuner.lr_find")
+def test_tuner(on_ranks):
+    def main(trainer, rank):
+        module, trainer = Tuned(), trainer(enable_checkpointing=True)
+        before = module.head.bias.item()
+        Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=20, early_stop_threshold=None)
+        assert module.head.bias.item() == before
+        trainer.fit(module)
+        return module.lr, module.head.bias.item()
+
+    reports = on_ranks(main)
+    assert reports[0][0] != 0.01
+    assert reports == [reports[0]] * 4
+
+
+@pytest.mark.feature("profilers: simple, advanced, PyTorch")
+@pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
+def test_profilers(follows_one_device, profiler, tmp_path):
+    follows_one_device(Quadratic, profiler=profiler(dirpath=tmp_path, filename="profile"), max_epochs=1)
+    assert len(list(tmp_path.glob("fit-profile*"))) >= 4
+    if profiler is not PyTorchProfiler:
+        assert "optimizer_step" in (tmp_path / "fit-profile.txt").read_text()
+
+
+@pytest.mark.feature("LightningCLI")
+def test_command_line(scheme_name, scheme, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program"])
+    strategy = "--trainer.strategy"
+    names = ["sync_every", "merge", "warmup_epochs", "cooldown_epochs", "delay", "warmup_steps", "local_update"]
+    fields = {name: getattr(scheme, name) for name in [*names, "local_lr_scale", "segments"] if hasattr(scheme, name)}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    cli = LightningCLI(
+        Quadratic,
+        args=[
+            "fit",
+            "--trainer.accelerator=cpu",
+            "--trainer.devices=4",
+            "--trainer.max_epochs=2",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.enable_progress_bar=false",
+            f"{strategy}=lightning_hiercomm.HierarchicalStrategy",
+            f"{strategy}.scheme={SCHEMES[scheme_name].__name__}",
+            *(f"{strategy}.scheme.{name}={value}" for name, value in fields.items()),
+            f"{strategy}.ranks_per_node=2",
+            f"{strategy}.start_method=fork",
+        ],
+    )
+    module = Quadratic()
+    one_trainer(tmp_path).fit(module)
+    equal(cli.model.state_dict(), module.state_dict())
+
+
+@pytest.mark.feature("LightningCLI")
+def test_registered_name(scheme_name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program"])
+    args = ["--trainer.accelerator=cpu", f"--trainer.strategy=hierarchical_{scheme_name}"]
+    cli = LightningCLI(Quadratic, run=False, args=args, save_config_callback=None)
+    assert type(cli.trainer.strategy.scheme) is SCHEMES[scheme_name]
