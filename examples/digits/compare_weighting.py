@@ -1,0 +1,81 @@
+"""Does it matter how the gradients of unequal batches are weighted? Digits over five seeds; prints one table.
+
+python examples/digits/compare_weighting.py
+"""
+
+import argparse
+import logging
+import statistics
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from data import DigitsDataModule
+from model import DigitsCNN
+
+from lightning_hiercomm import HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging
+
+
+def train(speeds: list[float], weighting: str, seed: int, args: argparse.Namespace) -> float:
+    """Accuracy of the agreed model on the test scans."""
+    pl.seed_everything(seed, verbose=False)
+    strategy = HierarchicalStrategy(
+        PeriodicAveraging(args.sync_every),
+        HeterogeneousBatches(args.batch_size, speeds, weighting),
+        ranks_per_node=args.ranks_per_node,
+        start_method="fork",
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=len(speeds),
+        strategy=strategy,
+        max_epochs=args.epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+    model, data = DigitsCNN(), DigitsDataModule()
+    trainer.fit(model, data)
+    data.setup("test")
+    model.eval()
+    with torch.no_grad():
+        hits = [(model(images).argmax(1) == digits).float() for images, digits in data.test_dataloader()]
+    return torch.cat(hits).mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speeds", type=float, nargs="+", default=[16, 4, 2, 1], help="of the ranks")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64, help="scans per step, all ranks together")
+    parser.add_argument("--sync-every", type=int, default=1, help="steps between agreements of the nodes")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    rows = {
+        "equal batches": ([1.0] * len(args.speeds), "samples"),
+        "unequal, weighted by samples": (args.speeds, "samples"),
+        "unequal, weighted by speed": (args.speeds, "speed"),
+        "unequal, unweighted": (args.speeds, "none"),
+    }
+    print(f"speeds {args.speeds}, {args.batch_size} scans a step, {args.epochs} epochs; test accuracy in %\n")
+    print(f"| batches | mean | std | {' | '.join(f'seed {seed}' for seed in range(args.seeds))} |")
+    print("|---|---|---|" + "---|" * args.seeds, flush=True)
+    for name, (speeds, weighting) in rows.items():
+        runs = [100 * train(speeds, weighting, seed, args) for seed in range(args.seeds)]
+        std = statistics.stdev(runs) if len(runs) > 1 else 0.0
+        print(
+            f"| {name} | {statistics.mean(runs):.2f} | {std:.2f} | {' | '.join(f'{run:.2f}' for run in runs)} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

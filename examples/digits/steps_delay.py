@@ -1,0 +1,89 @@
+"""Does StepsDelay keep the accuracy of synchronous SGD? One table, on two nodes of two ranks, all on this CPU.
+
+python examples/digits/steps_delay.py                 # five seeds: forty runs of a few seconds
+python examples/digits/steps_delay.py --seeds 1
+"""
+
+import argparse
+import logging
+import statistics
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from data import DigitsDataModule
+from model import DigitsCNN
+
+from lightning_hiercomm import AllReduce, HierarchicalStrategy, StepsDelay
+from lightning_hiercomm.schemes import Scheme
+
+WARMUP_STEPS = 60  # a multiple of every delay
+LOCAL_LR_SCALE = {"glu": 4.0, "dc_asgd": 1.0, "sgd": 0.25}  # the paper's, Section 4.4
+
+
+class DigitsSGD(DigitsCNN):
+    """The digits CNN, trained by momentum SGD, for which GLU is made; the learning rate falls to 0 along a cosine."""
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, weight_decay=1e-4)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def accuracy(scheme: Scheme, seed: int, epochs: int, lr: float) -> float:
+    """Train; percent of the 720 held-out digits that the agreed model gets right."""
+    pl.seed_everything(seed)
+    model, data = DigitsSGD(lr=lr), DigitsDataModule()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork"),
+        max_epochs=epochs,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data)
+    data.setup("test")
+    held_out = torch.utils.data.ConcatDataset([data.val, data.test])
+    ((images, digits),) = torch.utils.data.DataLoader(held_out, len(held_out))
+    with torch.no_grad():
+        return 100 * (model.eval()(images).argmax(1) == digits).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--lr", type=float, default=0.05)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # four ranks share this machine's cores
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+
+    def row(title: str, scheme: Scheme) -> None:
+        found = [accuracy(scheme, seed, arguments.epochs, arguments.lr) for seed in range(arguments.seeds)]
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        each = ", ".join(f"{value:.2f}" for value in found)
+        print(f"| {title} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} |", flush=True)
+
+    def steps_delay(delay: int, rule: str) -> Scheme:
+        return StepsDelay(delay, WARMUP_STEPS, local_lr_scale=LOCAL_LR_SCALE[rule], local_update=rule)
+
+    print(
+        f"lr {arguments.lr} (cosine), momentum 0.9, {WARMUP_STEPS} warm-up steps, {arguments.epochs} epochs of 16 steps"
+    )
+    print("| scheme | held-out accuracy, % | per seed |\n|---|---|---|")
+    row("all-reduce", AllReduce())
+    for delay in range(1, 6):
+        row(f"GLU, k = {delay}, local lr {4 * arguments.lr:g}", steps_delay(delay, "glu"))
+    for rule, title in (("dc_asgd", "DC-ASGD-a"), ("sgd", "local SGD")):
+        row(f"{title}, k = 5, local lr {LOCAL_LR_SCALE[rule] * arguments.lr:g}", steps_delay(5, rule))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""How fast does each gossip graph mix? Draws the comparison of Crossover-SGD's Figure 6.
+
+Above: the second-largest absolute eigenvalue of the product of the first k mixing matrices, which bounds the averaging
+error after k steps. Below: the imbalance, the root mean square difference of that product from 1/n everywhere, which is
+what an all-reduce does. Random graphs are averaged over seeds.
+
+Without fairness the paper has (I + Pi) / 2 with independent picks Pi. That is row-stochastic only, so its imbalance
+stays. Gossip uses push-sum weights there, which bring z = x / w to the mean: the last curve.
+
+python examples/gossip_spectra.py --ranks 16 --steps 24 --output gossip_spectra.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import matplotlib
+import torch
+from torch import Tensor
+
+from lightning_hiercomm import DirectedExponential, Graph, RandomPermutation, Ring
+from lightning_hiercomm.schemes.graphs import round_of
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def mixing_matrices(graph: Graph, ranks: int, steps: int) -> Iterator[Tensor]:
+    """What one step does to the values, as the paper prints it: half and half with independent picks."""
+    for step in range(steps):
+        if isinstance(graph, RandomPermutation):
+            identity = torch.eye(ranks, dtype=torch.float64)
+            yield (identity + identity[graph.receive_from(ranks, step, 0)]) / 2
+        else:
+            yield round_of(graph, ranks, step).mixing_matrix()
+
+
+def products(graph: Graph, ranks: int, steps: int, push_sum: bool) -> Iterator[Tensor]:
+    """What the first k steps together do to the values, for k = 1, 2, ..."""
+    product = torch.eye(ranks, dtype=torch.float64)
+    if push_sum:
+        for step in range(steps):
+            product = round_of(graph, ranks, step).mixing_matrix() @ product
+            yield product / product.sum(1, keepdim=True)  # z = x / w
+    else:
+        for matrix in mixing_matrices(graph, ranks, steps):
+            product = matrix @ product
+            yield product
+
+
+def second_eigenvalue(product: Tensor) -> float:
+    return torch.linalg.eigvals(product).abs().sort().values[-2].item()
+
+
+def imbalance(product: Tensor) -> float:
+    return (product - 1 / len(product)).square().mean().sqrt().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--output", default="gossip_spectra.png")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    curves = {
+        "ring (DP-SGD)": ([Ring()], False),
+        "directed exponential (SGP)": ([DirectedExponential()], False),
+        "random permutation, uniform": ([RandomPermutation("uniform", s) for s in range(args.seeds)], False),
+        "random permutation, cyclic": ([RandomPermutation("cyclic", s) for s in range(args.seeds)], False),
+        "random permutation, roulette": ([RandomPermutation("roulette", s) for s in range(args.seeds)], False),
+        "random without fairness": ([RandomPermutation(None, s) for s in range(args.seeds)], False),
+        "random without fairness, push-sum": ([RandomPermutation(None, s) for s in range(args.seeds)], True),
+    }
+    figure, axes = plt.subplots(2, 1, figsize=(7, 8), sharex=True)
+    shown = [k for k in (1, 2, 4, 8, 16, 24, 32) if k <= args.steps]
+    print(f"{args.ranks} ranks: |lambda_2| / imbalance after k steps")
+    print("| graph | " + " | ".join(f"k = {k}" for k in shown) + " |")
+    print("|---" * (len(shown) + 1) + "|")
+    for name, (graphs, push_sum) in curves.items():
+        runs = [list(products(graph, args.ranks, args.steps, push_sum)) for graph in graphs]
+        measured = []
+        for axis, measure in zip(axes, (second_eigenvalue, imbalance), strict=True):
+            curve = torch.tensor([[measure(product) for product in run] for run in runs]).mean(0)
+            axis.semilogy(range(1, args.steps + 1), curve.clamp_min(1e-9), label=name)
+            measured.append(curve)
+        cells = (f"{measured[0][k - 1]:.4f} / {measured[1][k - 1]:.5f}" for k in shown)
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    axes[0].set_ylabel("second-largest |eigenvalue|")
+    axes[1].set_ylabel("imbalance (RMS difference from 1/n)")
+    axes[1].set_xlabel("averaging steps k")
+    for axis in axes:
+        axis.set_ylim(1e-6, None)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    axes[0].set_title(f"Mixing of gossip graphs on {args.ranks} ranks")
+    figure.tight_layout()
+    figure.savefig(args.output, dpi=120)
+    print(f"\nwrote {args.output}")
+
+
+if __name__ == "__main__":
+    main()

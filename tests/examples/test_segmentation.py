@@ -1,0 +1,70 @@
+"""The segmentation example, run the way its docstring says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SEGMENTATION = Path(__file__).resolve().parents[2] / "examples" / "segmentation"
+SCHEME = "--trainer.strategy.init_args.scheme.init_args"
+
+
+def fit(tmp_path, config, *args):
+    """Runs the program; returns what it printed."""
+    command = [sys.executable, SEGMENTATION / "main.py", "fit", "--config", SEGMENTATION / config, *args]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+def mean_iou(out):
+    return float(re.search(r"Mean IoU of the agreed model: ([\d.]+)%", out)[1])
+
+
+def test_short_run_learns_to_segment_and_goes_through_all_phases(tmp_path):
+    out = fit(
+        tmp_path,
+        "config.yaml",
+        "--trainer.max_epochs=4",
+        f"{SCHEME}.warmup_epochs=1",
+        f"{SCHEME}.cooldown_epochs=1",
+    )
+    assert re.findall(r"DASO: (\S+) from epoch (\d)", out) == [("warm-up", "0"), ("cycling", "1"), ("cool-down", "3")]
+    assert mean_iou(out) > 50  # knowing sky and road alone, the two largest of five classes, gives less than 40
+
+
+def test_the_same_program_trains_on_cityscapes_as_it_lies_on_disk(tmp_path):
+    make_cityscapes(tmp_path / "cityscapes", {"train": 48, "val": 4})
+    out = fit(
+        tmp_path,
+        "cityscapes.yaml",
+        *("--trainer.accelerator=cpu", "--trainer.sync_batchnorm=false", "--trainer.num_nodes=1"),
+        *("--trainer.devices=4", "--trainer.strategy.init_args.ranks_per_node=2"),
+        *("--trainer.strategy.init_args.start_method=fork", "--trainer.max_epochs=4"),
+        *(f"{SCHEME}.warmup_epochs=1", f"{SCHEME}.cooldown_epochs=1", "--model.width=4", "--model.levels=2"),
+        *("--data.init_args.batch_size=1", "--data.init_args.crop=[32, 64]", "--data.init_args.num_workers=0"),
+    )
+    assert mean_iou(out) > 50  # of two classes, by their colours
+
+
+def make_cityscapes(root, lengths):
+    """Pictures in Cityscapes' folders and with its names: a grey road (label id 7) below a blue sky (23)."""
+    for split, length in lengths.items():
+        for number in range(length):
+            name = f"aachen_{number:06d}_000019"
+            labels = np.full((64, 128), 23, dtype=np.uint8)
+            labels[24 + number % 16 :] = 7
+            labels[-4:] = 1  # the car itself, which does not count
+            pixels = np.where((labels == 23)[..., None], [90, 130, 220], [110, 110, 110]).astype(np.uint8)
+            save(pixels, root / "leftImg8bit" / split / "aachen" / f"{name}_leftImg8bit.png")
+            save(labels, root / "gtFine" / split / "aachen" / f"{name}_gtFine_labelIds.png")
+
+
+def save(pixels, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
