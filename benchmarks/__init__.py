@@ -1,0 +1,1 @@
+"""Benchmarks over real slow networks, against real peers: ``python -m benchmarks --help``."""

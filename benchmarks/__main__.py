@@ -1,0 +1,199 @@
+"""Benchmarks over real slow networks, against real peers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.job import Job, Record
+from benchmarks.launch import machine_lock, run
+from benchmarks.measure import Cell, cells, learning_curve, speed_job
+from benchmarks.network import busy_share, open_network, why_no_namespaces
+from benchmarks.workloads import WORKLOADS
+
+SPEED_ROWS = [key for key in ROWS if "@" not in key]
+LATENCY_ROWS = ["loop", "ddp", *(key for key, row in ROWS.items() if "@" in key and "bf16" not in key)]
+ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
+ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
+TIMELINE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    speed = commands.add_parser("speed", help="step times at some bandwidths, a table for each")
+    _common(speed, SPEED_ROWS)
+    _speed(speed, nodes=2, ranks_per_node=2, workload="mlp11m", mbit=[500.0], steps=5)
+
+    latency = commands.add_parser("latency", help="speed: four one-rank nodes, a tiny model, H = 8, no rate limit")
+    _common(latency, LATENCY_ROWS)
+    _speed(latency, nodes=4, ranks_per_node=1, workload="mlp85k", mbit=[0.0], steps=400)
+
+    one_node = commands.add_parser("one-node", help="speed: every scheme on one node, against DDPStrategy")
+    _common(one_node, ONE_NODE_ROWS)
+    _speed(one_node, nodes=1, ranks_per_node=2, workload="mlp11m", mbit=[0.0], steps=30)
+
+    accuracy = commands.add_parser("accuracy", help="held-out accuracy against time and against bytes")
+    _common(accuracy, ACCURACY_ROWS)
+    _layout(accuracy, nodes=2, ranks_per_node=2, workload="digits")
+    accuracy.add_argument("--mbit", type=float, default=500.0, help="link rate; 0 for no limit")
+    accuracy.add_argument("--steps", type=int, default=240)
+    accuracy.add_argument("--every", type=int, default=16, help="steps between evaluations")
+    accuracy.add_argument("--target", type=float, help="report the time to this accuracy; default: 98 %% of DDP's best")
+    accuracy.set_defaults(command=accuracy_command)
+
+    timeline = commands.add_parser("timeline", help="when each rank computes and each link is used")
+    _common(timeline, TIMELINE_ROWS)
+    _layout(timeline, nodes=2, ranks_per_node=2, workload="mlp11m")
+    timeline.add_argument("--mbit", type=float, default=500.0)
+    timeline.add_argument("--show", type=int, default=10, help="steps to show")
+    timeline.set_defaults(command=timeline_command)
+
+    plots = commands.add_parser("report", help="one Markdown document and the plots, from what is stored")
+    plots.add_argument("--out", type=Path, default=report.RESULTS)
+    plots.set_defaults(command=report_command)
+
+    rows = commands.add_parser("rows", help="list the rows")
+    rows.set_defaults(command=lambda _: print(*(f"{key:<24} {row.title}" for key, row in ROWS.items()), sep="\n"))
+    check = commands.add_parser("check", help="say whether this machine can make slow networks")
+    check.set_defaults(command=lambda _: print(why_no_namespaces() or "network namespaces work here"))
+
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, _end)
+    arguments.command(arguments)
+
+
+def _end(*_: object) -> None:
+    """Leave the way an exception does, so that what was made is removed; a second signal does not cut that short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit("terminated")
+
+
+def _common(parser: argparse.ArgumentParser, rows: Sequence[str]) -> None:
+    parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), default=list(rows), metavar="ROW")
+    parser.add_argument("--lock", help="hold this file's lock while processes run")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which one row counts as hung")
+    parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/hiercomm-benchmarks"))
+
+
+def _layout(parser: argparse.ArgumentParser, nodes: int, ranks_per_node: int, workload: str) -> None:
+    parser.add_argument("--nodes", type=int, default=nodes)
+    parser.add_argument("--ranks-per-node", type=int, default=ranks_per_node)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default=workload)
+
+
+def _speed(
+    parser: argparse.ArgumentParser, nodes: int, ranks_per_node: int, workload: str, mbit: list[float], steps: int
+) -> None:
+    _layout(parser, nodes, ranks_per_node, workload)
+    parser.add_argument("--mbit", type=float, nargs="+", default=mbit, help="link rates; 0 for no limit")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--periods", type=int, default=2, help="periods on the clock")
+    parser.add_argument("--steps", type=int, default=steps, help="least number of steps on the clock")
+    parser.set_defaults(command=speed_command)
+
+
+def _session(
+    arguments: argparse.Namespace, jobs: list[Job], rates: Sequence[float]
+) -> list[tuple[float | None, dict[str, list[Record]], str]]:
+    """Do the jobs at every rate; returns (rate, records, note) for each."""
+    done = []
+    jobs = sorted(jobs, key=lambda job: (ROWS[job.row].venv != "main", ROWS[job.row].venv))
+    jobs.insert(0, replace(jobs[0], id="burn-in", row="local", warmup=5, steps=10, evaluate_every=0))
+    with open_network(arguments.nodes, arguments.mtu) as network:
+        for mbit in rates if network.limits_rates else [0.0]:
+            with machine_lock(arguments.lock):
+                network.set_rate(mbit or None)
+                note = f"{network.note}; the machine was {busy_share():.0%} busy before"
+                print(note, flush=True)
+                results = run(network, arguments.ranks_per_node, jobs, arguments.logs)
+            done.append((mbit or None, results, note))
+    return done
+
+
+def speed_command(arguments: argparse.Namespace) -> None:
+    """Measure step times. All rows of one bandwidth are one session, with the bounds in it."""
+    keys = [*BOUNDS, *(key for key in arguments.rows if key not in BOUNDS)]
+    jobs = [
+        speed_job(key, arguments.workload, repetition, arguments.periods, arguments.steps, arguments.timeout)
+        for repetition in range(arguments.repetitions)
+        for key in keys
+    ]
+    for mbit, results, note in _session(arguments, jobs, arguments.mbit):
+        found = cells(jobs, results, arguments.nodes, arguments.ranks_per_node, mbit)
+        path = report.save(found, report.about_this_run(shlex.join(sys.argv), note), arguments.out)
+        print(report.table(found), report.overheads(found), path, sep="\n", flush=True)
+
+
+def accuracy_command(arguments: argparse.Namespace) -> None:
+    """Train every row for the same number of steps, and compare what that took."""
+    jobs = [
+        Job(f"{key}.0", key, arguments.workload, 0, arguments.steps, arguments.every, timeout=arguments.timeout)
+        for key in arguments.rows
+    ]
+    setting = f"{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.mbit:g}mbit"
+    for _, results, note in _session(arguments, jobs, [arguments.mbit]):
+        curves = {job.row: learning_curve(results[job.id]) for job in jobs if not results[job.id][0].error}
+        errors = {job.row: str(results[job.id][0].error) for job in jobs if results[job.id][0].error}
+        best = max((point["accuracy"] for point in curves.get("ddp", [])), default=0.0)
+        target = arguments.target or 0.98 * best
+        path = arguments.out / f"accuracy-{setting}.json"
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        about = report.about_this_run(shlex.join(sys.argv), note)
+        path.write_text(json.dumps({"target": target, "errors": errors, "curves": curves, **about}, indent=1) + "\n")
+        print(report.accuracy_table(curves, errors, target), path, sep="\n")
+        from benchmarks import plots
+
+        plots.accuracy(curves, setting, path.with_suffix(".png"))
+
+
+def timeline_command(arguments: argparse.Namespace) -> None:
+    """Record a few steps of every row."""
+    jobs = [
+        replace(speed_job(key, arguments.workload, 0, 1, arguments.show, arguments.timeout), trace=True)
+        for key in arguments.rows
+    ]
+    for mbit, results, _ in _session(arguments, jobs, [arguments.mbit]):
+        from benchmarks import plots
+
+        found = {
+            job.row: [record.to_dict() for record in results[job.id]] for job in jobs if not results[job.id][0].error
+        }
+        name = f"timeline-{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.mbit:g}mbit.png"
+        plots.timeline(found, arguments.show, mbit, arguments.out / name)
+
+
+def report_command(arguments: argparse.Namespace) -> None:
+    """Write the tables of all stored settings, and the plots over bandwidth."""
+    from benchmarks import plots
+
+    path = arguments.out / "README.md"
+    path.write_text(report.full_report(arguments.out))
+    print(path)
+
+    def work_and_layout(setting: list[Cell]) -> tuple[str, int, int]:
+        return setting[0].workload, setting[0].nodes, setting[0].ranks_per_node
+
+    for (workload, nodes, ranks), group in groupby(
+        sorted(report.load(arguments.out), key=work_and_layout), work_and_layout
+    ):
+        settings = list(group)
+        if len({setting[0].mbit for setting in settings}) > 1:
+            plots.step_time_against_bandwidth(settings, arguments.out / f"bandwidth-{workload}-{nodes}x{ranks}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Everything that is compared: one :class:`Row` per line of the table, one module per peer.
+
+A contender's module has one function, ``train(recorder, options)``, see :data:`benchmarks.job.Contender`. This file
+imports none of them, since each may need packages of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Bound = Literal["compute", "blocking", "overlapped"]
+Traffic = Literal["none", "average", "gossip", "steps_delay"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        title: What the line is called.
+        module: Module in :mod:`benchmarks.contenders`.
+        options: Passed to the module's ``train``.
+        bound: ``"compute"``: the step alone; ``"blocking"``: compute, then network; ``"overlapped"``: network beside
+            the compute of ``overlap`` steps of each period, then the compute of the others.
+        traffic: What has to cross the network in each period.
+        period: Steps between two agreements.
+        overlap: Steps of a period during which its traffic may be under way, for ``"overlapped"``.
+        wire_bytes: Bytes of one element on the network.
+        averages_in_node: Whether gradients are averaged inside a node, which then belongs to the compute bound.
+        venv: Name of the virtual environment it runs in, see :mod:`benchmarks.peers`.
+    """
+
+    title: str
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    bound: Bound = "blocking"
+    traffic: Traffic = "average"
+    period: int = 1
+    overlap: int = 1
+    wire_bytes: int = 4
+    averages_in_node: bool = True
+    venv: str = "main"
+
+
+PERIOD = 16
+"""Steps between agreements of every row that has a period, unless the row says otherwise."""
+
+
+def _bounds() -> dict[str, Row]:
+    return {
+        "local": Row(
+            title="bound: no communication at all",
+            module="plain",
+            options={"kind": "local"},
+            bound="compute",
+            traffic="none",
+            averages_in_node=False,
+        ),
+        "node": Row(
+            title="bound: DDP inside the node only",
+            module="plain",
+            options={"kind": "node"},
+            bound="compute",
+            traffic="none",
+        ),
+        "link": Row(
+            title="bound: the least bytes over the link, nothing else",
+            module="plain",
+            options={"kind": "link"},
+            averages_in_node=False,
+        ),
+    }
+
+
+def _every_step() -> dict[str, Row]:
+    return {
+        "loop": Row(
+            title="Lightning's loop, no communication",
+            module="lightning",
+            options={"kind": "single"},
+            bound="compute",
+            traffic="none",
+            averages_in_node=False,
+        ),
+        "ddp": Row("Lightning DDPStrategy", "lightning", {"kind": "ddp"}, bound="overlapped"),
+    }
+
+
+def _flat(period: int) -> dict[str, Row]:
+    """Local SGD of single ranks: whatever the peer, nodes do not matter to it."""
+
+    def row(title: str, module: str, kind: str, venv: str = "main") -> Row:
+        options = {"kind": kind, "sync_every": period}
+        return Row(f"{title}({period})", module, options, period=period, averages_in_node=False, venv=venv)
+
+    # two fragments, each sent half a period before it is needed, less a step
+    streaming = row("torchft streaming DiLoCo", "torchft_local_sgd", "streaming", "torchft")
+
+    return {
+        "hand": row("hand-written flat local SGD", "plain", "flat"),
+        "accelerate": row("accelerate LocalSGD", "accelerate_local_sgd", "", "accelerate"),
+        "torchft_local_sgd": row("torchft LocalSGD", "torchft_local_sgd", "local_sgd", "torchft"),
+        "torchft_diloco": row("torchft DiLoCo, one bucket, ", "torchft_local_sgd", "diloco", "torchft"),
+        "torchft_streaming": replace(streaming, bound="overlapped", overlap=max(1, period - 2)),
+    }
+
+
+def _post_local(period: int) -> dict[str, Row]:
+    """Gradients averaged inside the node, parameters over all ranks."""
+
+    def row(title: str, module: str, kind: str) -> Row:
+        return Row(title, module, {"kind": kind, "sync_every": period}, period=period)
+
+    return {
+        "post_local": row(f"Lightning post-local SGD({period}) as it is", "lightning", "post_local"),
+        "post_local_hook": row(f"Lightning post-local SGD({period}), hook registered", "lightning", "post_local_hook"),
+        "torch_hierarchical": row(f"torch HierarchicalModelAverager({period})", "torch_hierarchical", ""),
+    }
+
+
+def _ours(period: int) -> dict[str, Row]:
+    """lightning-hiercomm, each scheme with float32 and with bfloat16 between the nodes."""
+
+    def row(scheme: str, title: str, arguments: dict[str, Any], bound: Bound = "overlapped", **fields: Any) -> Row:
+        return Row(title, "ours", {"scheme": scheme, "arguments": arguments, "strategy": {}}, bound, **fields)
+
+    def daso(staleness: int) -> Row:
+        arguments = {"sync_every": 4, "staleness": staleness, "warmup_epochs": 0, "cooldown_epochs": 0}
+        return row("DASO", f"DASO(4, staleness {staleness}), cycling", arguments, period=4, overlap=staleness)
+
+    def periodic(every: int) -> Row:
+        return row("PeriodicAveraging", f"PeriodicAveraging({every})", {"sync_every": every}, "blocking", period=every)
+
+    rows = {
+        "all_reduce": row("AllReduce", "AllReduce", {}),
+        "periodic1": periodic(1),
+        "periodic": periodic(period),
+        "daso": daso(1),
+        "daso_stale": daso(4),
+        "steps_delay": row(
+            "StepsDelay",
+            "StepsDelay(4)",
+            {"delay": 4, "warmup_steps": 4},
+            traffic="steps_delay",
+            period=4,
+            overlap=4,
+        ),
+        "gossip_blocking": row("Gossip", "Gossip", {}, "blocking", traffic="gossip"),
+        "gossip": row("Gossip", "Gossip, overlapped", {"overlap": True}, traffic="gossip"),
+    }
+    small = {**rows["all_reduce"].options, "strategy": {"bucket_cap_mb": 4}}
+    rows["all_reduce_small"] = replace(rows["all_reduce"], title="AllReduce, DDP buckets of 4 MB", options=small)
+    return rows | {f"{key}_bf16": _bfloat16(row) for key, row in rows.items()}
+
+
+def _bfloat16(row: Row) -> Row:
+    options = {**row.options, "strategy": {**row.options["strategy"], "wire_dtype": "bfloat16"}}
+    return replace(row, title=f"{row.title}, bf16 wire", options=options, wire_bytes=2)
+
+
+def _rows(period: int) -> dict[str, Row]:
+    return _bounds() | {"hand1": _flat(1)["hand"]} | _every_step() | _flat(period) | _post_local(period) | _ours(period)
+
+
+ROWS: dict[str, Row] = _rows(PERIOD) | {f"{key}@8": row for key, row in _rows(8).items() if row.period == 8}
+"""All rows by key. ``...@8`` are the rows with a period, with 8 steps instead of 16."""
+
+BOUNDS = ("local", "node", "link")
+"""The rows that every session measures too; the compute bounds are taken from the first two."""

@@ -1,0 +1,161 @@
+"""From jobs to numbers: which steps to run, and what their records say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks import bounds
+from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.job import Job, Record
+from benchmarks.workloads import WORKLOADS, parameter_count
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table at one setting: medians over the repetitions of one session.
+
+    Args:
+        step_ms: Milliseconds per step.
+        bound_ms: What no method of this kind can beat; ``ratio`` is ``step_ms / bound_ms``.
+        sync_ms: How much longer a step with an agreement takes than one without; None for rows that overlap them.
+        sync_bound_ms: Network time of one agreement.
+        bytes_per_step: Bytes the busiest node sent per step, headers included.
+        bytes_needed: Bytes the method has to send per node and step.
+        disagreement: Largest relative distance of a rank's parameters from the mean, at the end.
+        error: Why there is no measurement.
+    """
+
+    row: str
+    title: str
+    workload: str
+    nodes: int
+    ranks_per_node: int
+    mbit: float | None
+    repetitions: int = 0
+    step_ms: float | None = None
+    spread_ms: float | None = None
+    bound_ms: float | None = None
+    ratio: float | None = None
+    sync_ms: float | None = None
+    sync_bound_ms: float | None = None
+    sync_ratio: float | None = None
+    bytes_per_step: float | None = None
+    bytes_needed: float | None = None
+    disagreement: float | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def speed_job(row_key: str, workload: str, repetition: int, periods: int, least_steps: int, timeout: float) -> Job:
+    """A job of whole periods: at least ``periods`` of them and ``least_steps`` steps.
+
+    Warm-up takes one period, and another one where the traffic of the first is still under way at its end.
+    """
+    row = ROWS[row_key]
+    period = row.period
+    steps = period * max(periods, -(-least_steps // period))
+    warmup = period * max(2 if row.bound == "overlapped" else 1, -(-3 // period))
+    return Job(f"{row_key}.{repetition}", row_key, workload, warmup, steps, timeout=timeout, seed=repetition)
+
+
+def seconds_per_step(job: Job, records: Iterable[Record]) -> float:
+    """Mean time of the steps on the clock, of the slowest rank."""
+    return max((record.step_ends[-1] - record.step_ends[job.warmup - 1]) / job.steps for record in records)
+
+
+def agreement_seconds(job: Job, records: Iterable[Record], period: int) -> float | None:
+    """Median time of the steps that agree, less the median of those that do not; None when every step agrees.
+
+    A step lasts from the end of the step before it on the last rank to its own end on the last rank: waiting for a rank
+    that comes late is not part of an agreement. The steps that agree are at one place in the period, the longest one.
+    """
+    if period == 1:
+        return None
+    ends: list[float] = [max(of_ranks) for of_ranks in zip(*(record.step_ends for record in records), strict=True)]
+    times = [ends[step] - ends[step - 1] for step in range(job.warmup, job.warmup + job.steps)]
+    places = [statistics.median(times[place::period]) for place in range(period)]
+    return max(places) - statistics.median(places)
+
+
+def cells(
+    jobs: list[Job], results: dict[str, list[Record]], nodes: int, ranks_per_node: int, mbit: float | None
+) -> list[Cell]:
+    """Summarise one session. The compute bounds come from the session's own bound rows."""
+    parameters = parameter_count(WORKLOADS[jobs[0].workload].model())
+    by_row: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_row.setdefault(job.row, []).append(job)
+
+    times: dict[str, list[float]] = {}
+    for key, repeated in by_row.items():
+        good = [job for job in repeated if not any(record.error for record in results[job.id])]
+        times[key] = [seconds_per_step(job, results[job.id]) for job in good]
+    bases = {key: statistics.median(times[key]) for key in BOUNDS if times.get(key)}
+
+    found = []
+    for key, repeated in by_row.items():
+        row = ROWS[key]
+        setting = (key, row.title, repeated[0].workload, nodes, ranks_per_node, mbit)
+        if not times[key]:
+            errors = [record.error for job in repeated for record in results[job.id] if record.error]
+            found.append(Cell(*setting, error=errors[0]))
+            continue
+        good = [job for job in repeated if not any(record.error for record in results[job.id])]
+        records = [record for job in good for record in results[job.id]]
+        step = statistics.median(times[key])
+        bound = None
+        compute = {"local": 0.0} if key == "link" else bases
+        base = "node" if row.averages_in_node and ranks_per_node > 1 else "local"
+        if base in compute:
+            bound = bounds.step_seconds(row, parameters, nodes, mbit, compute[base])
+        blocking = row.bound == "blocking"
+        sync = [agreement_seconds(job, results[job.id], row.period) for job in good] if blocking else []
+        agreements = [seconds for seconds in sync if seconds is not None]
+        if blocking and row.period == 1 and base in compute:
+            agreements = [seconds - compute[base] for seconds in times[key]]
+        needed = bounds.bytes_per_step(row, parameters, nodes)
+        network = bounds.transfer_seconds(needed * row.period, mbit)
+        agreement = statistics.median(agreements) if agreements else None
+        busiest = [max(record.window_bytes for record in results[job.id]) / job.steps for job in good]
+        apart = [record.disagreement for record in records if record.disagreement is not None]
+        found.append(
+            Cell(
+                *setting,
+                repetitions=len(good),
+                step_ms=1e3 * step,
+                spread_ms=1e3 * (max(times[key]) - min(times[key])),
+                bound_ms=None if bound is None else 1e3 * bound,
+                ratio=None if not bound else step / bound,
+                sync_ms=None if agreement is None else 1e3 * agreement,
+                sync_bound_ms=1e3 * network if agreement is not None and network else None,
+                sync_ratio=agreement / network if agreement is not None and network else None,
+                bytes_per_step=statistics.median(busiest),
+                bytes_needed=needed,
+                disagreement=max(apart) if apart else None,
+            )
+        )
+    return found
+
+
+def learning_curve(records: list[Record]) -> list[dict[str, float]]:
+    """Accuracy over seconds and bytes since the first step; of rank 0, whose node stands for all."""
+    first = next(record for record in records if record.rank == 0)
+    return [
+        {
+            "step": point["step"],
+            "seconds": point["seconds"] - first.began,
+            "bytes": point["bytes"] - first.bytes_at_begin,
+            "accuracy": point["accuracy"],
+        }
+        for point in first.evaluations
+    ]
+
+
+def first_to_reach(curve: list[dict[str, float]], target: float) -> dict[str, float] | None:
+    """The first point of a curve at or above an accuracy."""
+    return next((point for point in curve if point["accuracy"] >= target), None)

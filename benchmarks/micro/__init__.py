@@ -1,0 +1,1 @@
+"""Micro-benchmarks of one process: ``pytest benchmarks/micro``. The ordinary tests do not collect them."""

@@ -1,0 +1,87 @@
+"""From records to cells."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("benchmarks")
+
+from benchmarks import measure, report
+from benchmarks.job import Job, Record
+
+
+def record(row: str, rank: int, times: list[float], error: str | None = None) -> Record:
+    ends, now = [], 100.0
+    for time in times:
+        now += time
+        ends.append(now)
+    return Record(f"{row}.0", rank, node=rank // 2, step_ends=ends, window_bytes=600, disagreement=0.5, error=error)
+
+
+def test_a_job_is_whole_periods_after_a_whole_period() -> None:
+    job = measure.speed_job("periodic", "mlp85k", repetition=1, periods=2, least_steps=33, timeout=1)
+    assert (job.warmup, job.steps, job.seed, job.id) == (16, 48, 1, "periodic.1")
+    job = measure.speed_job("ddp", "mlp85k", repetition=0, periods=2, least_steps=5, timeout=1)
+    assert (job.warmup, job.steps) == (3, 5)
+
+
+def test_the_slowest_rank_counts() -> None:
+    job = Job("x", "ddp", "mlp85k", warmup=1, steps=2)
+    records = [record("x", 0, [9, 1, 1]), record("x", 1, [9, 1, 3])]
+    assert measure.seconds_per_step(job, records) == pytest.approx(2)
+
+
+def test_waiting_for_a_late_rank_is_not_part_of_an_agreement() -> None:
+    job = Job("x", "periodic", "mlp85k", warmup=2, steps=4)
+    early = record("x", 0, [1, 5, 1, 5, 1, 5])  # computes for 1 s, waits for 2, agrees in 2
+    late = record("x", 1, [3, 3, 3, 3, 3, 3])
+    late.step_ends = [103.0, 106.0, 109.0, 112.0, 115.0, 118.0]
+    assert measure.agreement_seconds(job, [early, late], period=2) == pytest.approx(0)
+
+
+def test_agreement_time_is_the_longest_step_of_a_period_less_the_usual_one() -> None:
+    job = Job("x", "periodic", "mlp85k", warmup=4, steps=8)
+    assert measure.agreement_seconds(job, [record("x", 0, [1, 1, 1, 4] * 3)], period=4) == pytest.approx(3)
+
+
+def session(rows: dict[str, list[float]]) -> list[measure.Cell]:
+    jobs = [Job(f"{row}.0", row, "mlp1m", warmup=1, steps=len(times) - 1) for row, times in rows.items()]
+    results = {job.id: [record(job.row, rank, rows[job.row]) for rank in range(4)] for job in jobs}
+    return measure.cells(jobs, results, nodes=2, ranks_per_node=2, mbit=1000)
+
+
+def test_rows_are_related_to_the_bounds_of_their_session() -> None:
+    local, node, ddp = session({"local": [9, 1, 1], "node": [9, 2, 2], "ddp": [9, 4, 4]})
+    assert (local.step_ms, node.step_ms, ddp.step_ms) == (1000, 2000, 4000)
+    assert ddp.bound_ms == 2000  # sending takes less
+    assert ddp.ratio == 2
+    assert ddp.bytes_per_step == 300
+
+
+def test_a_row_that_fails_says_why_and_the_table_does_too(tmp_path: Path) -> None:
+    jobs = [Job("ddp.0", "ddp", "mlp1m", 1, 1), Job("accelerate.0", "accelerate", "mlp1m", 1, 1)]
+    results = {"ddp.0": [record("ddp", 0, [1, 1])], "accelerate.0": [Record("accelerate.0", 0, 0, error="no | wheel")]}
+    cells = measure.cells(jobs, results, 2, 2, None)
+    table = report.table(cells)
+    assert "| accelerate LocalSGD(16) | no / wheel |" in table
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_stored_rows_survive_a_run_without_them(tmp_path: Path) -> None:
+    report.save(session({"local": [9, 1], "ddp": [9, 4]}), {"command": "first"}, tmp_path)
+    path = report.save(session({"local": [9, 2]}), {"command": "second"}, tmp_path)
+    assert path.name == "mlp1m-2x2-1000mbit.json"
+    [cells] = report.load(tmp_path)
+    assert {cell.row: cell.step_ms for cell in cells} == {"local": 2000, "ddp": 4000}
+    assert "## mlp1m, 2 nodes x 2 ranks, 1000 Mbit/s" in report.full_report(tmp_path)
+
+
+def test_time_to_accuracy_is_the_first_point_that_reaches_it() -> None:
+    first = Record("x", 0, 0, began=10.0, bytes_at_begin=100)
+    for step, accuracy in ((8, 0.5), (16, 0.9), (24, 0.8)):
+        first.evaluations.append({"step": step, "seconds": 10.0 + step, "bytes": 100 + step, "accuracy": accuracy})
+    curve = measure.learning_curve([first])
+    point = measure.first_to_reach(curve, 0.85)
+    assert point == {"step": 16, "seconds": 16.0, "bytes": 16, "accuracy": 0.9}
+    assert measure.first_to_reach(curve, 0.95) is None
+    assert "not reached" in report.accuracy_table({"ddp": curve}, {}, 0.95)

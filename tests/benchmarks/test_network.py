@@ -1,0 +1,73 @@
+"""What the harness does without root, and how it ends what it starts."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("benchmarks")
+
+from benchmarks import launch, network
+from benchmarks.job import Job
+
+
+def test_without_root_it_says_so_and_falls_back_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with network.open_network(2) as fallback:
+        assert isinstance(fallback, network.LoopbackNetwork)
+        assert "need root" in fallback.note
+        assert not fallback.limits_rates
+        assert [node.interface for node in fallback.nodes] == ["lo", "lo"]
+
+
+def test_without_iproute2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None)
+    assert "apt-get install iproute2" in str(network.why_no_namespaces())
+
+
+def test_loopback_traffic_is_counted() -> None:
+    assert network.transmitted_bytes("lo") >= 0
+    with pytest.raises(LookupError, match="nowhere0"):
+        network.transmitted_bytes("nowhere0")
+
+
+def test_the_bucket_is_small_beside_a_second_of_traffic() -> None:
+    assert network.burst_bytes(100) == 131_072
+    assert network.burst_bytes(10_000) == 1_250_000
+
+
+def test_leaving_ends_what_was_started(tmp_path: Path) -> None:
+    with network.LoopbackNetwork(1) as loopback, open(tmp_path / "log", "wb") as log:
+        sleeper = loopback.start(loopback.nodes[0], [sys.executable, "-c", "import time; time.sleep(60)"], {}, log)
+        assert sleeper.poll() is None
+    assert sleeper.poll() is not None
+
+
+def test_a_peer_that_does_not_install_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(venv: str) -> str:
+        raise launch.PeerMissing("no such version")
+
+    monkeypatch.setattr(launch, "interpreter", fail)
+    job = Job("accelerate.0", "accelerate", "mlp85k", 1, 1)
+    results = launch.run(network.LoopbackNetwork(1), 1, [job], tmp_path)
+    assert results["accelerate.0"][0].error == "does not install: no such version"
+
+
+@pytest.mark.slow
+def test_a_failing_row_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    broken = Job("broken.0", "no such row", "mlp85k", 1, 2)
+    works = Job("hand.0", "hand1", "mlp85k", 1, 2)
+    launch.ROWS[broken.row] = launch.ROWS["hand1"]  # known here, unknown to the worker
+    began = time.monotonic()
+    try:
+        with network.LoopbackNetwork(2) as loopback:
+            results = launch.run(loopback, 1, [broken, works], tmp_path)
+    finally:
+        del launch.ROWS[broken.row]
+    assert "KeyError" in str(results["broken.0"][0].error)
+    assert [record.error for record in results["hand.0"]] == [None, None]
+    assert all(record.disagreement < 1e-6 for record in results["hand.0"] if record.disagreement is not None)
+    assert time.monotonic() - began < 120
