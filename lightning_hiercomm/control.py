@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
 import secrets
 import selectors
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from lightning_hiercomm import hub
 
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 30.0
-_Message = dict[str, Any]
 
 
 class RankFailure(RuntimeError):
@@ -65,15 +65,24 @@ class ControlPlane:
         self._batch = 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
-        self._outbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._hub: _Hub | None = None
+        self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
+        self._hub: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
     def invite(self, host: str) -> Invitation:
-        """Start listening (rank 0 only)."""
-        self._hub = _Hub(self.size)
-        return Invitation(host, self._hub.port, self._hub.token)
+        """Start the middle of the star (rank 0 only)."""
+        # in a session of its own: what a launcher or a terminal sends to rank 0 and its children is not for it
+        command = [sys.executable, "-I", "-S", hub.__file__, str(self.size)]
+        self._hub = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._hub.stdin is not None
+        assert self._hub.stdout is not None
+        token = secrets.token_hex(16)
+        self._hub.stdin.write(f"{token}\n")
+        self._hub.stdin.flush()
+        return Invitation(host, int(self._hub.stdout.readline()), token)
 
     def join(self, invitation: Invitation) -> bool:
         """Connect to rank 0; False (and a warning) if it cannot be reached."""
@@ -90,7 +99,7 @@ class ControlPlane:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         connection.settimeout(None)
-        _send(connection, {"kind": "hello", "token": invitation.token, "rank": self.rank, "place": self.place})
+        hub.send(connection, {"kind": "hello", "token": invitation.token, "rank": self.rank, "place": self.place})
         self._thread = threading.Thread(target=self._listen, args=(connection,), name="hiercomm-control", daemon=True)
         self._thread.start()
         return True
@@ -142,20 +151,21 @@ class ControlPlane:
             self._thread.join(timeout=2.0)
             self._thread = None
         if self._hub is not None:
-            self._hub.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._hub.communicate(timeout=2.0)  # it ends when rank 0 has left
             self._hub = None
 
     # ---- the listening thread ------------------------------------------------------------------------------------
 
     def _listen(self, connection: socket.socket) -> None:
-        lines = _Lines()
+        lines = hub.Lines()
         with connection, selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             while True:
                 try:
                     while not self._outbox.empty():
                         message = self._outbox.get()
-                        _send(connection, message)
+                        hub.send(connection, message)
                         if message["kind"] == "bye":
                             return
                     if not selector.select(timeout=0.05):
@@ -165,14 +175,14 @@ class ControlPlane:
                     data = b""
                 if not data:
                     if not self._closing.is_set():
-                        self._learn_failure("rank 0 died")
+                        self._learn_failure("the control plane's hub, on rank 0's node, died")
                     return
                 for message in lines.feed(data):
                     if message["kind"] == "closed":
                         return
                     self._receive(message)
 
-    def _receive(self, message: _Message) -> None:
+    def _receive(self, message: hub.Message) -> None:
         if message["kind"] == "failed":
             self._learn_failure(message["message"])
         elif message["kind"] == "propose":
@@ -201,106 +211,6 @@ class ControlPlane:
             print(f"lightning_hiercomm: {message}. Ending {self.place}, which is waiting for it.", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
-
-
-class _Hub:
-    """The middle of the star: a thread of rank 0."""
-
-    def __init__(self, size: int) -> None:
-        self.token = secrets.token_hex(16)
-        self._size = size
-        self._server = socket.create_server(("", 0), backlog=size)
-        self.port: int = self._server.getsockname()[1]
-        self._members: dict[socket.socket, tuple[int, str]] = {}
-        self._lines: dict[socket.socket, _Lines] = {}
-        self._holds: dict[int, int] = {}
-        self._proposed = False
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="hiercomm-hub", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join(timeout=2.0)
-
-    def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector, self._server:
-            selector.register(self._server, selectors.EVENT_READ)
-            while not self._closed.is_set():
-                for key, _ in selector.select(timeout=0.1):
-                    if key.fileobj is self._server:
-                        connection, _ = self._server.accept()
-                        self._lines[connection] = _Lines()
-                        selector.register(connection, selectors.EVENT_READ)
-                    else:
-                        assert isinstance(key.fileobj, socket.socket)
-                        self._read(key.fileobj, selector)
-            self._tell_all({"kind": "closed"})
-            for connection in list(self._lines):
-                connection.close()
-
-    def _read(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        try:
-            data = connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(connection, selector)
-            return
-        for message in self._lines[connection].feed(data):
-            if connection not in self._members:
-                if message.get("kind") != "hello" or message.get("token") != self.token:
-                    self._drop(connection, selector)
-                    return
-                self._members[connection] = (message["rank"], message["place"])
-            elif not self._handle(connection, message):
-                self._members.pop(connection)
-                self._drop(connection, selector)
-                return
-
-    def _handle(self, connection: socket.socket, message: _Message) -> bool:
-        """Act on a member's message; False if it leaves."""
-        rank, _ = self._members[connection]
-        if message["kind"] == "bye":
-            return False
-        if message["kind"] == "failed":
-            self._tell_all(message)
-        elif message["kind"] == "stop" and not self._proposed:
-            self._proposed = True
-            self._tell_all({"kind": "propose"})
-        elif message["kind"] == "hold":
-            self._holds[rank] = message["at"]
-            if len(self._holds) == self._size:
-                self._tell_all({"kind": "stop_at", "at": max(self._holds.values())})
-        return True
-
-    def _drop(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        selector.unregister(connection)
-        connection.close()
-        self._lines.pop(connection, None)
-        member = self._members.pop(connection, None)
-        if member is not None:
-            self._tell_all({"kind": "failed", "message": f"{member[1]} died"})
-
-    def _tell_all(self, message: _Message) -> None:
-        for connection in self._members:
-            with contextlib.suppress(OSError):
-                _send(connection, message)
-
-
-class _Lines:
-    """Cuts a byte stream into messages."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[_Message]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-
-def _send(connection: socket.socket, message: _Message) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def start_control_plane(

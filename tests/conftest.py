@@ -53,8 +53,7 @@ def mpiexec() -> Mpiexec:
             if not prefix.exists():
                 pytest.skip(f"no MPICH: pip install --no-deps --prefix {prefix} mpich")
             environment["MPI4PY_LIBMPI"] = str(prefix / "lib" / "libmpi.so.12")
-            # or it ends the other ranks at once, and nobody says which one was lost
-            return [str(prefix / "bin" / "mpiexec"), "-disable-auto-cleanup", "-n", str(ranks)], environment
+            return [str(prefix / "bin" / "mpiexec"), "-n", str(ranks)], environment
         beside = Path(sys.executable).with_name("mpiexec")
         program = str(beside) if beside.exists() else shutil.which("mpiexec")
         if program is None:

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from subprocess import PIPE
 
 import pytest
 
+from lightning_hiercomm import hub
 from lightning_hiercomm.control import ControlPlane, Invitation, RankFailure
 
 
-@pytest.fixture
-def star() -> Iterator[Callable[[int], list[ControlPlane]]]:
-    """Makes the planes of some ranks, joined; closes them afterwards."""
-    planes: list[ControlPlane] = []
+class Star:
+    """Some ranks' planes, joined."""
 
-    def make(size: int) -> list[ControlPlane]:
+    def __init__(self) -> None:
+        self.planes: list[ControlPlane] = []
+        self.invitation: Invitation
+
+    def __call__(self, size: int) -> list[ControlPlane]:
         # `grace` is long: a rank that is not ended by its failure would take the test process with it
-        planes.extend(ControlPlane(rank, size, f"rank {rank} (node 0)", grace=60.0) for rank in range(size))
-        invitation = planes[0].invite("127.0.0.1")
-        assert all(plane.join(invitation) for plane in planes)
-        return planes
+        self.planes = [ControlPlane(rank, size, f"rank {rank} (node 0)", grace=60.0) for rank in range(size)]
+        self.invitation = self.planes[0].invite("127.0.0.1")
+        assert all(plane.join(self.invitation) for plane in self.planes)
+        return self.planes
 
-    yield make
-    for plane in reversed(planes):
+    def stranger(self, **hello: object) -> socket.socket:
+        """A connection that nobody's plane owns."""
+        connection = socket.create_connection(("127.0.0.1", self.invitation.port), timeout=5.0)
+        hub.send(connection, {"kind": "hello", "token": self.invitation.token, **hello})
+        return connection
+
+
+@pytest.fixture
+def star() -> Iterator[Star]:
+    star = Star()
+    yield star
+    for plane in reversed(star.planes):
         plane.close()
 
 
@@ -45,19 +63,42 @@ def test_only_the_first_failure_counts(star):
     assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: the cause"
 
 
-def test_a_connection_that_breaks_is_a_death(star):
+def test_a_connection_that_breaks_is_a_death(star, capfd):
     planes = star(2)
-    with socket.create_connection(("127.0.0.1", planes[0]._hub.port)) as stranger:
-        token = planes[0]._hub.token
-        stranger.sendall(f'{{"kind": "hello", "token": "{token}", "rank": 9, "place": "rank 9 (node 4)"}}\n'.encode())
+    with star.stranger(rank=9, place="rank 9 (node 4)"):
         time.sleep(0.3)
     assert planes[1].wait_for_failure(5.0) == "rank 9 (node 4) died"
+    # the hub says so itself, because a launcher may end everybody else at once
+    assert capfd.readouterr().err == "lightning_hiercomm: rank 9 (node 4) died\n"
+
+
+def test_the_hub_outlives_rank_zero_and_names_only_the_first_to_die(capfd):
+    hub_process = subprocess.Popen([sys.executable, hub.__file__, "3"], stdin=PIPE, stdout=PIPE, text=True)
+    assert hub_process.stdin is not None
+    assert hub_process.stdout is not None
+    hub_process.stdin.write("secret\n")
+    hub_process.stdin.flush()
+    port = int(hub_process.stdout.readline())
+    ranks = [socket.create_connection(("127.0.0.1", port), timeout=5.0) for _ in range(3)]
+    for rank, connection in enumerate(ranks):
+        hub.send(connection, {"kind": "hello", "token": "secret", "rank": rank, "place": f"rank {rank}"})
+    time.sleep(0.2)
+    hub_process.send_signal(signal.SIGTERM)  # a scheduler sends it to everybody; the ranks end in their own time
+    hub_process.stdin.close()
+    ranks[0].close()
+    assert json.loads(ranks[2].recv(1000)) == {"kind": "failed", "message": "rank 0 died"}
+    ranks[1].close()
+    time.sleep(0.2)
+    assert hub_process.poll() is None
+    ranks[2].close()
+    assert hub_process.wait(5.0) == 0
+    hub_process.stdout.close()
+    assert capfd.readouterr().err == "lightning_hiercomm: rank 0 died\n"
 
 
 def test_who_does_not_know_the_token_is_ignored(star):
     planes = star(2)
-    with socket.create_connection(("127.0.0.1", planes[0]._hub.port)) as stranger:
-        stranger.sendall(b'{"kind": "hello", "token": "guess", "rank": 1, "place": "rank 1"}\n')
+    with star.stranger(token="guess", rank=1, place="rank 1") as stranger:
         assert stranger.recv(100) == b""
     assert planes[1].wait_for_failure(0.3) is None
 
