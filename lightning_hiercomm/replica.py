@@ -58,6 +58,22 @@ class Bucket:
         return flat
 
     @torch.no_grad()
+    def pack_gradients(self, flat: Tensor | None = None) -> Tensor:
+        """Copy the pieces' gradients into ``flat`` (or a new buffer) and return it; no gradient counts as zero."""
+        if flat is None:
+            flat = self.empty()
+        offset = 0
+        for piece in self.pieces:
+            values = flat[offset : offset + piece.length]
+            offset += piece.length
+            gradient = piece.tensor.grad
+            if gradient is None:
+                values.zero_()
+            else:
+                values.copy_(gradient.reshape(-1)[piece.start : piece.start + piece.length])
+        return flat
+
+    @torch.no_grad()
     def unpack(self, flat: Tensor) -> None:
         """Copy ``flat`` back into the tensors."""
         offset = 0

@@ -162,15 +162,16 @@ class Gossip(Scheme):
         exchange, self._exchange = self._exchange, None
         exchange.handle.wait()
         topology = self.topology
-        changes, shared = [], []
         self._met.clear()
+        # what was sent is freed before room is made for the segments that other ranks of the node carry
+        changes = {index: self._change(index, exchange.carried.pop(index)) for index in list(exchange.carried)}
+        shared = []
         for index, bucket in enumerate(self._segments):
-            carried = exchange.carried.get(index)
-            change = bucket.empty() if carried is None else self._change(index, carried)
-            changes.append(change)
-            shared.append(topology.intra.broadcast(change, source=index % topology.lanes))
+            if index not in changes:
+                changes[index] = bucket.empty()
+            shared.append(topology.intra.broadcast(changes[index], source=index % topology.lanes))
         wait_all(shared)
-        self._arrived = _Arrived(changes, exchange.weights)
+        self._arrived = _Arrived([changes[index] for index in range(len(self._segments))], exchange.weights)
 
     def agree(self) -> None:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.

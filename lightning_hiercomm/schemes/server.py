@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import wait_all
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.topology import Topology
 
 ShardOn = Literal["elements", "parameters"]
@@ -53,18 +54,26 @@ class Section:
 
     def pack(self) -> Tensor:
         """The parameters' values as a flat tensor."""
-        return self._pack([tensor.detach() for tensor in self.tensors])
+        flat = self.zeros()
+        for view, tensor in zip(self.views(flat), self.tensors, strict=True):
+            view.copy_(tensor.detach())
+        return flat
 
-    def pack_gradients(self) -> Tensor:
-        """The gradients as a flat tensor; a parameter without one counts as zero.
-
-        Raises:
-            ValueError: For a sparse gradient.
-        """
-        for tensor in self.tensors:
-            if tensor.grad is not None and tensor.grad.is_sparse:
-                raise ValueError("StepsDelay cannot shard sparse gradients: use Embedding(..., sparse=False)")
-        return self._pack([tensor.grad for tensor in self.tensors])
+    def slices(self, bucket_bytes: int) -> list[tuple[int, Bucket]]:
+        """The parameters as buckets, each with its place in the flat tensor, for work that needs memory on the way."""
+        runs: list[tuple[int, list[Tensor]]] = []
+        end = None
+        for offset, tensor in sorted(zip(self.offsets, self.tensors, strict=True), key=lambda placed: placed[0]):
+            if offset != end:
+                runs.append((offset, []))
+            runs[-1][1].append(tensor)
+            end = offset + tensor.numel()
+        slices = []
+        for start, tensors in runs:
+            for bucket in Replica(tensors, bucket_bytes=bucket_bytes).buckets:
+                slices.append((start, bucket))
+                start += bucket.numel
+        return slices
 
     def unpack(self, flat: Tensor) -> None:
         """Write a flat tensor to the parameters."""
@@ -77,13 +86,6 @@ class Section:
             flat[offset : offset + tensor.numel()].view(tensor.shape)
             for tensor, offset in zip(self.tensors, self.offsets, strict=True)
         ]
-
-    def _pack(self, values: Sequence[Tensor | None]) -> Tensor:
-        flat = self.zeros()
-        for view, value in zip(self.views(flat), values, strict=True):
-            if value is not None:
-                view.copy_(value)
-        return flat
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,12 @@ class ShardedServer:
                 self._gather(payload, section)
                 flat.copy_(last[index]).add_(payload)
 
-    def gather(self) -> list[Tensor]:
-        """The present weights, exact, as one flat tensor per section; nothing else changes."""
-        return [self._gather_shards(index, shard) for index, shard in enumerate(self._shards)]
+    @torch.no_grad()
+    def gather(self, into: Sequence[Tensor]) -> None:
+        """Write the present weights, exact, to one flat tensor per section; nothing else changes."""
+        for section, shard, flat in zip(self.sections, self._shards, into, strict=True):
+            self._own(flat, section).copy_(shard)
+            self._gather(flat, section)
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state for whole parameters. Collective; call it from the lane.

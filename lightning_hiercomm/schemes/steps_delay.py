@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.server import NEEDS_WHOLE_TENSORS, ShardedServer, ShardOn
@@ -27,8 +27,8 @@ T = TypeVar("T")
 class LocalUpdate:
     """What a local rule may use for some of the parameters; it moves :attr:`weights` in place.
 
-    All tensors are 1-D, of one length, dtype and device, and hold parameters of one param group, with zeros between or
-    after them where shards are padded.
+    All tensors are 1-D, of one length, dtype and device, and hold a part of the parameters of one param group: a rule
+    is called for one part after another, and must treat each element by itself.
 
     Attributes:
         weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
@@ -63,6 +63,15 @@ class LocalUpdate:
     beta: float
     hold: bool
     state: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Slice(NamedTuple):
+    """A part of the model that is small enough for the local rule's temporaries."""
+
+    section: int
+    group: int
+    part: slice  # of the section's flat tensor
+    bucket: Bucket
 
 
 LocalRule: TypeAlias = Callable[[LocalUpdate], None]
@@ -222,8 +231,11 @@ class StepsDelay(Scheme):
         self.shard_on: ShardOn = shard_on
         self._delayed_steps = 0  # u
         self._in_flight: Handle = finished
+        # one flat tensor per section of the server
         self._pulled: list[Tensor] = []  # pre
         self._arrived: list[Tensor] = []
+        self._sent: list[Tensor] = []  # W_m g
+        self._slices: list[_Slice] = []
         self._rule_state: list[dict[str, Tensor]] = []
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
@@ -247,6 +259,11 @@ class StepsDelay(Scheme):
         self._average = Average(Replica((), replica.buffers, replica.bucket_bytes), topology)
         self._server = ShardedServer(replica.parameters, optimizer, self._beside, self.wire, self.shard_on)
         self._server.take_optimizer_state(server_state)
+        self._slices = [
+            _Slice(index, section.group, slice(start, start + bucket.numel), bucket)
+            for index, section in enumerate(self._server.sections)
+            for start, bucket in section.slices(replica.bucket_bytes)
+        ]
         self._start_from_replica()
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
@@ -270,14 +287,15 @@ class StepsDelay(Scheme):
                     "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
                     " scaled ones: use fused=False together with a gradient scaler"
                 )
-            gradients = [section.pack_gradients() for section in server.sections]
+            if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.replica.parameters):
+                raise ValueError("StepsDelay cannot shard sparse gradients: use Embedding(..., sparse=False)")
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
-            self._iterate(server, gradients)
+            self._iterate(server, has_gradient=True)
 
         result = self.run_with_update(run, update)
         if not has_stepped:  # a gradient scaler skipped the step
-            self._iterate(server, None)
+            self._iterate(server, has_gradient=False)
         self.count_step()
         if is_warming_up:
             self.unagreed_steps = 0
@@ -295,50 +313,55 @@ class StepsDelay(Scheme):
     # ---- the method ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _iterate(self, server: ShardedServer, gradients: list[Tensor] | None) -> None:
+    def _iterate(self, server: ShardedServer, has_gradient: bool) -> None:
         """One iteration of Algorithm 1, from the gradient on.
 
         Args:
             server: The server.
-            gradients: The node's mean gradient, one flat tensor per section; None if it overflowed.
+            has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
         """
         if self.phase == "warm-up":
             self._in_flight.wait()
-            self._launch(server, gradients, pull=True)
+            self._launch(server, has_gradient, pull=True)
             self._in_flight.wait()
             self._arrived, self._pulled = self._pulled, self._arrived
             for section, weights in zip(server.sections, self._pulled, strict=True):
                 section.unpack(weights)
             self.agreements += 1
             return
-        has_arrived = self._delayed_steps > 0 and self._delayed_steps % self.delay == 0
+        has_arrived = self._has_arrived
         if has_arrived:
             self._in_flight.wait()
-        if gradients is not None or has_arrived:  # else beside the exchange that is still in flight
-            self._update_locally(server, gradients, has_arrived)
+        if has_gradient or has_arrived:  # else beside the exchange that is still in flight
+            self._update_locally(has_gradient, has_arrived)
         if has_arrived:
             self._arrived, self._pulled = self._pulled, self._arrived  # pre := w', as it arrived
             self.agreements += 1
             self.unagreed_steps = 0
         self._in_flight.wait()
-        self._launch(server, gradients, pull=self._delayed_steps % self.delay == self.delay - 1)
+        self._launch(server, has_gradient, pull=self._delayed_steps % self.delay == self.delay - 1)
         self._delayed_steps += 1
 
-    def _update_locally(self, server: ShardedServer, gradients: list[Tensor] | None, has_arrived: bool) -> None:
+    @property
+    def _has_arrived(self) -> bool:
+        """Whether what was pulled last has not been taken over yet."""
+        return self._delayed_steps > 0 and self._delayed_steps % self.delay == 0
+
+    def _update_locally(self, has_gradient: bool, has_arrived: bool) -> None:
         assert self.optimizer is not None
-        for index, section in enumerate(server.sections):
-            device_weights = section.pack()
-            weights = self._arrived[index].clone() if has_arrived else device_weights
-            if gradients is not None:
-                group = self.optimizer.param_groups[section.group]
+        for (section, group_index, part, bucket), state in zip(self._slices, self._rule_state, strict=True):
+            device_weights = bucket.pack()
+            weights = self._arrived[section][part].clone() if has_arrived else device_weights
+            if has_gradient:
+                group = self.optimizer.param_groups[group_index]
                 learning_rate = float(group["lr"])
-                gradient = gradients[index]
+                gradient = bucket.pack_gradients()
                 self.rule(
                     LocalUpdate(
                         weights=weights,
-                        gradient=-gradient if group.get("maximize") else gradient,
+                        gradient=gradient.neg_() if group.get("maximize") else gradient,
                         taken_at=device_weights,
-                        pulled=self._pulled[index],
+                        pulled=self._pulled[section][part],
                         has_arrived=has_arrived,
                         learning_rate=learning_rate,
                         local_learning_rate=self.local_lr_scale * learning_rate,
@@ -349,27 +372,28 @@ class StepsDelay(Scheme):
                         alpha=self.alpha,
                         beta=self.beta,
                         hold=self.hold,
-                        state=self._rule_state[index],
+                        state=state,
                     )
                 )
-            section.unpack(weights)
+            bucket.unpack(weights)
 
-    def _launch(self, server: ShardedServer, gradients: list[Tensor] | None, pull: bool) -> None:
-        """Push, step and, if asked to, pull, beside training."""
-        if gradients is None:
-            gradients = [section.zeros() for section in server.sections]
-        for gradient in gradients:
-            gradient.mul_(self.topology.node_weight)
+    def _launch(self, server: ShardedServer, has_gradient: bool, pull: bool) -> None:
+        """Push, step and, if asked to, pull, beside training; nothing else is in flight."""
+        for section, _, part, bucket in self._slices:
+            gradient = self._sent[section][part]
+            if has_gradient:
+                bucket.pack_gradients(gradient).mul_(self.topology.node_weight)
+            else:
+                gradient.zero_()
         hyperparameters = server.hyperparameters()
-        arrived, pulled = self._arrived, self._pulled
+        sent, arrived, pulled = self._sent, self._arrived, self._pulled
 
         def chain() -> None:
-            server.push(gradients, hyperparameters)
+            server.push(sent, hyperparameters)
             if pull:
                 server.pull(arrived, pulled)
 
         self._in_flight = self._lane.submit(chain)
-        self._pushed = gradients  # keeps the memory that a CUDA stream reads, until the next wait
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
@@ -378,7 +402,8 @@ class StepsDelay(Scheme):
         self._delayed_steps = 0
         self._pulled = [section.pack() for section in self._server.sections]
         self._arrived = [torch.empty_like(pulled) for pulled in self._pulled]
-        self._rule_state = [{} for _ in self._server.sections]
+        self._sent = [torch.zeros_like(pulled) for pulled in self._pulled]
+        self._rule_state = [{} for _ in self._slices]
         self._server.restart(self._pulled)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
@@ -393,8 +418,10 @@ class StepsDelay(Scheme):
         server = self._server
         if server is None or self._holds_final_weights:
             return
-        gathered: list[Tensor] = []
-        self._lane.submit(lambda: gathered.extend(server.gather())).wait()
+        gathered = self._arrived
+        if self._has_arrived:  # it holds what is still to be taken over
+            gathered = [torch.empty_like(arrived) for arrived in self._arrived]
+        self._lane.submit(lambda: server.gather(gathered)).wait()
         for section, weights in zip(server.sections, gathered, strict=True):
             section.unpack(weights)
         self._average(self.steps)
