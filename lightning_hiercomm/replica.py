@@ -42,9 +42,14 @@ class Bucket:
     device: torch.device
     equal_in_node: bool
 
-    def empty(self, multiple_of: int = 1) -> Tensor:
-        """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements."""
-        padded = -(-self.numel // multiple_of) * multiple_of
+    def empty(self, multiple_of: int = 1, extra: int = 0) -> Tensor:
+        """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements.
+
+        Args:
+            multiple_of: The number of equal parts into which the buffer will be cut.
+            extra: Elements after the bucket that are asked for in any case.
+        """
+        padded = -(-(self.numel + extra) // multiple_of) * multiple_of
         flat = torch.empty(padded, dtype=self.dtype, device=self.device)
         flat[self.numel :].zero_()
         return flat
