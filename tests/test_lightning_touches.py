@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 import signal
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import _lightning
 
@@ -19,6 +24,14 @@ from lightning_hiercomm import _lightning
 def trainer(**arguments) -> pl.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **arguments})
+
+
+@pytest.fixture
+def process_group():
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def test_the_epoch_loop_calls_the_sigterm_broadcast_before_every_batch():
@@ -154,3 +167,168 @@ def test_batches_that_stepped_are_the_loggers_steps():
     assert _lightning.batches_that_stepped(run) == 0
     run.fit(BoringModel())
     assert _lightning.batches_that_stepped(run) == 3
+
+
+def test_a_checkpoint_says_whether_it_holds_averaged_weights(tmp_path):
+    averaging = pl.callbacks.WeightAveraging()
+    for name, callbacks in (("averaged", [averaging]), ("plain", [])):
+        run = trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks, default_root_dir=tmp_path)
+        run.fit(BoringModel())
+        run.save_checkpoint(tmp_path / name)
+        checkpoint = torch.load(tmp_path / name, weights_only=False)
+        assert _lightning.holds_averaged_weights(checkpoint) == (name == "averaged")
+
+
+def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
+    class WithBatchNorm(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 2))
+
+        def train_dataloader(self):
+            return DataLoader(torch.randn(4, 32), batch_size=4)
+
+    class Listener(pl.Callback):
+        def __init__(self):
+            self.skips = []
+
+        def on_train_batch_start(self, trainer, *_):
+            self.skips.append(_lightning.skips_backward(trainer))
+
+    listener = Listener()
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    trainer(max_epochs=2, limit_train_batches=1, limit_val_batches=0, callbacks=[averaging, listener]).fit(
+        WithBatchNorm()
+    )
+    assert listener.skips == [False, False, True]
+
+
+def test_the_ranks_of_a_node_are_compared_with_devices(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    environment = TorchElasticEnvironment()
+    assert "validate_settings" in vars(TorchElasticEnvironment)
+    _lightning.check_ranks_of_node(environment)
+    environment.validate_settings(num_devices=2, num_nodes=7)
+    with pytest.raises(ValueError, match=r"devices=1\), but 2 ranks were started on this node: give devices=2"):
+        environment.validate_settings(num_devices=1, num_nodes=1)
+
+
+def test_train_dataloaders_are_left_alone_and_others_are_not():
+    run = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    loader, connector = DataLoader(range(8)), run._data_connector
+
+    def prepared(mode: RunningStage) -> DataLoader:
+        return connector._prepare_dataloader(loader, shuffle=False, mode=mode)
+
+    _lightning.leave_train_dataloaders_alone(run)
+    assert prepared(RunningStage.TRAINING) is loader
+    assert isinstance(prepared(RunningStage.VALIDATING).sampler, DistributedSampler)
+    _lightning.prepare_train_dataloaders_again(run)
+    assert isinstance(prepared(RunningStage.TRAINING).sampler, DistributedSampler)
+
+
+def test_means_of_a_step_are_marked_and_sums_of_an_epoch_are_not(process_group):
+    heard, marked = [], []
+
+    @contextmanager
+    def mark():
+        marked.append(True)
+        yield
+        marked.pop()
+
+    class Reducing(DDPStrategy):
+        def setup(self, trainer):
+            super().setup(trainer)
+            _lightning.mark_means_of_a_step(trainer, mark)
+
+        def reduce(self, tensor, *arguments, **keywords):
+            heard.append(bool(marked))
+            return tensor
+
+    class Logging(BoringModel):
+        def on_train_start(self):
+            heard.clear()
+
+        def training_step(self, batch, batch_idx):
+            self.log("x", torch.tensor(1.0), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=0, strategy=Reducing())
+    run.fit(Logging())
+    assert heard[:2] == [True, True]
+    assert heard[2:]
+    assert not any(heard[2:])
+    _lightning.unmark_means_of_a_step(run)
+    assert "update_metrics" not in vars(run.fit_loop.epoch_loop._results)
+
+
+def test_a_step_that_fetches_its_own_batches_is_seen():
+    class Fetching(BoringModel):
+        def training_step(self, dataloader_iter):
+            return super().training_step(*next(dataloader_iter)[:2])
+
+    assert _lightning.takes_dataloader_iter(Fetching())
+    assert not _lightning.takes_dataloader_iter(BoringModel())
+
+
+def test_the_training_step_is_called_with_what_we_would_call_it_with():
+    called, expected = [], []
+
+    class WithIndex(BoringModel):
+        def training_step(self, batch, batch_idx):
+            called.append([batch, batch_idx])
+            return super().training_step(batch, batch_idx)
+
+    class Without(BoringModel):
+        def training_step(self, batch):
+            called.append([batch])
+            return super().training_step(batch, 0)
+
+    class Listener(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            expected.append(_lightning.training_step_inputs(trainer, batch))
+
+    for model in (WithIndex(), Without()):
+        trainer(max_steps=1, limit_val_batches=0, callbacks=[Listener()]).fit(model)
+    assert [len(inputs) for inputs in expected] == [2, 1]
+    for inputs, seen in zip(expected, called, strict=True):
+        assert inputs[0] is seen[0]
+        assert inputs[1:] == seen[1:]
+
+
+def test_train_dataloaders_are_found_restarted_and_their_batches_joined():
+    seen = []
+
+    class Two(BoringModel):
+        def train_dataloader(self):
+            return {"a": DataLoader(torch.arange(4.0)), "b": [DataLoader(torch.arange(10.0, 14.0))]}
+
+        def training_step(self, batch, batch_idx):
+            seen.append((batch["a"].item(), batch["b"][0].item()))
+            return self.layer(torch.ones(1, 32)).sum()
+
+    class Listener(pl.Callback):
+        def on_train_start(self, trainer, module):
+            loaders = _lightning.train_dataloaders(trainer)
+            assert [next(iter(loader)).item() for loader in loaders] == [0.0, 10.0]
+            assert _lightning.join_train_batches(trainer, [1, 2]) == {"a": 1, "b": [2]}
+            next(trainer.fit_loop._data_fetcher)
+            _lightning.restart_train_dataloaders(trainer)
+
+    trainer(max_epochs=1, limit_val_batches=0, callbacks=[Listener()]).fit(Two())
+    assert seen == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
+
+
+def test_ddp_broadcasts_its_buffers_where_we_time_it(process_group):
+    waits = []
+
+    @contextmanager
+    def waiting():
+        waits.append("begin")
+        yield
+        waits.append("end")
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+    _lightning.time_buffer_broadcasts(model, waiting)
+    model(torch.randn(3, 2))
+    assert waits == ["begin", "end"]
