@@ -55,6 +55,11 @@ class Lane:
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
+    def hands_out(self, tensor: Tensor) -> None:
+        """Say that a tensor made by a job is now used by the current stream, for the same reason."""
+        if self._stream is not None:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
     def close(self, timeout: float = 10.0) -> None:
         """End the thread after the jobs submitted so far, or leave it behind after ``timeout`` seconds."""
         if self._thread is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Handle, finished, wait_all
+from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.base import Scheme
@@ -134,6 +136,10 @@ class Gossip(Scheme):
         if self._given_topology is not topology:
             self._given_topology = topology
             self.topology = topology if self.hierarchical else topology.flat()
+            if self.topology.num_nodes > 1:
+                self._beside = self.topology.twin()
+                self._lane = Lane(replica.device, topology.meter)
+                self.lanes = [self._lane]
         # Agreements use the parameters' own type: they are rare, and gossip itself never needs them.
         super().bind(replica, self.topology, optimizer, wire=None)
         self.wire = wire or Wire()
@@ -161,17 +167,10 @@ class Gossip(Scheme):
             return
         exchange, self._exchange = self._exchange, None
         exchange.handle.wait()
-        topology = self.topology
-        self._met.clear()
-        # what was sent is freed before room is made for the segments that other ranks of the node carry
-        changes = {index: self._change(index, exchange.carried.pop(index)) for index in list(exchange.carried)}
-        shared = []
-        for index, bucket in enumerate(self._segments):
-            if index not in changes:
-                changes[index] = bucket.empty()
-            shared.append(topology.intra.broadcast(changes[index], source=index % topology.lanes))
-        wait_all(shared)
-        self._arrived = _Arrived([changes[index] for index in range(len(self._segments))], exchange.weights)
+        self._met = exchange.met
+        for change in exchange.changes:
+            self._lane.hands_out(change)
+        self._arrived = _Arrived(exchange.changes, exchange.weights)
 
     def agree(self) -> None:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
@@ -209,8 +208,6 @@ class Gossip(Scheme):
         topology, node = self.topology, self.topology.node
         carried: dict[int, _Carried] = {}
         weights = []
-        send: list[tuple[Tensor, int]] = []
-        receive: list[tuple[Tensor, int]] = []
         for index, bucket in enumerate(self._segments):
             round_ = round_of(self.graph, topology.num_nodes, self.steps - 1, index)
             weights.append(round_.push(self._weights[index]))
@@ -220,16 +217,33 @@ class Gossip(Scheme):
             if self.wire.compresses(share.dtype):
                 share = share.to(self.wire.dtype)
             received = [torch.empty_like(share) for _ in round_.receive_from[node]]
-            send += [(share, peer) for peer in round_.send_to[node]]
-            receive += zip(received, round_.receive_from[node], strict=True)
-            carried[index] = _Carried(round_, share, received)
-        handle = topology.inter.exchange(send, receive) if topology.inter is not None else finished
-        self._exchange = _Exchange(handle, carried, weights)
+            for tensor in (share, *received):
+                self._lane.uses(tensor)
+            assert topology.inter is not None
+            # one by one, so that the first is on the link while the next is packed
+            handle = topology.inter.exchange(
+                [(share, peer) for peer in round_.send_to[node]],
+                list(zip(received, round_.receive_from[node], strict=True)),
+            )
+            carried[index] = _Carried(round_, self._weights[index], share, received, handle)
+        self._exchange = _Exchange(weights)
+        self._exchange.handle = self._lane.submit(partial(self._collect, carried, self._exchange))
 
     @torch.no_grad()
-    def _change(self, index: int, carried: _Carried) -> Tensor:
+    def _collect(self, carried: dict[int, _Carried], exchange: _Exchange) -> None:
+        """On the lane: take the segments as they arrive, and share them with the node."""
+        intra, shared = self._beside.intra, []
+        for index, bucket in enumerate(self._segments):
+            own = carried.pop(index, None)  # what was sent is freed before more room is made
+            change = bucket.empty() if own is None else self._change(index, own, exchange.met)
+            exchange.changes.append(change)
+            shared.append(intra.broadcast(change, source=index % self.topology.lanes))
+        wait_all(shared)
+
+    def _change(self, index: int, carried: _Carried, met: list[tuple[Tensor, Tensor]]) -> Tensor:
         """What arrived less what was sent. Taken pairwise, so that equal replicas change by exactly nothing."""
-        self._sample(index, carried)
+        carried.handle.wait()
+        met.append(self._sample(carried))
         dtype = self._segments[index].dtype
         own = carried.share.to(dtype)
         change, *others = (received.to(dtype).sub_(own) for received in carried.received)
@@ -336,13 +350,15 @@ class Gossip(Scheme):
             if factor != 1.0:
                 bucket.unpack(bucket.pack().mul_(factor))
 
-    def _sample(self, index: int, carried: _Carried) -> None:
+    def _sample(self, carried: _Carried) -> tuple[Tensor, Tensor]:
+        """A few elements of this node's and of a peer's parameters."""
         node = self.topology.node
         every = -(-carried.share.numel() // _SAMPLES_PER_SEGMENT)
-        sampled = []
-        for m, share in ((node, carried.share), (carried.round.receive_from[node][0], carried.received[0])):
-            sampled.append(share[::every].float() / (carried.round.share(m) * self._weights[index][m]))
-        self._met.append((sampled[0], sampled[1]))
+        own, other = (
+            share[::every].float() / (carried.round.share(m) * carried.weights[m])
+            for m, share in ((node, carried.share), (carried.round.receive_from[node][0], carried.received[0]))
+        )
+        return own, other
 
     def _cut(self, replica: Replica) -> list[Bucket]:
         """The parameters as segments: flat, in an order that is the same on every rank."""
@@ -399,17 +415,20 @@ class _Carried:
     """One segment on its way between nodes: what this rank sent to each of its peers, and what it gets."""
 
     round: Round
+    weights: list[float]
     share: Tensor
     received: list[Tensor]
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """In flight: the segments that this rank carries, by index, and all nodes' weights after it."""
-
     handle: Handle
-    carried: dict[int, _Carried]
+
+
+@dataclass
+class _Exchange:
+    """In flight: all nodes' weights after it and, filled by the lane, what it changes and some of what was met."""
+
     weights: list[list[float]]
+    handle: Handle = finished
+    changes: list[Tensor] = field(default_factory=list)
+    met: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

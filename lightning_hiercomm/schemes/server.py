@@ -59,6 +59,22 @@ class Section:
             view.copy_(tensor.detach())
         return flat
 
+    def pack_gradients(self, into: Tensor, begin: int) -> Tensor:
+        """Copy the gradients of the elements from ``begin`` on into ``into``, and return it.
+
+        A parameter without a gradient counts as zero; where there is no parameter, ``into`` stays as it is.
+        """
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            start, end = max(begin - offset, 0), min(begin + into.numel() - offset, tensor.numel())
+            if start >= end:
+                continue
+            values = into[offset + start - begin :][: end - start]
+            if tensor.grad is None:
+                values.zero_()
+            else:
+                values.copy_(tensor.grad.reshape(-1)[start:end])
+        return into
+
     def slices(self, bucket_bytes: int) -> list[tuple[int, Bucket]]:
         """The parameters as buckets, each with its place in the flat tensor, for work that needs memory on the way."""
         runs: list[tuple[int, list[Tensor]]] = []
@@ -168,15 +184,14 @@ class ShardedServer:
         """Take one weighted gradient from every node and step.
 
         Args:
-            gradients: One flat tensor per section, ``W_m g_m``; consumed.
+            gradients: ``W_m g_m`` as :meth:`pack_gradients` returns it; consumed.
             hyperparameters: Of the user's optimizer at this iteration, see :meth:`hyperparameters`.
         """
         inter = self._beside.inter
         if inter is None:
             return
         means, pushes = [], []
-        for section, gradient in zip(self.sections, gradients, strict=True):
-            part = self._beside.lane_part(gradient)
+        for section, part in zip(self.sections, gradients, strict=True):
             sent = part.to(self.wire.dtype) if self.wire.compresses(part.dtype) else part
             means.append(sent.new_empty(section.shard_numel))
             pushes.append(inter.reduce_scatter(means[-1], sent))
@@ -289,6 +304,16 @@ class ShardedServer:
             }
             for group in self.optimizer.param_groups
         ]
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Room for what this rank pushes: one 1-D tensor per section, its lane's part of it; zeros."""
+        return [self._beside.lane_part(section.zeros()).clone() for section in self.sections]
+
+    @torch.no_grad()
+    def pack_gradients(self, into: Sequence[Tensor]) -> None:
+        """Copy the parameters' gradients into :meth:`gradient_buffers`."""
+        for section, part in zip(self.sections, into, strict=True):
+            section.pack_gradients(part, begin=self._beside.local_rank * self._beside.num_nodes * section.shard_numel)
 
     @torch.no_grad()
     def restart(self, weights: Sequence[Tensor]) -> None:

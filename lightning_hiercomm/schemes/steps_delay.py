@@ -231,10 +231,10 @@ class StepsDelay(Scheme):
         self.shard_on: ShardOn = shard_on
         self._delayed_steps = 0  # u
         self._in_flight: Handle = finished
+        self._pushing: list[tuple[Handle, list[Tensor]]] = []  # W_m g
         # one flat tensor per section of the server
         self._pulled: list[Tensor] = []  # pre
         self._arrived: list[Tensor] = []
-        self._sent: list[Tensor] = []  # W_m g
         self._slices: list[_Slice] = []
         self._rule_state: list[dict[str, Tensor]] = []
         self._server: ShardedServer | None = None  # none on one node
@@ -332,13 +332,12 @@ class StepsDelay(Scheme):
         has_arrived = self._has_arrived
         if has_arrived:
             self._in_flight.wait()
-        if has_gradient or has_arrived:  # else beside the exchange that is still in flight
+        if has_gradient or has_arrived:
             self._update_locally(has_gradient, has_arrived)
         if has_arrived:
             self._arrived, self._pulled = self._pulled, self._arrived  # pre := w', as it arrived
             self.agreements += 1
             self.unagreed_steps = 0
-        self._in_flight.wait()
         self._launch(server, has_gradient, pull=self._delayed_steps % self.delay == self.delay - 1)
         self._delayed_steps += 1
 
@@ -378,15 +377,15 @@ class StepsDelay(Scheme):
             bucket.unpack(weights)
 
     def _launch(self, server: ShardedServer, has_gradient: bool, pull: bool) -> None:
-        """Push, step and, if asked to, pull, beside training; nothing else is in flight."""
-        for section, _, part, bucket in self._slices:
-            gradient = self._sent[section][part]
-            if has_gradient:
-                bucket.pack_gradients(gradient).mul_(self.topology.node_weight)
-            else:
-                gradient.zero_()
+        """Push, step and, if asked to, pull, beside training, after what was launched before."""
+        self._pushing, (pushed, sent) = self._pushing[1:], self._pushing[0]
+        pushed.wait()  # what was launched last may still be under way
+        if has_gradient:
+            server.pack_gradients(sent)
+        for gradient in sent:
+            gradient.mul_(self.topology.node_weight) if has_gradient else gradient.zero_()
         hyperparameters = server.hyperparameters()
-        sent, arrived, pulled = self._sent, self._arrived, self._pulled
+        arrived, pulled = self._arrived, self._pulled
 
         def chain() -> None:
             server.push(sent, hyperparameters)
@@ -394,6 +393,7 @@ class StepsDelay(Scheme):
                 server.pull(arrived, pulled)
 
         self._in_flight = self._lane.submit(chain)
+        self._pushing.append((self._in_flight, sent))
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
@@ -402,7 +402,8 @@ class StepsDelay(Scheme):
         self._delayed_steps = 0
         self._pulled = [section.pack() for section in self._server.sections]
         self._arrived = [torch.empty_like(pulled) for pulled in self._pulled]
-        self._sent = [torch.zeros_like(pulled) for pulled in self._pulled]
+        # two, or the link would be idle from the end of one push until the next gradient is packed
+        self._pushing = [(finished, self._server.gradient_buffers()) for _ in range(2)]
         self._rule_state = [{} for _ in self._slices]
         self._server.restart(self._pulled)
 

@@ -94,7 +94,10 @@ def simulate(
         bound.bind(Replica(parameters, named=module.named_parameters()), topology, optimizer, wire)
         torch.nn.utils.vector_to_parameters(values.expand(sum(p.numel() for p in parameters)).clone(), parameters)
         bound.unagreed_steps = 1  # they differ
-        return work(Rank(bound, parameters, module, optimizer, meter, rank))
+        try:
+            return work(Rank(bound, parameters, module, optimizer, meter, rank))
+        finally:
+            bound.close()
 
     return ThreadWorld(sum(map(len, nodes))).run(body)
 

@@ -394,7 +394,7 @@ def test_an_error_beside_training_reaches_the_training_thread(warmup):
 
     with pytest.raises(ArithmeticError, match="the third step"):
         train(work, lambda: StepsDelay(2, warmup), optimizer=lambda p: FailsAtThird(p, lr=0.1, momentum=0.9))
-    assert reached[0] == (2 if warmup else 3)
+    assert reached[0] == (2 if warmup else 4)  # two pushes may be under way
 
 
 @pytest.mark.parametrize("delay", [1, 2, 4])
