@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +81,25 @@ class Bucket:
     @torch.no_grad()
     def unpack(self, flat: Tensor) -> None:
         """Copy ``flat`` back into the tensors."""
+        for elements, values in self._beside(flat):
+            elements.copy_(values)
+
+    @torch.no_grad()
+    def add(self, flat: Tensor) -> None:
+        """Add ``flat`` to the tensors, without a packed copy of them."""
+        for elements, values in self._beside(flat):
+            elements.add_(values)
+
+    def _beside(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of every piece's elements, and of its part of ``flat``."""
         offset = 0
         for piece in self.pieces:
             values = flat[offset : offset + piece.length]
             offset += piece.length
             if piece.covers_tensor():
-                piece.tensor.copy_(values.view(piece.tensor.shape))
+                yield piece.tensor, values.view(piece.tensor.shape)
             else:
-                piece.tensor.view(-1)[piece.start : piece.start + piece.length].copy_(values)
+                yield piece.tensor.view(-1)[piece.start : piece.start + piece.length], values
 
 
 class Replica:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.base import Handle, finished, wait_all
+from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
@@ -97,8 +97,7 @@ class Gossip(Scheme):
 
     _segments: list[Bucket]
     _weights: list[list[float]]
-    _exchange: _Exchange | None
-    _arrived: _Arrived | None
+    _exchanges: list[_Exchange]
     _met: list[tuple[Tensor, Tensor]]
 
     def __init__(
@@ -151,7 +150,7 @@ class Gossip(Scheme):
     def step(self, run: Callable[[], T], last: bool = False) -> T:
         if self.topology.num_nodes == 1:
             return super().step(run, last)
-        if self._exchange is None and self._arrived is None and self._is_plain:
+        if not self._exchanges and self._is_plain:
             result = run()
         else:
             result = self.run_with_update(run, self._update)
@@ -163,14 +162,8 @@ class Gossip(Scheme):
         return result
 
     def settle(self) -> None:
-        if self._exchange is None:
-            return
-        exchange, self._exchange = self._exchange, None
-        exchange.handle.wait()
-        self._met = exchange.met
-        for change in exchange.changes:
-            self._lane.hands_out(change)
-        self._arrived = _Arrived(exchange.changes, exchange.weights)
+        for exchange in self._exchanges:
+            exchange.handle.wait()
 
     def agree(self) -> None:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
@@ -204,49 +197,48 @@ class Gossip(Scheme):
 
     @torch.no_grad()
     def _launch(self) -> None:
-        """Send a share of every segment that this rank carries, and make room for what comes."""
+        """Send a share of every segment that this rank carries, and make room for what comes.
+
+        One by one, so that the first is on the link while the next is packed, and shared with the node while the last
+        are still on their way.
+        """
         topology, node = self.topology, self.topology.node
-        carried: dict[int, _Carried] = {}
-        weights = []
         for index, bucket in enumerate(self._segments):
+            weights = self._weights[index]
             round_ = round_of(self.graph, topology.num_nodes, self.steps - 1, index)
-            weights.append(round_.push(self._weights[index]))
-            if index % topology.lanes != topology.local_rank:
-                continue
-            share = bucket.pack().mul_(self._weights[index][node] * round_.share(node))
-            if self.wire.compresses(share.dtype):
-                share = share.to(self.wire.dtype)
-            received = [torch.empty_like(share) for _ in round_.receive_from[node]]
-            for tensor in (share, *received):
-                self._lane.uses(tensor)
-            assert topology.inter is not None
-            # one by one, so that the first is on the link while the next is packed
-            handle = topology.inter.exchange(
-                [(share, peer) for peer in round_.send_to[node]],
-                list(zip(received, round_.receive_from[node], strict=True)),
-            )
-            carried[index] = _Carried(round_, self._weights[index], share, received, handle)
-        self._exchange = _Exchange(weights)
-        self._exchange.handle = self._lane.submit(partial(self._collect, carried, self._exchange))
+            exchange = _Exchange(round_.push(weights))
+            carried = None
+            if index % topology.lanes == topology.local_rank:
+                assert topology.inter is not None
+                share = bucket.pack().mul_(weights[node] * round_.share(node))
+                if self.wire.compresses(share.dtype):
+                    share = share.to(self.wire.dtype)
+                received = [torch.empty_like(share) for _ in round_.receive_from[node]]
+                handle = topology.inter.exchange(
+                    [(share, peer) for peer in round_.send_to[node]],
+                    list(zip(received, round_.receive_from[node], strict=True)),
+                )
+                carried = _Carried(round_, weights, share, received, handle)
+                for tensor in (share, *received):
+                    self._lane.uses(tensor)
+            exchange.handle = self._lane.submit(partial(self._collect, index, carried, exchange))
+            self._exchanges.append(exchange)
 
     @torch.no_grad()
-    def _collect(self, carried: dict[int, _Carried], exchange: _Exchange) -> None:
-        """On the lane: take the segments as they arrive, and share them with the node."""
-        intra, shared = self._beside.intra, []
-        for index, bucket in enumerate(self._segments):
-            own = carried.pop(index, None)  # what was sent is freed before more room is made
-            change = bucket.empty() if own is None else self._change(index, own, exchange.met)
-            exchange.changes.append(change)
-            shared.append(intra.broadcast(change, source=index % self.topology.lanes))
-        wait_all(shared)
+    def _collect(self, index: int, carried: _Carried | None, exchange: _Exchange) -> None:
+        """On the lane: take a segment as it arrives, and share it with the node."""
+        if carried is None:
+            exchange.change = self._segments[index].empty()
+        else:
+            carried.handle.wait()
+            exchange.met = self._sample(carried)
+            exchange.change = self._change(self._segments[index], carried)
+        self._beside.intra.broadcast(exchange.change, source=index % self.topology.lanes).wait()
 
-    def _change(self, index: int, carried: _Carried, met: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _change(self, bucket: Bucket, carried: _Carried) -> Tensor:
         """What arrived less what was sent. Taken pairwise, so that equal replicas change by exactly nothing."""
-        carried.handle.wait()
-        met.append(self._sample(carried))
-        dtype = self._segments[index].dtype
-        own = carried.share.to(dtype)
-        change, *others = (received.to(dtype).sub_(own) for received in carried.received)
+        own = carried.share.to(bucket.dtype)
+        change, *others = (received.to(bucket.dtype).sub_(own) for received in carried.received)
         for other in others:
             change.add_(other)
         more_came = len(carried.received) - len(carried.round.send_to[self.topology.node])
@@ -254,20 +246,23 @@ class Gossip(Scheme):
 
     @torch.no_grad()
     def _merge(self) -> None:
-        self.settle()
-        if self._arrived is None:
-            return
-        arrived, self._arrived = self._arrived, None
-        for index, (bucket, change) in enumerate(zip(self._segments, arrived.changes, strict=True)):
-            before, after = (weights[index][self.topology.node] for weights in (self._weights, arrived.weights))
-            flat = bucket.pack()
-            if before != 1.0:
-                flat.mul_(before)
-            flat.add_(change)
-            if after != 1.0:
-                flat.div_(after)
-            bucket.unpack(flat)
-        self._weights = arrived.weights
+        """Add what was launched last, segment by segment as it arrives."""
+        node, exchanges = self.topology.node, self._exchanges
+        if exchanges:
+            self._exchanges, self._met = [], []
+        for index, exchange in enumerate(exchanges):
+            exchange.handle.wait()
+            assert exchange.change is not None
+            self._lane.hands_out(exchange.change)
+            bucket, before, after = self._segments[index], self._weights[index][node], exchange.weights[node]
+            if before == after == 1.0:
+                bucket.add(exchange.change)
+            else:
+                bucket.unpack(bucket.pack().mul_(before).add_(exchange.change).div_(after))
+            self._weights[index] = exchange.weights
+            if exchange.met is not None:
+                self._met.append(exchange.met)
+            exchange.change = None  # its memory is free for the next
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
@@ -292,9 +287,11 @@ class Gossip(Scheme):
     def state_dict(self) -> dict[str, Any]:
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
         state = super().state_dict() | {"weights": torch.tensor(self._weights, dtype=torch.float64)}
-        if self._arrived is not None:
-            state["arrived"] = [change.clone() for change in self._arrived.changes]
-            state["arrived_weights"] = torch.tensor(self._arrived.weights, dtype=torch.float64)
+        if self._exchanges:
+            changes = [exchange.change for exchange in self._exchanges if exchange.change is not None]
+            state["arrived"] = [change.clone() for change in changes]
+            weights = [exchange.weights for exchange in self._exchanges]
+            state["arrived_weights"] = torch.tensor(weights, dtype=torch.float64)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -310,17 +307,15 @@ class Gossip(Scheme):
             )
         self._weights = state["weights"].tolist()
         if "arrived" in state:
-            changes = [
-                change.to(bucket.device, copy=True)
-                for bucket, change in zip(self._segments, state["arrived"], strict=True)
+            arrived = zip(self._segments, state["arrived"], state["arrived_weights"].tolist(), strict=True)
+            self._exchanges = [
+                _Exchange(weights, change=change.to(bucket.device, copy=True)) for bucket, change, weights in arrived
             ]
-            self._arrived = _Arrived(changes, state["arrived_weights"].tolist())
 
     def _reset(self) -> None:
         """The replicas are equal: nothing is in flight and every node has the same weight."""
         self._weights = [[1.0] * self.topology.num_nodes for _ in self._segments]
-        self._exchange = None
-        self._arrived = None
+        self._exchanges = []
         self._met = []
 
     # ---- details -------------------------------------------------------------------------------------------------
@@ -423,20 +418,12 @@ class _Carried:
 
 @dataclass
 class _Exchange:
-    """In flight: all nodes' weights after it and, filled by the lane, what it changes and some of what was met."""
+    """One segment's exchange: all nodes' weights after it, what it adds and, if this rank carried it, what was met."""
 
-    weights: list[list[float]]
+    weights: list[float]
     handle: Handle = finished
-    changes: list[Tensor] = field(default_factory=list)
-    met: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """What the exchange adds to every segment, known to all ranks of the node, but not merged yet."""
-
-    changes: list[Tensor]
-    weights: list[list[float]]
+    change: Tensor | None = None
+    met: tuple[Tensor, Tensor] | None = None
 
 
 def _graph(graph: Graph | str, fair: Fairness, seed: int) -> Graph:
