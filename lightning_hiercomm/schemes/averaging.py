@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import CommunicationError, Handle, finished
+from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.topology import Topology
@@ -84,7 +85,8 @@ class Average:
                 flat[-1] = step % _STEPS_TOLD_APART
             if not bucket.equal_in_node:
                 self.through.intra.all_reduce(flat.mul_(topology.weight_in_node)).wait()
-            in_flight.append((bucket, flat, self._launch(index, flat, exact)))
+            _, complete = self._launch(index, flat, exact)
+            in_flight.append((bucket, flat, complete))
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -94,18 +96,26 @@ class Average:
             self._check_step(step, float(flat[-1]))
 
     @torch.no_grad()
-    def mean(self, flats: Sequence[Tensor]) -> None:
-        """Replace the replica's first packed buckets by their means over the nodes, in place; for use on a lane."""
-        for complete in [self._launch(index, flat, exact=False) for index, flat in enumerate(flats)]:
-            complete()
+    def start(self, index: int, flat: Tensor, lane: Lane) -> Handle:
+        """Start to average one packed bucket beside training; it holds the mean when the handle has been waited for.
+
+        Args:
+            index: The bucket's place in the replica.
+            flat: Its values, with room for :attr:`Topology.lanes` equal parts.
+            lane: Where the node gets its parts, after those started before.
+        """
+        payload, complete = self._launch(index, flat, exact=False)
+        lane.uses(flat)
+        lane.uses(payload)
+        return lane.submit(complete)
 
     def carried(self, flat: Tensor) -> Tensor:
         """The part of a packed bucket that this rank takes to the other nodes, as a view: here, its lane's."""
         return self.topology.lane_part(flat)
 
-    def share(self, flat: Tensor) -> Handle:
-        """Give every rank of the node all of a packed bucket's mean, in place."""
-        return self.through.share_lane_parts(flat)
+    def sharing(self) -> Callable[[Tensor], Handle]:
+        """What gives every rank of the node all of a packed bucket that is launched now, in place."""
+        return self.through.share_lane_parts
 
     def remembered(self, flat: Tensor) -> Tensor:
         """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
@@ -136,9 +146,13 @@ class Average:
         if abs(mean - step % _STEPS_TOLD_APART) > 0.25:
             raise _unequal_steps(self.topology, step, "another number of them")
 
-    def _launch(self, index: int, flat: Tensor, exact: bool) -> Callable[[], None]:
-        """Send a packed bucket on its way between the nodes; calling the result waits, and leaves the mean in it."""
-        part, weight = self.carried(flat), self.topology.node_weight
+    def _launch(self, index: int, flat: Tensor, exact: bool) -> tuple[Tensor, Callable[[], None]]:
+        """Send a packed bucket on its way between the nodes.
+
+        Returns:
+            What travels; and a function that waits for it, and leaves the mean in ``flat``.
+        """
+        part, share, weight = self.carried(flat), self.sharing(), self.topology.node_weight
         compress = not exact and self.wire.compresses(flat.dtype)
         anchor = self._anchors[index] if compress and self._anchors is not None else None
         if compress:  # weighted before it is rounded, so it is rounded once
@@ -155,11 +169,11 @@ class Average:
                 part.copy_(payload)
             if anchor is not None:
                 part.add_(anchor[: part.numel()])
-            self.share(flat).wait()
+            share(flat).wait()
             if anchor is not None:
                 anchor.copy_(self.remembered(flat))
 
-        return complete
+        return payload, complete
 
 
 def same_step(topology: Topology, step: int, device: torch.device) -> Handle:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, same_step
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.plateau import Plateau
@@ -192,10 +194,10 @@ class DASO(Scheme):
         if self._phase != "cycling":
             self.average()
         elif not last and self.topology.num_nodes > 1:
-            if self._in_flight is not None and self._in_flight.due == self.steps:
-                self._collect()
-            if (self.step_in_epoch - 1) % self.sync_every == 0:
-                self._send()
+            arrives = self._in_flight is not None and self._in_flight.due == self.steps
+            leaves = (self.step_in_epoch - 1) % self.sync_every == 0
+            if arrives or leaves:
+                self._merge_and_send(arrives, leaves)
         return result
 
     def end_epoch(self, loss: Tensor | None) -> None:
@@ -259,35 +261,41 @@ class DASO(Scheme):
             self._average.carrier = self.synchronizations % self.topology.lanes
         self.synchronizations += 1
 
-    def _send(self) -> None:
-        """Start the sum of the nodes' present parameters; nothing waits."""
-        self._next_carrier()
-        topology, average, steps = self.topology, self._average, self.steps
-        sent = [bucket.pack(multiple_of=topology.lanes) for bucket in self.replica.buckets if bucket.equal_in_node]
-        mean = [flat.clone() for flat in sent] if self.merge == "delta" else sent
-        checks: list[Handle] = []
+    def _merge_and_send(self, arrives: bool, leaves: bool) -> None:
+        """Merge the sum that was started S steps ago, if it is due, and start the next, if that is.
 
-        def take_mean() -> None:
-            checks.append(same_step(average.through, steps, self.replica.device))
-            average.mean(mean)
-
-        summed = self.lanes[0].submit(take_mean)
-        self._in_flight = _Exchange(steps + self.staleness, self.staleness, sent, mean, summed, checks)
+        Bucket by bucket: while one is merged the next are still on the link, and its successor is on it already.
+        """
+        topology, arrived, leaving = self.topology, None, None
+        if arrives:
+            arrived, self._in_flight = self._in_flight, None
+        if leaves:
+            self._next_carrier()
+            check = same_step(self._average.through, self.steps, self.replica.device)
+            self._in_flight = leaving = _Exchange(self.steps + self.staleness, self.staleness, check)
+        if arrived is not None:
+            arrived.check.wait()
+        for index, bucket in enumerate(self.replica.buckets):
+            if not bucket.equal_in_node:
+                continue
+            if arrived is not None:
+                self._merge(bucket, arrived.parts.popleft(), arrived.staleness)
+            if leaving is not None:
+                sent = bucket.pack(multiple_of=topology.lanes)
+                mean = sent.clone() if self.merge == "delta" else sent
+                leaving.parts.append(_Part(sent, mean, self._average.start(index, mean, self.lanes[0])))
 
     @torch.no_grad()
-    def _collect(self) -> None:
-        """Merge the sum that was started S steps ago (Eq. 1)."""
-        assert self._in_flight is not None
-        self._in_flight.wait()
-        exchange, self._in_flight = self._in_flight, None
-        local_weight, nodes = 2 * exchange.staleness, self.topology.num_nodes
-        for bucket, mean, sent in zip(self.replica.buckets, exchange.mean, exchange.sent, strict=False):
-            local = bucket.pack(multiple_of=self.topology.lanes)
-            if self.merge == "eq1":
-                merged = mean.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes)
-            else:
-                merged = local.add_(mean).sub_(sent)
-            bucket.unpack(merged)
+    def _merge(self, bucket: Bucket, part: _Part, staleness: int) -> None:
+        """Eq. 1, for a sum that was started ``staleness`` steps ago."""
+        part.summed.wait()
+        local_weight, nodes = 2 * staleness, self.topology.num_nodes
+        local = bucket.pack(multiple_of=self.topology.lanes)
+        if self.merge == "eq1":
+            merged = part.mean.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes)
+        else:
+            merged = local.add_(part.mean).sub_(part.sent)
+        bucket.unpack(merged)
 
     def _drop(self) -> None:
         self.settle()
@@ -341,7 +349,7 @@ class DASO(Scheme):
             "plateau_bad_values": self.plateau.bad_values,
             "awaits_metric": self._awaits_metric,
         }
-        if self._in_flight is not None and self._in_flight.summed.is_done():
+        if self._in_flight is not None and all(part.summed.is_done() for part in self._in_flight.parts):
             state["exchange"] = self._in_flight.state_dict()
         return state
 
@@ -378,11 +386,26 @@ class RotatingAverage(Average):
     def carried(self, flat: Tensor) -> Tensor:
         return flat if self.topology.local_rank == self.carrier else flat[:0]
 
-    def share(self, flat: Tensor) -> Handle:
-        return self.through.intra.broadcast(flat, source=self.carrier)
+    def sharing(self) -> Callable[[Tensor], Handle]:
+        return partial(self.through.intra.broadcast, source=self.carrier)
 
     def remembered(self, flat: Tensor) -> Tensor:
         return flat
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A bucket on its way between the nodes.
+
+    Attributes:
+        sent: This node's parameters as they were sent, packed; only ``merge="delta"`` keeps them apart from ``mean``.
+        mean: Their mean over the nodes, once it is there.
+        summed: The move in flight.
+    """
+
+    sent: Tensor
+    mean: Tensor
+    summed: Handle = finished
 
 
 @dataclass
@@ -392,38 +415,34 @@ class _Exchange:
     Attributes:
         due: Number of steps after which it is merged.
         staleness: How many steps that is after it was started.
-        sent: This node's parameters as they were sent, packed; only ``merge="delta"`` keeps them apart from ``mean``.
-        mean: Their mean over the nodes, once it is there.
-        summed: The move in flight.
-        checks: That the nodes have taken the same number of steps; filled by the lane.
+        check: That the nodes have taken the same number of steps.
+        parts: One for each bucket of parameters.
     """
 
     due: int
     staleness: int
-    sent: list[Tensor]
-    mean: list[Tensor]
-    summed: Handle
-    checks: list[Handle]
+    check: Handle = finished
+    parts: deque[_Part] = field(default_factory=deque)
 
     def wait(self) -> None:
-        self.summed.wait()
-        for check in self.checks:
-            check.wait()
-        self.checks.clear()
+        self.check.wait()
+        for part in self.parts:
+            part.summed.wait()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "due": self.due,
             "staleness": self.staleness,
-            "mean": [flat.clone() for flat in self.mean],
-            "sent": [flat.clone() for flat in self.sent] if self.sent is not self.mean else [],
+            "mean": [part.mean.clone() for part in self.parts],
+            "sent": [part.sent.clone() for part in self.parts if part.sent is not part.mean],
         }
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], device: torch.device) -> _Exchange:
         mean = [flat.to(device, copy=True) for flat in state["mean"]]
         sent = [flat.to(device, copy=True) for flat in state["sent"]] or mean
-        return cls(state["due"], state["staleness"], sent, mean, finished, [])
+        parts = deque(_Part(*tensors) for tensors in zip(sent, mean, strict=True))
+        return cls(state["due"], state["staleness"], parts=parts)
 
 
 _NO_LOSS = (
