@@ -86,6 +86,9 @@ class HierarchicalStrategy(DDPStrategy):
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
+        gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
+            saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
+            longer than a step.
         accelerator: As for ``DDPStrategy``.
         parallel_devices: As for ``DDPStrategy``.
         cluster_environment: As for ``DDPStrategy``.
@@ -115,6 +118,7 @@ class HierarchicalStrategy(DDPStrategy):
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
         bucket_mb: float = 4.0,
+        gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -142,6 +146,7 @@ class HierarchicalStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_kwargs,
         )
         if isinstance(scheme, str):

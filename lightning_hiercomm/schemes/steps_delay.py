@@ -230,7 +230,7 @@ class StepsDelay(Scheme):
         self.local_update = local_update
         self.shard_on: ShardOn = shard_on
         self._delayed_steps = 0  # u
-        self._in_flight: Handle = finished
+        self._pull_in_flight: Handle = finished
         self._pushing: list[tuple[Handle, list[Tensor]]] = []  # W_m g
         # one flat tensor per section of the server
         self._pulled: list[Tensor] = []  # pre
@@ -320,10 +320,10 @@ class StepsDelay(Scheme):
             server: The server.
             has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
         """
+        self._push(server, has_gradient)
         if self.phase == "warm-up":
-            self._in_flight.wait()
-            self._launch(server, has_gradient, pull=True)
-            self._in_flight.wait()
+            self._pull(server)
+            self._pull_in_flight.wait()
             self._arrived, self._pulled = self._pulled, self._arrived
             for section, weights in zip(server.sections, self._pulled, strict=True):
                 section.unpack(weights)
@@ -331,14 +331,15 @@ class StepsDelay(Scheme):
             return
         has_arrived = self._has_arrived
         if has_arrived:
-            self._in_flight.wait()
+            self._pull_in_flight.wait()
         if has_gradient or has_arrived:
             self._update_locally(has_gradient, has_arrived)
         if has_arrived:
             self._arrived, self._pulled = self._pulled, self._arrived  # pre := w', as it arrived
             self.agreements += 1
             self.unagreed_steps = 0
-        self._launch(server, has_gradient, pull=self._delayed_steps % self.delay == self.delay - 1)
+        if self._delayed_steps % self.delay == self.delay - 1:
+            self._pull(server)
         self._delayed_steps += 1
 
     @property
@@ -376,29 +377,32 @@ class StepsDelay(Scheme):
                 )
             bucket.unpack(weights)
 
-    def _launch(self, server: ShardedServer, has_gradient: bool, pull: bool) -> None:
-        """Push, step and, if asked to, pull, beside training, after what was launched before."""
+    def _push(self, server: ShardedServer, has_gradient: bool) -> None:
+        """Push, and step the server, beside training and after what was launched before."""
         self._pushing, (pushed, sent) = self._pushing[1:], self._pushing[0]
-        pushed.wait()  # what was launched last may still be under way
+        pushed.wait()  # the push before this one may still be under way
         if has_gradient:
             server.pack_gradients(sent)
         for gradient in sent:
             gradient.mul_(self.topology.node_weight) if has_gradient else gradient.zero_()
         hyperparameters = server.hyperparameters()
-        arrived, pulled = self._arrived, self._pulled
+        pushed = self._lane.submit(lambda: server.push(sent, hyperparameters))
+        self._pushing.append((pushed, sent))
 
-        def chain() -> None:
-            server.push(sent, hyperparameters)
-            if pull:
-                server.pull(arrived, pulled)
+    def _pull(self, server: ShardedServer) -> None:
+        """Let the server's weights, after all pushes so far, arrive beside training."""
+        arrived, pulled, (pushed, _) = self._arrived, self._pulled, self._pushing[-1]
 
-        self._in_flight = self._lane.submit(chain)
-        self._pushing.append((self._in_flight, sent))
+        def pull() -> None:
+            pushed.wait()  # it has ended, but may have failed
+            server.pull(arrived, pulled)
+
+        self._pull_in_flight = self._lane.submit(pull)
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
         assert self._server is not None
-        self._in_flight = finished
+        self._pull_in_flight = finished
         self._delayed_steps = 0
         self._pulled = [section.pack() for section in self._server.sections]
         self._arrived = [torch.empty_like(pulled) for pulled in self._pulled]
@@ -410,7 +414,9 @@ class StepsDelay(Scheme):
     # ---- the agreed model ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        self._in_flight.wait()
+        for pushed, _ in self._pushing:
+            pushed.wait()
+        self._pull_in_flight.wait()
 
     @torch.no_grad()
     def agree(self) -> None:
