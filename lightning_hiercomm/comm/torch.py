@@ -50,6 +50,16 @@ class TorchCommunicator(Communicator):
         return values
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle:
+        if self.tier == "inter" and self.size == 2 and not tensor.is_cuda:
+            # gloo does two all-reduces at a time, on threads that share the cores with training: the link waits for
+            # them. Two ranks send each other everything, which is as many bytes.
+            arrived = torch.empty_like(tensor)
+            combine = torch.add if op == "sum" else torch.maximum
+            return self._launch(
+                partial(self._swap, [tensor] * 2, [arrived] * 2),
+                [tensor, arrived],
+                finish=lambda: combine(tensor, arrived, out=tensor),
+            )
         return self._launch(
             lambda: [dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=True)], [tensor]
         )
@@ -96,10 +106,11 @@ class TorchCommunicator(Communicator):
             target, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
             operations += [
                 dist.P2POp(dist.irecv, piece, self.ranks[source], self.group)
-                for piece in received[source].split(_PIECE)
+                for piece in received[source].view(-1).split(_PIECE)
             ]
             operations += [
-                dist.P2POp(dist.isend, piece, self.ranks[target], self.group) for piece in sent[target].split(_PIECE)
+                dist.P2POp(dist.isend, piece, self.ranks[target], self.group)
+                for piece in sent[target].view(-1).split(_PIECE)
             ]
         return dist.batch_isend_irecv(operations)
 
