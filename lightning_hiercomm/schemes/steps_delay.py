@@ -149,12 +149,14 @@ class StepsDelay(Scheme):
         w'_m := local rule(w'_m, g_m)                                                                   (Eq. 8)
         if u % k == k - 1:        pull w, including this iteration's gradients
 
-    Push, server step and pull run beside the next forward and backward pass and are waited for at the end of it, so a
-    pulled weight shows in the forward pass after the next. The first ``warmup_steps`` iterations are synchronous SGD.
+    Push, server step and pull run beside training. A pull is waited for at the end of the next iteration, so it shows
+    in the forward pass after the next; two pushes may be under way. The first ``warmup_steps`` iterations are
+    synchronous SGD.
 
     The server is sharded over the ranks (see :class:`~lightning_hiercomm.schemes.server.ShardedServer`), so a node
     sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step, against ``2 (M - 1) / M`` of an all-reduce, and every
-    rank holds only its share of the optimizer's state. In return it holds three more copies of the model.
+    rank holds only its share of the optimizer's state. In return it holds two more copies of the model, for the weights
+    pulled last and for those that arrive, and its lane's part of two gradients under way.
 
     **Learning rates.** The server uses the user's optimizer: class, param groups, learning rate, momentum and weight
     decay as they are at each step, so schedulers work. The local rule uses ``local_lr_scale`` times the learning
