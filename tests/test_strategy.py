@@ -253,6 +253,17 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
         fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2)
 
 
+@pytest.mark.parametrize("asked", [None, False])
+def test_gradients_lie_in_ddps_buckets_unless_told_otherwise(fit, asked):
+    class Looking(Oracle):
+        def on_train_batch_end(self, *_):
+            self.report.append(self.trainer.strategy.model.gradient_as_bucket_view)
+
+    told = {} if asked is None else {"gradient_as_bucket_view": asked}
+    reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **told}, devices=2)
+    assert all(set(report["report"]) == {asked is None} for report in reports)
+
+
 @pytest.mark.parametrize("averaged", [True, False])
 def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
     class Momentum(Oracle):

@@ -43,6 +43,28 @@ def test_an_all_reduce_gives_every_rank_the_sum_or_the_maximum(world, dtype, op)
     world.run(reduce_all, dtype, op)
 
 
+def reduce_in_pairs(rank, dtype, op):
+    group = rank.group(LANES)
+    for numel in [1, 3, 1000, 2**20 + 1]:
+        tensor = values(rank.rank, numel, dtype)
+        first = group.all_reduce(tensor, op)
+        scalar = torch.tensor(rank.rank, dtype=dtype)
+        second = group.all_reduce(scalar, op)
+        first.wait()
+        first.wait()  # a second time changes nothing
+        second.wait()
+        both = torch.stack([values(r, numel, torch.float64) for r in (rank.rank % 2, rank.rank % 2 + 2)])
+        assert torch.equal(tensor, (both.sum(0) if op == "sum" else both.amax(0)).to(dtype)), numel
+        assert scalar.shape == ()
+        assert scalar.item() == (2 * (rank.rank % 2) + 2 if op == "sum" else rank.rank % 2 + 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_two_ranks_reduce_like_many(world, dtype, op):
+    world.run(reduce_in_pairs, dtype, op)
+
+
 def reduce_odd_shapes(rank):
     group = rank.group()
     scalar = torch.tensor(1.5 + rank.rank)
