@@ -38,7 +38,8 @@ def load(folder: Path = RESULTS) -> list[list[Cell]]:
     def cell(row: dict[str, Any]) -> Cell:
         return Cell(**{key: value for key, value in row.items() if key in names})
 
-    settings = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*x*-*.json"))]
+    paths = [path for path in sorted(folder.glob("*-*x*-*.json")) if not path.name.startswith("accuracy-")]
+    settings = [json.loads(path.read_text()) for path in paths]
     return [[cell(row) for row in rows.values()] for rows in settings]
 
 
