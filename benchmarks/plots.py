@@ -19,14 +19,15 @@ _COLOURS = plt.get_cmap("tab20")
 
 
 def step_time_against_bandwidth(settings: Sequence[Sequence[Cell]], path: Path) -> None:
-    """One line per row; the settings are one workload on one layout at several rates."""
+    """One line per row measured at several rates; the settings are one workload on one layout."""
     by_row: dict[str, list[tuple[float, float]]] = {}
     for cells in settings:
         for cell in cells:
             if cell.mbit is not None and cell.step_ms is not None and cell.row not in ("loop", "link"):
                 by_row.setdefault(cell.row, []).append((cell.mbit, cell.step_ms))
     figure, axes = plt.subplots(figsize=(8, 5.5))
-    for index, (row, points) in enumerate(by_row.items()):
+    lines = {row: points for row, points in by_row.items() if len(points) > 1}
+    for index, (row, points) in enumerate(lines.items()):
         rates, times = zip(*sorted(points), strict=True)
         dashed = {"linestyle": "--", "color": "black", "alpha": 0.4 + 0.3 * (row == "node")} if row in BOUNDS else {}
         style: dict[str, Any] = {"color": _COLOURS(index % 20), **dashed}
