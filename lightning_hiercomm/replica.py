@@ -63,11 +63,9 @@ class Bucket:
         return flat
 
     @torch.no_grad()
-    def pack_gradients(self, flat: Tensor | None = None) -> Tensor:
-        """Copy the pieces' gradients into ``flat`` (or a new buffer) and return it; no gradient counts as zero."""
-        if flat is None:
-            flat = self.empty()
-        offset = 0
+    def pack_gradients(self) -> Tensor:
+        """A packed copy of the pieces' gradients; no gradient counts as zero."""
+        flat, offset = self.empty(), 0
         for piece in self.pieces:
             values = flat[offset : offset + piece.length]
             offset += piece.length

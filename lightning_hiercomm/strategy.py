@@ -553,7 +553,7 @@ class HierarchicalStrategy(DDPStrategy):
             checkpoint["state_dict"] = state_dict
         saves_replicas = self._checkpoint_replicas and self.schemes and self._ranks_are_together
         if self.schemes:
-            state: dict[str, Any] = {"schemes": [_primitives(scheme.state_dict()) for scheme in self.schemes]}
+            state: dict[str, Any] = {"schemes": [scheme.schedule() for scheme in self.schemes]}
             if self.batches is not None:
                 state["batches"] = self.batches.state_dict()
             if saves_replicas:
@@ -819,8 +819,3 @@ def _buffers_by_optimizer(module: torch.nn.Module, optimizers: Sequence[Optimize
         index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
         buffers.setdefault(index, []).extend(b for b in layer.buffers(recurse=False) if b.is_floating_point())
     return buffers
-
-
-def _primitives(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a scheme's state that belongs to the schedule, not to replicas: no tensors."""
-    return {name: value for name, value in state.items() if isinstance(value, bool | int | float | str | None)}

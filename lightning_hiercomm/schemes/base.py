@@ -176,19 +176,22 @@ class Scheme(ABC):
         """Current values to log, such as ``sync_every`` and ``staleness``."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All state, as tensors and primitives. The replica's own values are not part of it."""
+    def schedule(self) -> dict[str, Any]:
+        """The state that all replicas share, as primitives: what a plain checkpoint holds."""
         return {
             "steps": self.steps,
             "step_in_epoch": self.step_in_epoch,
             "epoch": self.epoch,
             "unagreed_steps": self.unagreed_steps,
             "agreements": self.agreements,
-            "average": self._average.state_dict(),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """All state: :meth:`schedule`, and this rank's own tensors. The replica's values are not part of it."""
+        return {**self.schedule(), "average": self._average.state_dict()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
+        """Restore :meth:`state_dict`, or :meth:`schedule`.
 
         A plain checkpoint has no ``"average"``: its parameters are the agreed ones, from which all ranks go on.
         """

@@ -338,10 +338,9 @@ class DASO(Scheme):
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """All state. An exchange in flight is stored if it has arrived (:meth:`settle` sees to that), for its merge."""
-        state = super().state_dict()
-        state |= {
+    def schedule(self) -> dict[str, Any]:
+        return {
+            **super().schedule(),
             "sync_every": self.sync_every,
             "staleness": self.staleness,
             "synchronizations": self.synchronizations,
@@ -349,6 +348,10 @@ class DASO(Scheme):
             "plateau_bad_values": self.plateau.bad_values,
             "awaits_metric": self._awaits_metric,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state. An exchange in flight is stored if it has arrived (:meth:`settle` sees to that), for its merge."""
+        state = super().state_dict()
         if self._in_flight is not None and all(part.summed.is_done() for part in self._in_flight.parts):
             state["exchange"] = self._in_flight.state_dict()
         return state

@@ -59,8 +59,8 @@ class Section:
             view.copy_(tensor.detach())
         return flat
 
-    def pack_gradients(self, into: Tensor, begin: int) -> Tensor:
-        """Copy the gradients of the elements from ``begin`` on into ``into``, and return it.
+    def pack_gradients(self, into: Tensor, begin: int) -> None:
+        """Copy the gradients of the elements from ``begin`` on into ``into``.
 
         A parameter without a gradient counts as zero; where there is no parameter, ``into`` stays as it is.
         """
@@ -73,7 +73,6 @@ class Section:
                 values.zero_()
             else:
                 values.copy_(tensor.grad.reshape(-1)[start:end])
-        return into
 
     def slices(self, bucket_bytes: int) -> list[tuple[int, Bucket]]:
         """The parameters as buckets, each with its place in the flat tensor, for work that needs memory on the way."""
@@ -184,7 +183,7 @@ class ShardedServer:
         """Take one weighted gradient from every node and step.
 
         Args:
-            gradients: ``W_m g_m`` as :meth:`pack_gradients` returns it; consumed.
+            gradients: ``W_m g_m``, as :meth:`pack_gradients` lays it out; consumed.
             hyperparameters: Of the user's optimizer at this iteration, see :meth:`hyperparameters`.
         """
         inter = self._beside.inter
@@ -215,28 +214,25 @@ class ShardedServer:
         for index, (section, flat) in enumerate(zip(self.sections, into, strict=True)):
             shard = self._shards[index]
             if not self.wire.compresses(section.dtype):
-                self._own(flat, section).copy_(shard)
-                self._gather(flat, section)
+                self._gather(shard, flat, section)
                 continue
             payload = torch.empty_like(flat, dtype=self.wire.dtype)
-            own = self._own(payload, section)
             if self.wire.raw:
-                own.copy_(shard)
-                self._gather(payload, section)
+                self._gather(shard, payload, section)
                 flat.copy_(payload)
             else:
-                own.copy_(shard - self._pulled[index])
-                self._pulled[index].add_(own)
-                self._gather(payload, section)
+                difference = (shard - self._pulled[index]).to(self.wire.dtype)
+                self._pulled[index].add_(difference)
+                self._gather(difference, payload, section)
                 flat.copy_(last[index]).add_(payload)
 
     @torch.no_grad()
     def gather(self, into: Sequence[Tensor]) -> None:
         """Write the present weights, exact, to one flat tensor per section; nothing else changes."""
         for section, shard, flat in zip(self.sections, self._shards, into, strict=True):
-            self._own(flat, section).copy_(shard)
-            self._gather(flat, section)
+            self._gather(shard, flat, section)
 
+    @torch.no_grad()
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state for whole parameters. Collective; call it from the lane.
 
@@ -267,7 +263,9 @@ class ShardedServer:
                 shard = torch.zeros_like(self._shards[s], dtype=dtype)
                 for offset, value in elements[s, name].items():
                     shard[offset : offset + value.numel()] = value.reshape(-1)
-                views = section.views(self._gather_shards(s, shard))
+                flat = section.zeros().to(dtype)
+                self._gather(shard, flat, section)
+                views = section.views(flat)
                 for index, values in known.items():
                     if values.get(name, ("value",))[0] == "dtype":
                         state.setdefault(section.tensors[index], {})[name] = views[index].clone()
@@ -278,15 +276,9 @@ class ShardedServer:
                         state.setdefault(section.tensors[index], {})[name] = copy
         return state
 
-    @torch.no_grad()
-    def _gather_shards(self, index: int, shard: Tensor) -> Tensor:
-        section = self.sections[index]
-        flat = section.zeros().to(shard.dtype)
+    def _gather(self, shard: Tensor, flat: Tensor, section: Section) -> None:
+        """Put this rank's shard, and everyone else's, into a flat tensor of the section."""
         self._own(flat, section).copy_(shard)
-        self._gather(flat, section)
-        return flat
-
-    def _gather(self, flat: Tensor, section: Section) -> None:
         inter = self._beside.inter
         if inter is not None:
             inter.all_gather(self._beside.lane_part(flat), self._own(flat, section)).wait()
