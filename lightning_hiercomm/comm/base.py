@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -40,6 +41,51 @@ def completed_future(value: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
     future.set_result(value)
     return future
+
+
+class Completion:
+    """The end of something that another thread does, with or without an error, and the torch futures that follow it."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It has ended; to be called once, by the thread that does it."""
+        self.error = error
+        with self._lock:
+            self._ended.set()
+            futures, self._futures = self._futures, []
+        for future, value in futures:
+            self._complete(future, value)
+
+    def wait(self) -> None:
+        """Return when it has ended, or raise its error."""
+        self._ended.wait()
+        if self.error is not None:
+            raise self.error
+
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        """A future that completes with ``value``, or with the error."""
+        future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
+        with self._lock:
+            if not self._ended.is_set():
+                self._futures.append((future, value))
+                return future
+        self._complete(future, value)
+        return future
+
+    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
+        if isinstance(self.error, Exception):
+            future.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates it so
+        else:
+            future.set_result(value)
 
 
 class _Finished(Handle):

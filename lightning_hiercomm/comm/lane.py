@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.base import Handle, completed_future
+from lightning_hiercomm.comm.base import Completion, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 
 
@@ -91,46 +91,26 @@ class _Timed(Handle):
 class _Job(Handle):
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: Callable[[], object] | None = work
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._futures: list[tuple[Future[Tensor], Tensor]] = []
+        self._completion = Completion()
 
     def run(self) -> None:
         assert self._work is not None
+        error: BaseException | None = None
         try:
             self._work()
-        except BaseException as error:
-            self._error = error
+        except BaseException as raised:
+            error = raised
         self._work = None  # frees what the closure holds
-        self._ended.set()
-        with self._lock:
-            futures, self._futures = self._futures, []
-        for future, value in futures:
-            self._complete(future, value)
+        self._completion.end(error)
 
     def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        self._completion.wait()
 
     def is_done(self) -> bool:
-        return self._ended.is_set()
+        return self._completion.is_done()
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
-        with self._lock:
-            if not self._ended.is_set():
-                self._futures.append((future, value))
-                return future
-        self._complete(future, value)
-        return future
-
-    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
-        if isinstance(self._error, Exception):
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it so
-        else:
-            future.set_result(value)
+        return self._completion.future(value)
 
 
 class _StreamJob(Handle):

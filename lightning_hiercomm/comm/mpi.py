@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction, completed_future
+from lightning_hiercomm.comm.base import (
+    CommunicationError,
+    Communicator,
+    Completion,
+    Connect,
+    Handle,
+    Reduction,
+    completed_future,
+)
 from lightning_hiercomm.comm.meter import Meter
 
 if TYPE_CHECKING:
@@ -209,11 +217,9 @@ class _Move(Handle):
                     self._host[id(tensor)].copy_(tensor, non_blocking=True)
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(self._device))
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._completion = Completion()
+        self._settling = threading.Lock()
         self._is_settled = False
-        self._futures: list[tuple[Future[Tensor], Tensor]] = []
 
     # ---- called by whoever drives MPI ----------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class _Move(Handle):
 
     def try_to_end(self) -> bool:
         """Whether MPI has done it."""
-        if self._ended.is_set():
+        if self.is_done():
             return True
         assert self.requests is not None
         try:
@@ -246,46 +252,27 @@ class _Move(Handle):
             failure = self.communicator._failure(error)
             failure.__cause__ = error
             error = failure
-        with self._lock:
-            self._error = error
-            self._ended.set()
-            futures, self._futures = self._futures, []
-        for future, value in futures:
-            self._complete(future, value)
+        self._completion.end(error)
 
     # ---- called by whoever launched it ---------------------------------------------------------------------------
 
     def wait(self) -> None:
         with self.communicator.meter.waiting(self.communicator.tier, torch.device("cpu")):  # the host waits
-            self._ended.wait()
-            if self._error is not None:
-                raise self._error
+            self._completion.wait()
             self._settle()
 
     def is_done(self) -> bool:
-        return self._ended.is_set()
+        return self._completion.is_done()
 
     def future(self, value: Tensor) -> Future[Tensor]:
         if self._host:  # the copy back has to be enqueued on the caller's stream
             self.wait()
             return completed_future(value)
-        future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
-        with self._lock:
-            if not self._ended.is_set():
-                self._futures.append((future, value))
-                return future
-        self._complete(future, value)
-        return future
-
-    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
-        if isinstance(self._error, Exception):
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch annotates it so
-        else:
-            future.set_result(value)
+        return self._completion.future(value)
 
     def _settle(self) -> None:
         """Copy staged results back, once, on the current stream."""
-        with self._lock:
+        with self._settling:
             if self._is_settled:
                 return
             self._is_settled = True
