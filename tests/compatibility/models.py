@@ -76,6 +76,21 @@ class Quadratic(pl.LightningModule):
         return self.loader(self.samples(2, seed=4))
 
 
+class Normalized(Quadratic):
+    """BatchNorm straight on the samples: its running mean is linear in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        self.norm(batch[0])
+        return self.loss(batch[0], self.backbone, self.head)
+
+    def on_train_end(self):
+        self.norm.running_var.zero_()  # that of a large batch is not the mean of those of small ones
+
+
 class Net(pl.LightningModule):
     """A classifier whose ranks all train on the same samples: then any exchange is between equals."""
 

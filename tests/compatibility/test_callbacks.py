@@ -7,7 +7,7 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
-from compatibility.models import Quadratic, same_bits
+from compatibility.models import Normalized, Quadratic, same_bits
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 
 
 class Epochs(Quadratic):
@@ -65,19 +64,6 @@ def test_backbone_finetuning(follows_one_device):
 @pytest.mark.feature("StochasticWeightAveraging")
 def test_stochastic_weight_averaging(follows_one_device):
     follows_one_device(Quadratic, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=5)
-
-
-class Normalized(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(11, affine=False)
-
-    def training_step(self, batch, batch_idx):
-        self.norm(batch[0])
-        return self.loss(batch[0], self.backbone, self.head)
-
-    def on_train_end(self):
-        self.norm.running_var.zero_()
 
 
 @pytest.mark.feature("StochasticWeightAveraging")

@@ -52,14 +52,18 @@ def uninterrupted(tmp_path):
     return module.state_dict()
 
 
+def ends_as_if_uninterrupted(reports, uninterrupted):
+    same_bits(reports)
+    for name, expected in uninterrupted.items():
+        torch.testing.assert_close(reports[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_plain_checkpoint_is_resumed_elsewhere(train, uninterrupted, place):
     train(HERE, 2)
     reports = train(place, 4, resume=True)
-    same_bits(reports)
-    for name, expected in uninterrupted.items():
-        torch.testing.assert_close(reports[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)
+    ends_as_if_uninterrupted(reports, uninterrupted)
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
@@ -67,9 +71,7 @@ def test_a_plain_checkpoint_is_resumed_elsewhere(train, uninterrupted, place):
 def test_a_checkpoint_from_elsewhere_is_resumed_here(train, uninterrupted, place):
     train(place, 2)
     reports = train(HERE, 4, resume=True)
-    same_bits(reports)
-    for name, expected in uninterrupted.items():
-        torch.testing.assert_close(reports[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)
+    ends_as_if_uninterrupted(reports, uninterrupted)
 
 
 class Momentum(Quadratic):

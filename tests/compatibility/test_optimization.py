@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compatibility.models import Net, Quadratic, same_bits
+from compatibility.models import Net, Normalized, Quadratic, same_bits
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
@@ -193,21 +193,6 @@ def test_configure_model(follows_one_device):
 @pytest.mark.feature("torch.compile")
 def test_compiled_module(follows_one_device):
     follows_one_device(lambda: torch.compile(Net(), backend="aot_eager"), use_distributed_sampler=False)
-
-
-class Normalized(Quadratic):
-    """BatchNorm straight on the samples: its running mean is linear in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(11, affine=False)
-
-    def training_step(self, batch, batch_idx):
-        self.norm(batch[0])
-        return self.loss(batch[0], self.backbone, self.head)
-
-    def on_train_end(self):
-        self.norm.running_var.zero_()  # that of a large batch is not the mean of those of small ones
 
 
 @pytest.mark.feature("BatchNorm statistics agree")
