@@ -42,15 +42,16 @@ class Bucket:
     device: torch.device
     equal_in_node: bool
 
-    def empty(self, multiple_of: int = 1, extra: int = 0) -> Tensor:
+    def empty(self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None) -> Tensor:
         """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements.
 
         Args:
             multiple_of: The number of equal parts into which the buffer will be cut.
             extra: Elements after the bucket that are asked for in any case.
+            dtype: Of the buffer. Default: the bucket's.
         """
         padded = -(-(self.numel + extra) // multiple_of) * multiple_of
-        flat = torch.empty(padded, dtype=self.dtype, device=self.device)
+        flat = torch.empty(padded, dtype=dtype or self.dtype, device=self.device)
         flat[self.numel :].zero_()
         return flat
 
@@ -63,12 +64,11 @@ class Bucket:
         return flat
 
     @torch.no_grad()
-    def pack_gradients(self) -> Tensor:
-        """A packed copy of the pieces' gradients; no gradient counts as zero."""
-        flat, offset = self.empty(), 0
-        for piece in self.pieces:
-            values = flat[offset : offset + piece.length]
-            offset += piece.length
+    def pack_gradients(self, flat: Tensor | None = None) -> Tensor:
+        """Copy the pieces' gradients into ``flat`` (or a new buffer) and return it; no gradient counts as zero."""
+        if flat is None:
+            flat = self.empty()
+        for piece, values in self.split(flat):
             gradient = piece.tensor.grad
             if gradient is None:
                 values.zero_()
@@ -88,12 +88,16 @@ class Bucket:
         for elements, values in self._beside(flat):
             elements.add_(values)
 
-    def _beside(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of every piece's elements, and of its part of ``flat``."""
+    def split(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Every piece, and a 1-D view of its part of ``flat``."""
         offset = 0
         for piece in self.pieces:
-            values = flat[offset : offset + piece.length]
+            yield piece, flat[offset : offset + piece.length]
             offset += piece.length
+
+    def _beside(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of every piece's elements, and of its part of ``flat``."""
+        for piece, values in self.split(flat):
             if piece.covers_tensor():
                 yield piece.tensor, values.view(piece.tensor.shape)
             else:

@@ -71,14 +71,21 @@ class TorchCommunicator(Communicator):
             )
         # gloo's own reduce-scatter is an all-reduce inside: it moves twice the bytes. Everyone sends everyone its
         # part and adds up what arrives.
+        parts = tensor.chunk(self.size)
+        if self.size == 2 and not tensor.is_cuda:
+            return self._launch(
+                partial(self._swap, parts, [output] * 2),
+                [output, tensor],
+                finish=lambda: output.add_(parts[self.rank]),
+            )
         arrived = torch.empty_like(tensor)
         if tensor.is_cuda:
             start: Callable[[], Sequence[dist.Work | None]] = partial(
                 self._works, dist.all_to_all_single, arrived, tensor
             )
         else:
-            arrived.chunk(self.size)[self.rank].copy_(tensor.chunk(self.size)[self.rank])
-            start = partial(self._swap, tensor.chunk(self.size), arrived.chunk(self.size))
+            arrived.chunk(self.size)[self.rank].copy_(parts[self.rank])
+            start = partial(self._swap, parts, arrived.chunk(self.size))
         return self._launch(
             start,
             [output, tensor, arrived],

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.base import wait_all
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Bucket, Replica
+from lightning_hiercomm.replica import Bucket, Piece, Replica
 from lightning_hiercomm.topology import Topology
 
 ShardOn = Literal["elements", "parameters"]
+T = TypeVar("T")
 
 NEEDS_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
 """Optimizers, by lower-case class name, whose update of one element depends on the others of its tensor."""
@@ -27,87 +30,46 @@ Hyperparameters = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Section:
-    """The parameters of one param group, dtype and device, as one flat tensor of equal shards.
+    """Parameters of one param group, dtype and device, or parts of them, as one flat tensor of equal shards.
 
     Attributes:
         group: Index of the param group.
-        tensors: The parameters.
-        offsets: Where each of them begins in the flat tensor.
-        shard_numel: Elements of one shard.
+        bucket: The parameters.
         shards: Number of shards.
     """
 
     group: int
-    tensors: tuple[Tensor, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
+    bucket: Bucket
     shards: int
 
-    def zeros(self) -> Tensor:
-        """A flat tensor of zeros: 1-D, ``shards * shard_numel`` elements."""
-        return torch.zeros(self.shards * self.shard_numel, dtype=self.dtype, device=self.tensors[0].device)
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one shard; the last ones may be padding."""
+        return -(-self.bucket.numel // self.shards)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of every parameter."""
-        return self.tensors[0].dtype
+        return self.bucket.dtype
+
+    def empty(self, dtype: torch.dtype | None = None) -> Tensor:
+        """A new flat tensor, zero where it is padded: 1-D, ``shards * shard_numel`` elements."""
+        return self.bucket.empty(self.shards, dtype=dtype)
 
     def pack(self) -> Tensor:
         """The parameters' values as a flat tensor."""
-        flat = self.zeros()
-        for view, tensor in zip(self.views(flat), self.tensors, strict=True):
-            view.copy_(tensor.detach())
-        return flat
+        return self.bucket.pack(self.empty())
 
-    def pack_gradients(self, into: Tensor, begin: int) -> None:
-        """Copy the gradients of the elements from ``begin`` on into ``into``.
-
-        A parameter without a gradient counts as zero; where there is no parameter, ``into`` stays as it is.
-        """
-        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
-            start, end = max(begin - offset, 0), min(begin + into.numel() - offset, tensor.numel())
-            if start >= end:
-                continue
-            values = into[offset + start - begin :][: end - start]
-            if tensor.grad is None:
-                values.zero_()
-            else:
-                values.copy_(tensor.grad.reshape(-1)[start:end])
-
-    def slices(self, bucket_bytes: int) -> list[tuple[int, Bucket]]:
-        """The parameters as buckets, each with its place in the flat tensor, for work that needs memory on the way."""
-        runs: list[tuple[int, list[Tensor]]] = []
-        end = None
-        for offset, tensor in sorted(zip(self.offsets, self.tensors, strict=True), key=lambda placed: placed[0]):
-            if offset != end:
-                runs.append((offset, []))
-            runs[-1][1].append(tensor)
-            end = offset + tensor.numel()
-        slices = []
-        for start, tensors in runs:
-            for bucket in Replica(tensors, bucket_bytes=bucket_bytes).buckets:
-                slices.append((start, bucket))
-                start += bucket.numel
-        return slices
-
-    def unpack(self, flat: Tensor) -> None:
-        """Write a flat tensor to the parameters."""
-        for tensor, values in zip(self.tensors, self.views(flat), strict=True):
-            tensor.detach().copy_(values)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Every parameter's part of a flat tensor, in the parameter's shape."""
-        return [
-            flat[offset : offset + tensor.numel()].view(tensor.shape)
-            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
-        ]
+    def pack_gradients(self) -> Tensor:
+        """Their gradients; no gradient counts as zero."""
+        return self.bucket.pack_gradients(self.empty())
 
 
 @dataclass(frozen=True)
 class _Overlap:
-    """Elements ``start`` to ``end`` of a section's ``index``-th tensor, at ``at`` in a parameter of the shard."""
+    """Elements ``start`` to ``end`` of a parameter, at ``at`` in a parameter of the shard."""
 
-    index: int
+    tensor: Tensor
     start: int
     end: int
     at: int
@@ -117,7 +79,6 @@ class _Overlap:
 class _Owned:
     """A parameter that this rank's shard optimizer steps: a view of the shard, and what it is a part of."""
 
-    section: int
     parameter: torch.nn.Parameter
     offset: int
     overlaps: tuple[_Overlap, ...]
@@ -132,159 +93,175 @@ class ShardedServer:
         step   the owner steps its shard, with the user's own optimizer class
         pull   all-gather over each lane, then over the node
 
+    all of it section by section: the parameters are cut into sections of about a bucket, and every section into shards.
     With N parameters of b bytes on M nodes a push, and a pull, each send ``(M - 1) / M * N * b`` bytes per node, spread
     over the node's links. Owners are the ranks that lie in a lane, so the memory for optimizer state falls by their
-    number (all ranks, if the nodes are equal).
+    number (all ranks, if the nodes are equal). Besides the shard a rank holds room for its lane's part of the model,
+    where gradients wait for the link and, later, weights arrive; and for one shard of mean gradients.
 
-    :meth:`push`, :meth:`pull`, :meth:`gather` and :meth:`optimizer_state` block and use communicators of their own
-    (``beside``): call them from a :class:`~lightning_hiercomm.comm.lane.Lane`. Everything else belongs to the
-    training thread, while nothing is in flight.
+    A push leaves the training thread on the topology's communicators. What comes after it happens on the lane, where
+    pulls have communicators of their own (``beside``). Everything else may be called while nothing is in flight.
 
     Args:
         parameters: What is trained; equal on all ranks. The server starts from their values.
         optimizer: The user's optimizer of these parameters. It keeps its param groups (hence its schedulers work), but
             its state lives here.
-        beside: The topology, with communicators that nobody else uses.
+        topology: The nodes and their weights.
+        beside: The topology, with communicators that only the lane uses.
+        lane: Where the server steps, and pulls.
         wire: Payload type between nodes. Gradients are cast. Weights travel as the difference from those pulled last,
             unless the wire is raw.
         shard_on: ``"elements"`` cuts anywhere: all shards are equal. ``"parameters"`` never cuts a tensor, for
-            optimizers that need whole ones; shards are then padded to the largest, which costs bytes and memory when
-            one tensor dominates the model.
+            optimizers that need whole ones; a param group is then one section, whose shards are padded to the largest,
+            which costs bytes and memory when one tensor dominates the model.
+        bucket_bytes: Upper bound of a section's size, if it cuts on elements.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         optimizer: Optimizer,
+        topology: Topology,
         beside: Topology,
+        lane: Lane,
         wire: Wire,
         shard_on: ShardOn = "elements",
+        bucket_bytes: int = 4 * 2**20,
     ) -> None:
         self.optimizer = optimizer
         self.wire = wire
+        self._topology = topology
         self._beside = beside
-        self.sections = _sections(parameters, optimizer, beside.lanes * beside.num_nodes, shard_on)
+        self._lane = lane
+        self._trained = {id(parameter) for parameter in parameters}
+        shards = topology.lanes * topology.num_nodes
+        self.sections = list(_sections(parameters, optimizer, shards, shard_on, bucket_bytes))
+        self._numbered = list(enumerate(self.sections))
         self._shards = [self._own(section.pack(), section).clone() for section in self.sections]
         # what the other ranks hold since the last pull; differs from the shard only on a narrow wire
-        self._pulled = [shard.clone() for shard in self._shards] if self._sends_differences else []
-        self._owned = list(self._own_parameters(shard_on))
-        self._shard_optimizer = _optimizer_of_same_class(
-            optimizer,
-            [
-                [owned.parameter for owned in self._owned if self.sections[owned.section].group == group]
-                for group in range(len(optimizer.param_groups))
-            ],
-        )
+        self._known = [shard.clone() for shard in self._shards] if self._sends_differences else []
+        self._owned = [
+            list(self._own_parameters(section, shard, shard_on))
+            for section, shard in zip(self.sections, self._shards, strict=True)
+        ]
+        self._optimizers = [
+            _optimizer_of_same_class(optimizer, section.group, [each.parameter for each in owned])
+            for section, owned in zip(self.sections, self._owned, strict=True)
+        ]
+        self.start_over()
 
-    # ---- on the lane ---------------------------------------------------------------------------------------------
+    def start_over(self) -> None:
+        """Forget what was pushed and pulled, once nothing is in flight."""
+        self._means = [
+            torch.empty_like(shard, dtype=self.wire.dtype if self.wire.compresses(shard.dtype) else None)
+            for shard in self._shards
+        ]
+        # gradients on their way out or, from the end of the push on, weights on their way in
+        self._travelling = [
+            self._topology.lane_part(section.empty(mean.dtype)).clone()
+            for section, mean in zip(self.sections, self._means, strict=True)
+        ]
+        self._stepped: list[Handle] = [finished for _ in self.sections]
+        self._arrived: list[Handle] = [finished for _ in self.sections]
+        self._arriving: list[Handle] = [finished for _ in self.sections]
+
+    # ---- the method ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def push(self, gradients: Sequence[Tensor], hyperparameters: Hyperparameters) -> None:
-        """Take one weighted gradient from every node and step.
+    def push(self, index: int, gradients: Tensor | None, hyperparameters: Hyperparameters, pull: bool) -> None:
+        """Let a section's gradients go to its owners, who then step; returns as soon as they are on their way.
 
         Args:
-            gradients: ``W_m g_m``, as :meth:`pack_gradients` lays it out; consumed.
+            index: The section's number. All sections are pushed in each iteration, in their order, and a section whose
+                weights were pulled after they have been taken from :meth:`arrivals`.
+            gradients: The node's mean gradients, a flat tensor of the section; or None if they overflowed.
             hyperparameters: Of the user's optimizer at this iteration, see :meth:`hyperparameters`.
+            pull: Whether :meth:`arrivals` will be asked for the weights that the step leaves.
         """
-        inter = self._beside.inter
+        inter = self._topology.inter
         if inter is None:
             return
-        means, pushes = [], []
-        for section, part in zip(self.sections, gradients, strict=True):
-            sent = part.to(self.wire.dtype) if self.wire.compresses(part.dtype) else part
-            means.append(sent.new_empty(section.shard_numel))
-            pushes.append(inter.reduce_scatter(means[-1], sent))
-        wait_all(pushes)
-        for owned in self._owned:
-            mean = means[owned.section][owned.offset :][: owned.parameter.numel()]
-            owned.parameter.grad = mean.to(owned.parameter.dtype).view(owned.parameter.shape)
-        for group, values in zip(self._shard_optimizer.param_groups, hyperparameters, strict=True):
-            group.update(values)
-        self._shard_optimizer.step()
-        self._shard_optimizer.zero_grad(set_to_none=True)
+        self._stepped[index].wait()  # the push before this one used the same memory
+        sent = self._travelling[index]
+        if gradients is None:
+            sent.zero_()
+        else:
+            torch.mul(self._topology.lane_part(gradients), self._topology.node_weight, out=sent)
+        summed = inter.reduce_scatter(self._means[index], sent)
+
+        def step() -> None:
+            summed.wait()
+            self._step(index, hyperparameters)
+            if pull:
+                self._arriving[index] = self._start_pull(index)
+
+        self._stepped[index] = self._lane.submit(step)
+
+    def await_pulls(self) -> None:
+        """Let the lane see to it that what this iteration's pushes were told to pull arrives."""
+        if self._topology.inter is None:
+            return
+        for index, _ in self._numbered:
+
+            def arrive(index: int = index, stepped: Handle = self._stepped[index]) -> None:
+                stepped.wait()  # it has ended, but may have failed
+                self._arriving[index].wait()
+
+            self._arrived[index] = self._lane.submit(arrive)
 
     @torch.no_grad()
-    def pull(self, into: Sequence[Tensor], last: Sequence[Tensor]) -> None:
-        """Give all ranks the present weights.
+    def arrivals(self, last: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Wait for the weights that were pulled, and gather them inside the node.
 
         Args:
-            into: One flat tensor per section; overwritten.
-            last: What the last pull (or :meth:`restart`) gave; read if differences travel.
+            last: What this, or :meth:`restart`, gave last; one flat tensor per section.
+
+        Yields:
+            One new flat tensor per section, in their order.
         """
-        for index, (section, flat) in enumerate(zip(self.sections, into, strict=True)):
-            shard = self._shards[index]
-            if not self.wire.compresses(section.dtype):
-                self._gather(shard, flat, section)
-                continue
-            payload = torch.empty_like(flat, dtype=self.wire.dtype)
-            if self.wire.raw:
-                self._gather(shard, payload, section)
-                flat.copy_(payload)
+
+        def share(index: int, section: Section) -> tuple[Tensor, Handle]:
+            self._arrived[index].wait()
+            payload = section.empty(self._travelling[index].dtype)
+            self._topology.lane_part(payload).copy_(self._travelling[index])
+            return payload, self._topology.share_lane_parts(payload)
+
+        shared = (share(index, section) for index, section in self._numbered)
+        for (payload, handle), before in zip(_early(shared), last, strict=True):
+            handle.wait()
+            if payload.dtype == before.dtype:
+                yield payload
             else:
-                difference = (shard - self._pulled[index]).to(self.wire.dtype)
-                self._pulled[index].add_(difference)
-                self._gather(difference, payload, section)
-                flat.copy_(last[index]).add_(payload)
+                yield before + payload if self._sends_differences else payload.to(before.dtype)
 
     @torch.no_grad()
-    def gather(self, into: Sequence[Tensor]) -> None:
-        """Write the present weights, exact, to one flat tensor per section; nothing else changes."""
-        for section, shard, flat in zip(self.sections, self._shards, into, strict=True):
-            self._gather(shard, flat, section)
+    def _step(self, index: int, hyperparameters: Hyperparameters) -> None:
+        mean, optimizer = self._means[index], self._optimizers[index]
+        for owned in self._owned[index]:
+            part = mean[owned.offset :][: owned.parameter.numel()]
+            owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
+        optimizer.param_groups[0].update(hyperparameters[self.sections[index].group])
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state for whole parameters. Collective; call it from the lane.
+    def _start_pull(self, index: int) -> Handle:
+        shard, part, inter = self._shards[index], self._travelling[index], self._beside.inter
+        assert inter is not None
+        own = part[inter.rank * shard.numel() :][: shard.numel()]
+        if own.dtype != shard.dtype and self._sends_differences:
+            own.copy_(shard - self._known[index])
+            self._known[index].add_(own)
+        else:
+            own.copy_(shard)
+        return inter.all_gather(part, own)
 
-        Returns:
-            For each parameter that has state, what the optimizer would hold for it in a run without shards.
-        """
-        # per section and tensor: values, and for state with one number per element only its dtype
-        mine: list[dict[int, dict[str, Any]]] = [{} for _ in self.sections]
-        elements: dict[tuple[int, str], dict[int, Tensor]] = defaultdict(dict)
-        for owned in self._owned:
-            for name, value in self._shard_optimizer.state.get(owned.parameter, {}).items():
-                is_elementwise = _is_elementwise(name, value, owned.parameter)
-                if is_elementwise:
-                    elements[owned.section, name][owned.offset] = value
-                for overlap in owned.overlaps:
-                    said = ("dtype", str(value.dtype)) if is_elementwise else ("value", _on_cpu(value))
-                    mine[owned.section].setdefault(overlap.index, {})[name] = said
-        everyone = self._beside.world.all_gather_object(mine)
-        state: dict[Tensor, dict[str, Any]] = {}
-        for s, section in enumerate(self.sections):
-            known: dict[int, dict[str, Any]] = {}
-            for theirs in everyone:
-                for index, values in theirs[s].items():
-                    known.setdefault(index, {}).update(values)
-            dtypes = {n: value for values in known.values() for n, (kind, value) in values.items() if kind == "dtype"}
-            for name in sorted(dtypes):
-                dtype = getattr(torch, dtypes[name].removeprefix("torch."))
-                shard = torch.zeros_like(self._shards[s], dtype=dtype)
-                for offset, value in elements[s, name].items():
-                    shard[offset : offset + value.numel()] = value.reshape(-1)
-                flat = section.zeros().to(dtype)
-                self._gather(shard, flat, section)
-                views = section.views(flat)
-                for index, values in known.items():
-                    if values.get(name, ("value",))[0] == "dtype":
-                        state.setdefault(section.tensors[index], {})[name] = views[index].clone()
-            for index, values in known.items():
-                for name, (kind, value) in values.items():
-                    if kind == "value":
-                        copy = value.clone() if isinstance(value, Tensor) else value
-                        state.setdefault(section.tensors[index], {})[name] = copy
-        return state
+    # ---- while nothing is in flight ------------------------------------------------------------------------------
 
-    def _gather(self, shard: Tensor, flat: Tensor, section: Section) -> None:
-        """Put this rank's shard, and everyone else's, into a flat tensor of the section."""
-        self._own(flat, section).copy_(shard)
-        inter = self._beside.inter
-        if inter is not None:
-            inter.all_gather(self._beside.lane_part(flat), self._own(flat, section)).wait()
-        self._beside.share_lane_parts(flat).wait()
-
-    # ---- on the training thread ----------------------------------------------------------------------------------
+    def settle(self) -> None:
+        """Wait until nothing is in flight; weights that were pulled stay where :meth:`arrivals` finds them."""
+        for handle in (*self._stepped, *self._arrived):
+            handle.wait()
 
     def hyperparameters(self) -> Hyperparameters:
         """What the user's optimizer (and its schedulers) say now."""
@@ -297,72 +274,125 @@ class ShardedServer:
             for group in self.optimizer.param_groups
         ]
 
-    def gradient_buffers(self) -> list[Tensor]:
-        """Room for what this rank pushes: one 1-D tensor per section, its lane's part of it; zeros."""
-        return [self._beside.lane_part(section.zeros()).clone() for section in self.sections]
-
-    @torch.no_grad()
-    def pack_gradients(self, into: Sequence[Tensor]) -> None:
-        """Copy the parameters' gradients into :meth:`gradient_buffers`."""
-        for section, part in zip(self.sections, into, strict=True):
-            section.pack_gradients(part, begin=self._beside.local_rank * self._beside.num_nodes * section.shard_numel)
+    def weights(self) -> Iterator[Tensor]:
+        """The present weights, exact: one new flat tensor per section. Collective."""
+        return self._gathered(self._shards, self.sections)
 
     @torch.no_grad()
     def restart(self, weights: Sequence[Tensor]) -> None:
         """Go on from other weights, equal on all ranks, one flat tensor per section; the optimizer state stays."""
-        for index, (section, flat) in enumerate(zip(self.sections, weights, strict=True)):
-            self._shards[index].copy_(self._own(flat, section))
+        self.start_over()
+        for index, section in self._numbered:
+            self._shards[index].copy_(self._own(weights[index], section))
             if self._sends_differences:
-                self._pulled[index].copy_(self._shards[index])
+                self._known[index].copy_(self._shards[index])
+
+    @torch.no_grad()
+    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state for whole parameters. Collective.
+
+        Returns:
+            For each parameter that has state, what the optimizer would hold for it in a run without shards.
+        """
+        # per section, for each piece by its place: values, and for state with one number per element only its dtype
+        mine: list[dict[int, dict[str, Any]]] = []
+        for section, owned, optimizer in zip(self.sections, self._owned, self._optimizers, strict=True):
+            places = {id(piece.tensor): place for place, piece in enumerate(section.bucket.pieces)}
+            said: dict[int, dict[str, Any]] = defaultdict(dict)
+            for each in owned:
+                for name, value in optimizer.state.get(each.parameter, {}).items():
+                    is_elementwise = _is_elementwise(name, value, each.parameter)
+                    for overlap in each.overlaps:
+                        said[places[id(overlap.tensor)]][name] = value.dtype if is_elementwise else _Value(value)
+            mine.append(dict(said))
+        everyone = self._topology.world.all_gather_object(mine)
+        state: dict[Tensor, dict[str, Any]] = {}
+        for index, section in self._numbered:
+            known: dict[int, dict[str, Any]] = defaultdict(dict)
+            for theirs in everyone:
+                for place, values in theirs[index].items():
+                    known[place].update(values)
+            elementwise = {n: v for values in known.values() for n, v in values.items() if isinstance(v, torch.dtype)}
+            for name, dtype in sorted(elementwise.items()):
+                (flat,) = self._gathered([self._shard_of_state(index, name, dtype)], [section])
+                for place, (piece, values) in enumerate(section.bucket.split(flat)):
+                    if isinstance(known[place].get(name), torch.dtype):
+                        held = state.setdefault(piece.tensor, {})
+                        if name not in held:
+                            held[name] = torch.empty(piece.tensor.shape, dtype=dtype, device=piece.tensor.device)
+                        held[name].view(-1)[piece.start :][: piece.length] = values
+            for place, values_by_name in known.items():
+                for name, value in values_by_name.items():
+                    if isinstance(value, _Value):
+                        state.setdefault(section.bucket.pieces[place].tensor, {}).setdefault(name, value.copy())
+        return state
 
     @torch.no_grad()
     def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Take this rank's shard of a state for whole parameters, as :meth:`optimizer_state` returns it."""
-        self._shard_optimizer.state.clear()
-        for owned in self._owned:
-            tensors = self.sections[owned.section].tensors
-            saved = [(overlap, tensors[overlap.index]) for overlap in owned.overlaps]
-            for overlap, tensor in saved:
-                for name, value in state.get(tensor, {}).items():
-                    held = self._shard_optimizer.state[owned.parameter]
-                    if not _is_elementwise(name, value, tensor):
-                        held.setdefault(name, self._placed(name, value, owned))
-                        continue
-                    if name not in held:
-                        held[name] = torch.zeros_like(owned.parameter, dtype=value.dtype)
-                    held[name].view(-1)[overlap.at :][: overlap.end - overlap.start] = value.reshape(-1)[
-                        overlap.start : overlap.end
-                    ]
+        for owned, optimizer in zip(self._owned, self._optimizers, strict=True):
+            optimizer.state.clear()
+            for each in owned:
+                for overlap in each.overlaps:
+                    for name, value in state.get(overlap.tensor, {}).items():
+                        held = optimizer.state[each.parameter]
+                        if not _is_elementwise(name, value, overlap.tensor):
+                            held.setdefault(name, _placed(name, value, each, optimizer))
+                            continue
+                        if name not in held:
+                            held[name] = torch.zeros_like(each.parameter, dtype=value.dtype)
+                        held[name].view(-1)[overlap.at :][: overlap.end - overlap.start] = value.reshape(-1)[
+                            overlap.start : overlap.end
+                        ]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of weights and optimizer state."""
+        """This rank's shard of weights and optimizer state, and what has arrived but was not taken."""
         return {
             "shards": [shard.clone() for shard in self._shards],
-            "pulled": [shard.clone() for shard in self._pulled],
+            "known": [shard.clone() for shard in self._known],
+            "travelling": [part.clone() for part in self._travelling],
             "optimizer": [
-                {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
-                for held in (self._shard_optimizer.state.get(owned.parameter, {}) for owned in self._owned)
+                [
+                    {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
+                    for held in (optimizer.state.get(each.parameter, {}) for each in owned)
+                ]
+                for owned, optimizer in zip(self._owned, self._optimizers, strict=True)
             ],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology)."""
-        for tensors, saved in ((self._shards, state["shards"]), (self._pulled, state["pulled"])):
-            for tensor, values in zip(tensors, saved, strict=True):
+        for name, tensors in (("shards", self._shards), ("known", self._known), ("travelling", self._travelling)):
+            for tensor, values in zip(tensors, state[name], strict=True):
                 tensor.copy_(values)
-        self._shard_optimizer.state.clear()
-        for owned, held in zip(self._owned, state["optimizer"], strict=True):
-            for name, value in held.items():
-                self._shard_optimizer.state[owned.parameter][name] = self._placed(name, value, owned)
+        for owned, optimizer, saved in zip(self._owned, self._optimizers, state["optimizer"], strict=True):
+            optimizer.state.clear()
+            for each, held in zip(owned, saved, strict=True):
+                for name, value in held.items():
+                    optimizer.state[each.parameter][name] = _placed(name, value, each, optimizer)
 
-    def _placed(self, name: str, value: Any, owned: _Owned) -> Any:
-        """A copy of a value of the optimizer's state, where the optimizer wants it: step counts often on the CPU."""
-        if not isinstance(value, Tensor):
-            return value
-        group = self._shard_optimizer.param_groups[self.sections[owned.section].group]
-        stays = name == "step" and not (group.get("capturable") or group.get("fused"))
-        return value.clone() if stays else value.to(owned.parameter.device, copy=True)
+    def _shard_of_state(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
+        shard = torch.zeros_like(self._shards[index], dtype=dtype)
+        for each in self._owned[index]:
+            value = self._optimizers[index].state.get(each.parameter, {}).get(name)
+            if _is_elementwise(name, value, each.parameter):
+                shard[each.offset :][: value.numel()] = value.reshape(-1)
+        return shard
+
+    @torch.no_grad()
+    def _gathered(self, shards: Sequence[Tensor], sections: Sequence[Section]) -> Iterator[Tensor]:
+        """Everyone's shards, as one flat tensor per section."""
+
+        def gather(shard: Tensor, section: Section) -> tuple[Tensor, Handle]:
+            flat = section.empty(shard.dtype)
+            own, inter = self._own(flat, section).copy_(shard), self._topology.inter
+            return flat, finished if inter is None else inter.all_gather(self._topology.lane_part(flat), own)
+
+        for flat, handle in _early(map(gather, shards, sections)):
+            handle.wait()
+            self._topology.share_lane_parts(flat).wait()
+            yield flat
 
     # ---- who owns what -------------------------------------------------------------------------------------------
 
@@ -372,66 +402,85 @@ class ShardedServer:
 
     def _own(self, flat: Tensor, section: Section) -> Tensor:
         """This rank's shard of a flat tensor: a view, empty for a rank in no lane."""
-        part, inter = self._beside.lane_part(flat), self._beside.inter
+        part, inter = self._topology.lane_part(flat), self._topology.inter
         return part if inter is None else part[inter.rank * section.shard_numel :][: section.shard_numel]
 
-    def _own_parameters(self, shard_on: ShardOn) -> Iterator[_Owned]:
-        inter = self._beside.inter
+    def _own_parameters(self, section: Section, shard: Tensor, shard_on: ShardOn) -> Iterator[_Owned]:
+        inter = self._topology.inter
         if inter is None:
             return
-        shard_index = self._beside.local_rank * inter.size + inter.rank
-        for s, section in enumerate(self.sections):
-            begin = shard_index * section.shard_numel
-            overlaps = []
-            for index, (tensor, offset) in enumerate(zip(section.tensors, section.offsets, strict=True)):
-                start, end = max(begin - offset, 0), min(begin + section.shard_numel - offset, tensor.numel())
-                if start < end:
-                    overlaps.append(_Overlap(index, start, end, offset + start - begin))
-            if shard_on == "parameters":
-                for overlap in overlaps:
-                    shape = section.tensors[overlap.index].shape
-                    values = self._shards[s][overlap.at : overlap.at + overlap.end]
-                    whole = _Overlap(overlap.index, 0, overlap.end, 0)
-                    yield _Owned(s, torch.nn.Parameter(values.view(shape)), overlap.at, (whole,))
-            elif overlaps:  # the padding at the very end belongs to nobody
-                used = overlaps[-1].at + overlaps[-1].end - overlaps[-1].start
-                yield _Owned(s, torch.nn.Parameter(self._shards[s][:used]), 0, tuple(overlaps))
+        begin = (self._topology.local_rank * inter.size + inter.rank) * section.shard_numel
+        overlaps, offset = [], 0
+        for piece in section.bucket.pieces:
+            start, end = max(begin - offset, 0), min(begin + section.shard_numel - offset, piece.length)
+            if start < end and id(piece.tensor) in self._trained:
+                at = offset + start - begin
+                overlaps.append(_Overlap(piece.tensor, piece.start + start, piece.start + end, at))
+            offset += piece.length
+        if shard_on == "parameters":
+            for overlap in overlaps:
+                values = shard[overlap.at :][: overlap.end].view(overlap.tensor.shape)
+                whole = _Overlap(overlap.tensor, 0, overlap.end, 0)
+                yield _Owned(torch.nn.Parameter(values), overlap.at, (whole,))
+        elif overlaps:  # the padding at the very end belongs to nobody
+            used = overlaps[-1].at + overlaps[-1].end - overlaps[-1].start
+            yield _Owned(torch.nn.Parameter(shard[:used]), 0, tuple(overlaps))
 
 
-def _sections(parameters: Sequence[Tensor], optimizer: Optimizer, shards: int, shard_on: ShardOn) -> list[Section]:
+@dataclass(frozen=True)
+class _Value:
+    """A value of the optimizer's state on its way to other ranks, through the CPU."""
+
+    value: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": self.value.detach().cpu() if isinstance(self.value, Tensor) else self.value}
+
+    def copy(self) -> Any:
+        return self.value.clone() if isinstance(self.value, Tensor) else self.value
+
+
+def _early(started: Iterator[T], ahead: int = 2) -> Iterator[T]:
+    """The same, but a few items are made before they are asked for."""
+    waiting = deque(islice(started, ahead))
+    while waiting:
+        yield waiting.popleft()
+        waiting.extend(islice(started, 1))
+
+
+def _sections(
+    parameters: Sequence[Tensor], optimizer: Optimizer, shards: int, shard_on: ShardOn, bucket_bytes: int
+) -> Iterator[Section]:
     trained = {id(parameter) for parameter in parameters}
-    sections = []
     for group, values in enumerate(optimizer.param_groups):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for parameter in values["params"]:
             if id(parameter) in trained:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for tensors in kinds.values():
-            place = _on_elements if shard_on == "elements" else _on_parameters
-            offsets, shard_numel = place([tensor.numel() for tensor in tensors], shards)
-            sections.append(Section(group, tuple(tensors), tuple(offsets), shard_numel, shards))
-    return sections
+            cut = Replica(tensors, bucket_bytes=bucket_bytes).buckets
+            for bucket in cut if shard_on == "elements" else [_bucket_of_whole_tensors(tensors, shards)]:
+                yield Section(group, bucket, shards)
 
 
-def _on_elements(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """Offsets of tensors laid end to end, and the size of a shard."""
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    return offsets, -(-sum(sizes) // shards)
-
-
-def _on_parameters(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """Offsets of tensors that each lie in one shard: the largest first, always to the emptiest shard."""
-    placed: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+def _bucket_of_whole_tensors(tensors: Sequence[Tensor], shards: int) -> Bucket:
+    """Tensors in such an order, and padded so, that each lies in one shard: the largest first, to the emptiest."""
+    placed: list[list[Tensor]] = [[] for _ in range(shards)]
     loads = [0] * shards
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        shard = min(range(shards), key=lambda j: loads[j])
-        placed[index] = (shard, loads[shard])
-        loads[shard] += sizes[index]
-    return [shard * max(loads) + within for shard, within in placed], max(loads)
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.numel()):
+        shard = min(range(shards), key=lambda i: loads[i])
+        placed[shard].append(tensor)
+        loads[shard] += tensor.numel()
+    padding = tensors[0].new_zeros(max(loads) - min(loads))
+    pieces = []
+    for held, load in zip(placed, loads, strict=True):
+        whole = [*held, padding[: max(loads) - load]]
+        pieces += [Piece(tensor, 0, tensor.numel()) for tensor in whole if tensor.numel()]
+    return Bucket(tuple(pieces), shards * max(loads), tensors[0].dtype, tensors[0].device, equal_in_node=True)
 
 
-def _optimizer_of_same_class(optimizer: Optimizer, parameters: Sequence[list[torch.nn.Parameter]]) -> Optimizer:
-    """An optimizer like the user's, with other parameters and without state.
+def _optimizer_of_same_class(optimizer: Optimizer, group: int, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    """An optimizer like one param group of the user's, with other parameters and without state.
 
     The class's constructor is not called: its arguments cannot be told from an instance (``AdamW`` does not take all
     its own defaults). The user's hooks, and the wrapper that a scheduler puts around ``step``, stay with the user's.
@@ -442,16 +491,19 @@ def _optimizer_of_same_class(optimizer: Optimizer, parameters: Sequence[list[tor
         if isinstance(value, OrderedDict):  # hooks
             setattr(twin, name, OrderedDict())
     twin.state = defaultdict(dict)
-    twin.param_groups = [
-        {**group, "params": params} for group, params in zip(optimizer.param_groups, parameters, strict=True)
-    ]
+    twin.param_groups = [{**optimizer.param_groups[group], "params": parameters}]
     return twin
 
 
-def _is_elementwise(name: str, value: object, parameter: Tensor) -> bool:
+def _is_elementwise(name: str, value: object, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has one number per element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _placed(name: str, value: Any, owned: _Owned, optimizer: Optimizer) -> Any:
+    """A copy of a value of the optimizer's state, where the optimizer wants it: step counts often on the CPU."""
+    if not isinstance(value, Tensor):
+        return value
+    group = optimizer.param_groups[0]
+    stays = name == "step" and not (group.get("capturable") or group.get("fused"))
+    return value.clone() if stays else value.to(owned.parameter.device, copy=True)

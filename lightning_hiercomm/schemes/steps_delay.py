@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from itertools import repeat
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Bucket, Replica
+from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.averaging import Average
 from lightning_hiercomm.schemes.base import Scheme
-from lightning_hiercomm.schemes.server import NEEDS_WHOLE_TENSORS, ShardedServer, ShardOn
+from lightning_hiercomm.schemes.server import NEEDS_WHOLE_TENSORS, Section, ShardedServer, ShardOn
 from lightning_hiercomm.topology import Topology
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class LocalUpdate:
     """What a local rule may use for some of the parameters; it moves :attr:`weights` in place.
 
     All tensors are 1-D, of one length, dtype and device, and hold a part of the parameters of one param group: a rule
-    is called for one part after another, and must treat each element by itself.
+    is called for one part after another, always the same parts, and must treat each element by itself.
 
     Attributes:
         weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
@@ -65,15 +65,6 @@ class LocalUpdate:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _Slice(NamedTuple):
-    """A part of the model that is small enough for the local rule's temporaries."""
-
-    section: int
-    group: int
-    part: slice  # of the section's flat tensor
-    bucket: Bucket
-
-
 LocalRule: TypeAlias = Callable[[LocalUpdate], None]
 
 
@@ -92,15 +83,16 @@ def glu(update: LocalUpdate) -> None:
     if update.learning_rate == 0:  # a schedule's first or last step: the local learning rate is 0, too
         return
     scale = (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
+    weights, local_learning_rate = update.weights, update.local_learning_rate
+    direction = update.gradient.mul(update.alpha).add_(weights, alpha=update.weight_decay)
     if not update.hold:
-        grad_sync = (update.pulled - update.weights).mul_(scale)
+        # w' - loc_lr * beta * grad_sync in one pass, without a copy: w' moves away from pre
+        weights.lerp_(update.pulled, -local_learning_rate * update.beta * scale)
     else:
         if update.has_arrived or "grad_sync" not in update.state:
-            update.state["grad_sync"] = (update.pulled - update.weights).mul_(scale)
-        grad_sync = update.state["grad_sync"]
-    direction = update.weights.mul(update.weight_decay)
-    direction.add_(update.gradient, alpha=update.alpha).add_(grad_sync, alpha=update.beta)
-    update.weights.sub_(direction, alpha=update.local_learning_rate)
+            update.state["grad_sync"] = (update.pulled - weights).mul_(scale)
+        direction.add_(update.state["grad_sync"], alpha=update.beta)
+    weights.sub_(direction, alpha=local_learning_rate)
 
 
 def sgd(update: LocalUpdate) -> None:
@@ -150,13 +142,13 @@ class StepsDelay(Scheme):
         if u % k == k - 1:        pull w, including this iteration's gradients
 
     Push, server step and pull run beside training. A pull is waited for at the end of the next iteration, so it shows
-    in the forward pass after the next; two pushes may be under way. The first ``warmup_steps`` iterations are
-    synchronous SGD.
+    in the forward pass after the next; so is a push, bucket by bucket, as the next one follows it. The first
+    ``warmup_steps`` iterations are synchronous SGD.
 
     The server is sharded over the ranks (see :class:`~lightning_hiercomm.schemes.server.ShardedServer`), so a node
     sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step, against ``2 (M - 1) / M`` of an all-reduce, and every
-    rank holds only its share of the optimizer's state. In return it holds two more copies of the model, for the weights
-    pulled last and for those that arrive, and its lane's part of two gradients under way.
+    rank holds only its share of the optimizer's state. In return it holds a copy of the model, the weights pulled last,
+    and its lane's part of what is under way.
 
     **Learning rates.** The server uses the user's optimizer: class, param groups, learning rate, momentum and weight
     decay as they are at each step, so schedulers work. The local rule uses ``local_lr_scale`` times the learning
@@ -232,12 +224,8 @@ class StepsDelay(Scheme):
         self.local_update = local_update
         self.shard_on: ShardOn = shard_on
         self._delayed_steps = 0  # u
-        self._pull_in_flight: Handle = finished
-        self._pushing: list[tuple[Handle, list[Tensor]]] = []  # W_m g
-        # one flat tensor per section of the server
+        # one per section of the server
         self._pulled: list[Tensor] = []  # pre
-        self._arrived: list[Tensor] = []
-        self._slices: list[_Slice] = []
         self._rule_state: list[dict[str, Tensor]] = []
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
@@ -259,13 +247,17 @@ class StepsDelay(Scheme):
             self._lane = Lane(replica.device, topology.meter)
             self.lanes = [self._lane]
         self._average = Average(Replica((), replica.buffers, replica.bucket_bytes), topology)
-        self._server = ShardedServer(replica.parameters, optimizer, self._beside, self.wire, self.shard_on)
+        self._server = ShardedServer(
+            replica.parameters,
+            optimizer,
+            topology,
+            self._beside,
+            self._lane,
+            self.wire,
+            self.shard_on,
+            replica.bucket_bytes,
+        )
         self._server.take_optimizer_state(server_state)
-        self._slices = [
-            _Slice(index, section.group, slice(start, start + bucket.numel), bucket)
-            for index, section in enumerate(self._server.sections)
-            for start, bucket in section.slices(replica.bucket_bytes)
-        ]
         self._start_from_replica()
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
@@ -322,103 +314,80 @@ class StepsDelay(Scheme):
             server: The server.
             has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
         """
-        self._push(server, has_gradient)
-        if self.phase == "warm-up":
-            self._pull(server)
-            self._pull_in_flight.wait()
-            self._arrived, self._pulled = self._pulled, self._arrived
-            for section, weights in zip(server.sections, self._pulled, strict=True):
-                section.unpack(weights)
-            self.agreements += 1
-            return
-        has_arrived = self._has_arrived
-        if has_arrived:
-            self._pull_in_flight.wait()
-        if has_gradient or has_arrived:
-            self._update_locally(has_gradient, has_arrived)
-        if has_arrived:
-            self._arrived, self._pulled = self._pulled, self._arrived  # pre := w', as it arrived
+        is_warming_up, has_arrived = self.phase == "warm-up", self._has_arrived
+        pulls = is_warming_up or self._delayed_steps % self.delay == self.delay - 1
+        hyperparameters = server.hyperparameters()
+        arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
+        for index, section in enumerate(server.sections):
+            arrived = next(arrivals)
+            gradients = section.pack_gradients() if has_gradient else None
+            server.push(index, gradients, hyperparameters, pulls)
+            if not is_warming_up:
+                self._update_locally(index, section, gradients, arrived)
+            if arrived is not None:
+                self._pulled[index] = arrived  # pre := w', as it arrived
+        if pulls:
+            server.await_pulls()
+        if is_warming_up:
+            for index, weights in enumerate(server.arrivals(self._pulled)):
+                server.sections[index].bucket.unpack(weights)
+                self._pulled[index] = weights
+        else:
+            self._delayed_steps += 1
+        if is_warming_up or has_arrived:
             self.agreements += 1
             self.unagreed_steps = 0
-        if self._delayed_steps % self.delay == self.delay - 1:
-            self._pull(server)
-        self._delayed_steps += 1
 
     @property
     def _has_arrived(self) -> bool:
         """Whether what was pulled last has not been taken over yet."""
         return self._delayed_steps > 0 and self._delayed_steps % self.delay == 0
 
-    def _update_locally(self, has_gradient: bool, has_arrived: bool) -> None:
+    def _update_locally(self, index: int, section: Section, gradients: Tensor | None, arrived: Tensor | None) -> None:
+        """Move a section's weights by the local rule, from those that arrived if some did."""
+        if gradients is None and arrived is None:
+            return
         assert self.optimizer is not None
-        for (section, group_index, part, bucket), state in zip(self._slices, self._rule_state, strict=True):
-            device_weights = bucket.pack()
-            weights = self._arrived[section][part].clone() if has_arrived else device_weights
-            if has_gradient:
-                group = self.optimizer.param_groups[group_index]
-                learning_rate = float(group["lr"])
-                gradient = bucket.pack_gradients()
-                self.rule(
-                    LocalUpdate(
-                        weights=weights,
-                        gradient=gradient.neg_() if group.get("maximize") else gradient,
-                        taken_at=device_weights,
-                        pulled=self._pulled[section][part],
-                        has_arrived=has_arrived,
-                        learning_rate=learning_rate,
-                        local_learning_rate=self.local_lr_scale * learning_rate,
-                        momentum=float(group.get("momentum", 0.0)),
-                        dampening=float(group.get("dampening", 0.0)),
-                        weight_decay=float(group.get("weight_decay", 0.0)),
-                        delay=self.delay,
-                        alpha=self.alpha,
-                        beta=self.beta,
-                        hold=self.hold,
-                        state=state,
-                    )
+        used = slice(section.bucket.numel)  # the rest is padding
+        device_weights = section.bucket.pack()
+        weights = device_weights if arrived is None else arrived[used].clone()
+        if gradients is not None:
+            group = self.optimizer.param_groups[section.group]
+            learning_rate = float(group["lr"])
+            self.rule(
+                LocalUpdate(
+                    weights=weights,
+                    gradient=gradients[used].neg_() if group.get("maximize") else gradients[used],
+                    taken_at=device_weights,
+                    pulled=self._pulled[index][used],
+                    has_arrived=arrived is not None,
+                    learning_rate=learning_rate,
+                    local_learning_rate=self.local_lr_scale * learning_rate,
+                    momentum=float(group.get("momentum", 0.0)),
+                    dampening=float(group.get("dampening", 0.0)),
+                    weight_decay=float(group.get("weight_decay", 0.0)),
+                    delay=self.delay,
+                    alpha=self.alpha,
+                    beta=self.beta,
+                    hold=self.hold,
+                    state=self._rule_state[index],
                 )
-            bucket.unpack(weights)
-
-    def _push(self, server: ShardedServer, has_gradient: bool) -> None:
-        """Push, and step the server, beside training and after what was launched before."""
-        self._pushing, (pushed, sent) = self._pushing[1:], self._pushing[0]
-        pushed.wait()  # the push before this one may still be under way
-        if has_gradient:
-            server.pack_gradients(sent)
-        for gradient in sent:
-            gradient.mul_(self.topology.node_weight) if has_gradient else gradient.zero_()
-        hyperparameters = server.hyperparameters()
-        pushed = self._lane.submit(lambda: server.push(sent, hyperparameters))
-        self._pushing.append((pushed, sent))
-
-    def _pull(self, server: ShardedServer) -> None:
-        """Let the server's weights, after all pushes so far, arrive beside training."""
-        arrived, pulled, (pushed, _) = self._arrived, self._pulled, self._pushing[-1]
-
-        def pull() -> None:
-            pushed.wait()  # it has ended, but may have failed
-            server.pull(arrived, pulled)
-
-        self._pull_in_flight = self._lane.submit(pull)
+            )
+        section.bucket.unpack(weights)
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
         assert self._server is not None
-        self._pull_in_flight = finished
         self._delayed_steps = 0
         self._pulled = [section.pack() for section in self._server.sections]
-        self._arrived = [torch.empty_like(pulled) for pulled in self._pulled]
-        # two, or the link would be idle from the end of one push until the next gradient is packed
-        self._pushing = [(finished, self._server.gradient_buffers()) for _ in range(2)]
-        self._rule_state = [{} for _ in self._slices]
+        self._rule_state = [{} for _ in self._server.sections]
         self._server.restart(self._pulled)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        for pushed, _ in self._pushing:
-            pushed.wait()
-        self._pull_in_flight.wait()
+        if self._server is not None:
+            self._server.settle()
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -427,12 +396,8 @@ class StepsDelay(Scheme):
         server = self._server
         if server is None or self._holds_final_weights:
             return
-        gathered = self._arrived
-        if self._has_arrived:  # it holds what is still to be taken over
-            gathered = [torch.empty_like(arrived) for arrived in self._arrived]
-        self._lane.submit(lambda: server.gather(gathered)).wait()
-        for section, weights in zip(server.sections, gathered, strict=True):
-            section.unpack(weights)
+        for section, weights in zip(server.sections, server.weights(), strict=True):
+            section.bucket.unpack(weights)
         self._average(self.steps)
 
     @property
@@ -471,7 +436,6 @@ class StepsDelay(Scheme):
             state["exchange"] = {
                 "delayed_steps": self._delayed_steps,
                 "pulled": [tensor.clone() for tensor in self._pulled],
-                "arrived": [tensor.clone() for tensor in self._arrived],
                 "rule": [{name: value.clone() for name, value in held.items()} for held in self._rule_state],
                 "server": self._server.state_dict(),
             }
@@ -487,9 +451,8 @@ class StepsDelay(Scheme):
         if exchange is None:
             return
         self._delayed_steps = exchange["delayed_steps"]
-        for tensors, saved in ((self._pulled, exchange["pulled"]), (self._arrived, exchange["arrived"])):
-            for tensor, values in zip(tensors, saved, strict=True):
-                tensor.copy_(values)
+        for tensor, values in zip(self._pulled, exchange["pulled"], strict=True):
+            tensor.copy_(values)
         self._rule_state = [
             {name: value.to(self.replica.device, copy=True) for name, value in held.items()}
             for held in exchange["rule"]
@@ -498,9 +461,7 @@ class StepsDelay(Scheme):
 
     def _whole_optimizer_state(self, server: ShardedServer) -> dict[Tensor, dict[str, Any]]:
         self.settle()
-        state: dict[Tensor, dict[str, Any]] = {}
-        self._lane.submit(lambda: state.update(server.optimizer_state())).wait()
-        return state
+        return server.optimizer_state()
 
     def _check(self, optimizer: Optimizer | None) -> None:
         if optimizer is None:
