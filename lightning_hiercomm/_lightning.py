@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -217,6 +217,23 @@ def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[],
             original()
 
     model.__dict__["_sync_buffers"] = sync_buffers
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Keep torch's profiler from recording what this thread does.
+
+    A move that is launched while the profiler records, and ends beside training when it has stopped, would write to a
+    record that is gone: a segmentation fault.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def _require_attribute(owner: object, name: str) -> None:

@@ -239,7 +239,7 @@ class HierarchicalStrategy(DDPStrategy):
             )
 
     def _connect(self, meter: Meter) -> Connect:
-        by_torch = connect_torch(meter, self._timeout)
+        by_torch = connect_torch(meter, self._timeout, launching=_lightning.unprofiled)
         if self._inter_node == "torch":
             return by_torch
         by_mpi = connect_mpi(meter, self.global_rank, self.world_size)

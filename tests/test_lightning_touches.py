@@ -332,3 +332,13 @@ def test_ddp_broadcasts_its_buffers_where_we_time_it(process_group):
     _lightning.time_buffer_broadcasts(model, waiting)
     model(torch.randn(3, 2))
     assert waits == ["begin", "end"]
+
+
+def test_the_profiler_can_be_kept_from_recording():
+    with torch.profiler.profile() as profile:
+        with _lightning.unprofiled():
+            torch.ones(2).mul(2)
+        torch.ones(2).add(2)
+    names = {event.name for event in profile.events()}
+    assert "aten::add" in names
+    assert "aten::mul" not in names

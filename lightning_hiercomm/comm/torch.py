@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,13 +33,21 @@ class TorchCommunicator(Communicator):
         rank: World rank of this member.
         tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.
         meter: Counts this rank's traffic.
+        launching: Makes a context in which moves are launched.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int, tier: str, meter: Meter
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        tier: str,
+        meter: Meter,
+        launching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(ranks, rank, tier, meter)
         self.group = group
+        self._launching = launching
         self._is_nccl = dist.get_backend(group) == "nccl"
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -147,7 +156,9 @@ class TorchCommunicator(Communicator):
         finish: Callable[[], object] | None = None,
     ) -> Handle:
         try:
-            return _TorchHandle(self, [work for work in start() if work is not None], tensors, finish)
+            with self._launching():
+                works = [work for work in start() if work is not None]
+            return _TorchHandle(self, works, tensors, finish)
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -208,15 +219,26 @@ def _in_order(ranks: Sequence[int]) -> dict[str, Any]:
     return {"sort_ranks": False}
 
 
-def connect_torch(meter: Meter, timeout: timedelta | None = None) -> Connect:
-    """The :data:`~lightning_hiercomm.comm.base.Connect` over the initialised default process group."""
+def connect_torch(
+    meter: Meter,
+    timeout: timedelta | None = None,
+    launching: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Connect:
+    """The :data:`~lightning_hiercomm.comm.base.Connect` over the initialised default process group.
+
+    Args:
+        meter: Counts the traffic.
+        timeout: Of the process groups.
+        launching: Makes a context in which moves between nodes are launched.
+    """
 
     def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
         rank, own = dist.get_rank(), None
         for ranks in groups:
             group = dist.new_group(list(ranks), timeout=timeout, **_in_order(ranks))
             if isinstance(group, dist.ProcessGroup):
-                own = TorchCommunicator(group, ranks, rank, tier, meter)
+                around = launching if tier == "inter" else nullcontext
+                own = TorchCommunicator(group, ranks, rank, tier, meter, around)
         return own
 
     return connect
