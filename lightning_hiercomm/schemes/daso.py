@@ -27,6 +27,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _PHASES = ("warm-up", "cycling", "cool-down")
+_OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
 
 
 class DASO(Scheme):
@@ -264,9 +265,10 @@ class DASO(Scheme):
     def _merge_and_send(self, arrives: bool, leaves: bool) -> None:
         """Merge the sum that was started S steps ago, if it is due, and start the next, if that is.
 
-        Bucket by bucket: while one is merged the next are still on the link, and its successor is on it already.
+        Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: another
+        rank carries them, and they would take their share of the link from those that training waits for.
         """
-        topology, arrived, leaving = self.topology, None, None
+        arrived, leaving = None, None
         if arrives:
             arrived, self._in_flight = self._in_flight, None
         if leaves:
@@ -275,15 +277,21 @@ class DASO(Scheme):
             self._in_flight = leaving = _Exchange(self.steps + self.staleness, self.staleness, check)
         if arrived is not None:
             arrived.check.wait()
+        waiting: deque[tuple[int, Bucket]] = deque()
         for index, bucket in enumerate(self.replica.buckets):
             if not bucket.equal_in_node:
                 continue
             if arrived is not None:
                 self._merge(bucket, arrived.parts.popleft(), arrived.staleness)
-            if leaving is not None:
-                sent = bucket.pack(multiple_of=topology.lanes)
-                mean = sent.clone() if self.merge == "delta" else sent
-                leaving.parts.append(_Part(sent, mean, self._average.start(index, mean, self.lanes[0])))
+            waiting.append((index, bucket))
+            if leaving is not None and (arrived is None or arrived.parts_under_way() <= _OVERLAP):
+                while waiting:
+                    leaving.parts.append(self._send(*waiting.popleft()))
+
+    def _send(self, index: int, bucket: Bucket) -> _Part:
+        sent = bucket.pack(multiple_of=self.topology.lanes)
+        mean = sent.clone() if self.merge == "delta" else sent
+        return _Part(sent, mean, self._average.start(index, mean, self.lanes[0]))
 
     @torch.no_grad()
     def _merge(self, bucket: Bucket, part: _Part, staleness: int) -> None:
@@ -431,6 +439,10 @@ class _Exchange:
         self.check.wait()
         for part in self.parts:
             part.summed.wait()
+
+    def parts_under_way(self) -> int:
+        """How many buckets have not arrived yet."""
+        return sum(not part.summed.is_done() for part in self.parts)
 
     def state_dict(self) -> dict[str, Any]:
         return {
