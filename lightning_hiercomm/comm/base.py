@@ -120,13 +120,20 @@ class Communicator(ABC):
         self.tier = tier
         self.meter = meter
 
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
-        """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place."""
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False) -> Handle:
+        """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place.
+
+        Args:
+            tensor: Of any shape.
+            op: ``"sum"`` or ``"max"``.
+            waiting: A promise that every member waits for it soon, and for several such moves in the order in which
+                they were launched. The move may then need these waits to make progress, and be faster for it.
+        """
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return finished
         self._count(2 * (self.size - 1) / self.size * _bytes(tensor))
-        return self._all_reduce(tensor, op)
+        return self._all_reduce(tensor, op, waiting)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         """Write the sum of everyone's ``rank``-th part of ``tensor`` to ``output``.
@@ -201,7 +208,7 @@ class Communicator(ABC):
         self.all_gather_object(None)
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle: ...
+    def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle: ...
 
     @abstractmethod
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle: ...

@@ -138,7 +138,7 @@ class MPICommunicator(Communicator):
             raise self._failure(error) from error
         return values
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle:
+    def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         mpi = load_mpi()
         return self._launch(
             lambda memory: [self.group.Iallreduce(mpi.IN_PLACE, memory(tensor), _operation(op, tensor.dtype))],

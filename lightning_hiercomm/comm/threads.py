@@ -130,7 +130,7 @@ class _ThreadCommunicator(Communicator):
         values = self._world.collect(key, self.size, self.size)
         return [values[rank] for rank in range(self.size)]
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle:
+    def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         def finish(parts: dict[int, Tensor]) -> None:
             tensor.copy_(self._reduce([parts[rank] for rank in range(self.size)], op))
 

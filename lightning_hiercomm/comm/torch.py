@@ -21,6 +21,11 @@ from lightning_hiercomm.comm.meter import Meter
 # flight both directions are busy.
 _PIECE = 2**20
 
+# The most members of a group between nodes that reduce by sending each other their parts directly, in two rounds, where
+# a ring takes two for every member; and the largest tensor, in bytes, of which they send each other all, in one round.
+_MOST_DIRECT_PEERS = 16
+_SMALL = 2048
+
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -48,6 +53,7 @@ class TorchCommunicator(Communicator):
         super().__init__(ranks, rank, tier, meter)
         self.group = group
         self._launching = launching
+        self._two_round_moves = 0
         self._is_nccl = dist.get_backend(group) == "nccl"
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -58,20 +64,39 @@ class TorchCommunicator(Communicator):
             raise self._failure(error) from error
         return values
 
-    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Handle:
-        if self.tier == "inter" and self.size == 2 and not tensor.is_cuda:
-            # gloo does two all-reduces at a time, on threads that share the cores with training: the link waits for
-            # them. Two ranks send each other everything, which is as many bytes.
-            arrived = torch.empty_like(tensor)
-            combine = torch.add if op == "sum" else torch.maximum
-            return self._launch(
-                partial(self._swap, [tensor] * 2, [arrived] * 2),
-                [tensor, arrived],
-                finish=lambda: combine(tensor, arrived, out=tensor),
-            )
+    def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
+        if self.tier == "inter" and self.size <= _MOST_DIRECT_PEERS and not tensor.is_cuda:
+            in_one_round = self.size == 2 or tensor.numel() * tensor.element_size() <= _SMALL
+            if in_one_round or waiting:
+                return self._all_reduce_directly(tensor.view(-1), op, in_one_round)
         return self._launch(
             lambda: [dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=True)], [tensor]
         )
+
+    def _all_reduce_directly(self, tensor: Tensor, op: Reduction, in_one_round: bool) -> Handle:
+        """All-reduce by messages between all pairs: as many bytes as gloo's ring, in fewer rounds.
+
+        gloo does two all-reduces at a time, on threads that share the cores with training: the link waits for them.
+        In the first of two rounds everyone gets everyone's values for its own part, in the second their sums.
+        """
+        parts = [tensor] * self.size if in_one_round else tensor.tensor_split(self.size)
+        own = parts[self.rank]
+        others = own.new_empty(self.size - 1, own.numel())
+        received = [*others[: self.rank], own, *others[self.rank :]]
+
+        def combine() -> None:
+            if self.size == 2:
+                (torch.add if op == "sum" else torch.maximum)(own, others[0], out=own)
+            elif op == "sum":
+                torch.sum(torch.stack(received), 0, dtype=own.dtype, out=own)
+            else:
+                torch.amax(torch.stack(received), 0, out=own)
+
+        second_round = None
+        if not in_one_round:
+            self._two_round_moves += 1  # a tag of its own: what is launched between the rounds must not mix with them
+            second_round = partial(self._swap, [own] * self.size, parts, tag=self._two_round_moves)
+        return self._launch(partial(self._swap, parts, received), [tensor, others], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         if self._is_nccl:
@@ -112,7 +137,7 @@ class TorchCommunicator(Communicator):
     def _works(self, move: Callable[..., dist.Work | None], *tensors: Tensor) -> list[dist.Work | None]:
         return [move(*tensors, group=self.group, async_op=True)]
 
-    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Sequence[dist.Work | None]:
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Sequence[dist.Work | None]:
         """Send ``sent[i]`` to rank ``i`` and take ``received[i]`` from it, for all others.
 
         In pieces (see ``_PIECE``): gloo's own all-to-all and all-gather take a quarter longer over a slow link.
@@ -120,15 +145,10 @@ class TorchCommunicator(Communicator):
         operations = []
         for offset in range(1, self.size):
             target, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
-            operations += [
-                dist.P2POp(dist.irecv, piece, self.ranks[source], self.group)
-                for piece in received[source].view(-1).split(_PIECE)
-            ]
-            operations += [
-                dist.P2POp(dist.isend, piece, self.ranks[target], self.group)
-                for piece in sent[target].view(-1).split(_PIECE)
-            ]
-        return dist.batch_isend_irecv(operations)
+            for move, tensor, peer in ((dist.irecv, received[source], source), (dist.isend, sent[target], target)):
+                pieces = tensor.view(-1).split(_PIECE) if tensor.numel() else ()
+                operations += [dist.P2POp(move, piece, self.ranks[peer], self.group, tag) for piece in pieces]
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._launch(
@@ -154,11 +174,12 @@ class TorchCommunicator(Communicator):
         start: Callable[[], Sequence[dist.Work | None]],
         tensors: Sequence[Tensor],
         finish: Callable[[], object] | None = None,
+        second_round: Callable[[], Sequence[dist.Work | None]] | None = None,
     ) -> Handle:
         try:
             with self._launching():
                 works = [work for work in start() if work is not None]
-            return _TorchHandle(self, works, tensors, finish)
+            return _TorchHandle(self, works, tensors, finish, second_round)
         except RuntimeError as error:
             raise self._failure(error) from error
 
@@ -175,11 +196,13 @@ class _TorchHandle(Handle):
         works: list[dist.Work],
         tensors: Sequence[Tensor],
         finish: Callable[[], object] | None,
+        second_round: Callable[[], Sequence[dist.Work | None]] | None,
     ) -> None:
         self._communicator = communicator
         self._works = works
         self._tensors = tensors  # keeps the memory alive that the backend reads and writes
         self._finish = finish
+        self._second_round = second_round
 
     def wait(self) -> None:
         if not self._tensors:
@@ -193,6 +216,9 @@ class _TorchHandle(Handle):
                     work.wait()
                 if self._finish is not None:
                     self._finish()
+                for second in self._second_round() if self._second_round is not None else ():
+                    if second is not None:
+                        second.wait()
         except RuntimeError as error:
             raise communicator._failure(error) from error
         self._tensors, self._works = (), []
@@ -204,6 +230,8 @@ class _TorchHandle(Handle):
         return self._works[0].get_future().then(lambda _: (value, tensors)[0])
 
     def is_done(self) -> bool:
+        if self._second_round is not None:
+            return not self._tensors
         return all(work.is_completed() for work in self._works)
 
 

@@ -85,7 +85,7 @@ class Average:
                 flat[-1] = step % _STEPS_TOLD_APART
             if not bucket.equal_in_node:
                 self.through.intra.all_reduce(flat.mul_(topology.weight_in_node)).wait()
-            _, complete = self._launch(index, flat, exact)
+            _, complete = self._launch(index, flat, exact, waiting=True)
             in_flight.append((bucket, flat, complete))
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 finish()
@@ -146,7 +146,9 @@ class Average:
         if abs(mean - step % _STEPS_TOLD_APART) > 0.25:
             raise _unequal_steps(self.topology, step, "another number of them")
 
-    def _launch(self, index: int, flat: Tensor, exact: bool) -> tuple[Tensor, Callable[[], None]]:
+    def _launch(
+        self, index: int, flat: Tensor, exact: bool, waiting: bool = False
+    ) -> tuple[Tensor, Callable[[], None]]:
         """Send a packed bucket on its way between the nodes.
 
         Returns:
@@ -161,7 +163,7 @@ class Average:
         else:
             payload = part.mul_(weight)
         inter = self.through.inter
-        summed = inter.all_reduce(payload) if inter is not None else finished
+        summed = inter.all_reduce(payload, waiting=waiting) if inter is not None else finished
 
         def complete() -> None:
             summed.wait()
