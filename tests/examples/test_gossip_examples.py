@@ -31,7 +31,7 @@ def test_digits_train_with_gossip(folder, config):
 
 @pytest.mark.slow
 def test_the_comparison_prints_one_row_per_scheme(folder):
-    out = rows(folder.run("digits/compare_gossip.py", "--epochs=4", "--seeds=1", "--optimizer=lars"))
+    out = rows(folder.run("digits/compare_gossip.py", "--epochs=3", "--seeds=1", "--optimizer=lars"))
     assert list(out) == [
         "all-reduce",
         "SGP",
