@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -19,6 +20,19 @@ import torch.distributed as dist
 from lightning_hiercomm import HierarchicalStrategy
 
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
+_STARTUP = str(Path(__file__).parent / "startup")
+sys.path.append(_STARTUP)
+os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what is imported: in a forked rank its every look is a copy."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

