@@ -43,6 +43,29 @@ def test_an_all_reduce_gives_every_rank_the_sum_or_the_maximum(world, dtype, op)
     world.run(reduce_all, dtype, op)
 
 
+def reduce_while_all_wait(rank, dtype, op):
+    group, peer = rank.group(), rank.rank ^ 1
+    tensors = [values(rank.rank, numel, dtype) for numel in SIZES]
+    received = torch.zeros(3)
+    first = [group.all_reduce(tensor, op, waiting=True) for tensor in tensors[:2]]
+    exchanged = group.exchange([(torch.full((3,), float(rank.rank)), peer)], [(received, peer)])
+    others = [group.all_reduce(tensor, op, waiting=True) for tensor in tensors[2:]]
+    wait_all([*first, *others])
+    exchanged.wait()
+    assert received.tolist() == [peer] * 3
+    for handle, tensor, numel in zip([*first, *others], tensors, SIZES, strict=True):
+        handle.wait()
+        assert handle.is_done()
+        everyones = torch.stack([values(r, numel, torch.float64) for r in range(rank.size)])
+        assert torch.equal(tensor, (everyones.sum(0) if op == "sum" else everyones.amax(0)).to(dtype)), numel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_ranks_that_wait_in_order_reduce_the_same(world, dtype, op):
+    world.run(reduce_while_all_wait, dtype, op)
+
+
 def reduce_in_pairs(rank, dtype, op):
     group = rank.group(LANES)
     for numel in [1, 3, 1000, 2**20 + 1]:
@@ -85,19 +108,20 @@ def test_an_all_reduce_keeps_shapes_and_leaves_neighbours_in_memory_alone(world)
     world.run(reduce_odd_shapes)
 
 
-def reduce_random(rank, dtype):
+def reduce_random(rank, dtype, waiting):
     group, generator = rank.group(), torch.Generator().manual_seed(rank.rank)
     results = []
     for numel in [1, 5, 1000, 50021, 300007]:
         tensor = torch.randn(numel, generator=generator).to(dtype)
-        group.all_reduce(tensor).wait()
+        group.all_reduce(tensor, waiting=waiting).wait()
         results.append(tensor)
     return results
 
 
+@pytest.mark.parametrize("waiting", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_an_all_reduce_gives_every_rank_the_same_bits_near_the_exact_sum(world, dtype):
-    results = world.run(reduce_random, dtype)
+def test_an_all_reduce_gives_every_rank_the_same_bits_near_the_exact_sum(world, dtype, waiting):
+    results = world.run(reduce_random, dtype, waiting)
     generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
     for own, *others in zip(*results, strict=True):
         exact = sum(torch.randn(own.numel(), generator=generator).to(dtype).double() for generator in generators)
