@@ -21,10 +21,12 @@ from lightning_hiercomm.comm.meter import Meter
 # flight both directions are busy.
 _PIECE = 2**20
 
-# The most members of a group between nodes that reduce by sending each other their parts directly, in two rounds, where
-# a ring takes two for every member; and the largest tensor, in bytes, of which they send each other all, in one round.
+# The most members of a group between nodes that reduce small tensors by messages between all pairs, and how many bytes
+# they send each other whole, in one round, or in parts, in two. gloo's ring takes two rounds for every member, but uses
+# the links better for large tensors.
 _MOST_DIRECT_PEERS = 16
-_SMALL = 2048
+_ONE_ROUND = 2**11
+_TWO_ROUNDS = 2**19
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -66,8 +68,9 @@ class TorchCommunicator(Communicator):
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         if self.tier == "inter" and self.size <= _MOST_DIRECT_PEERS and not tensor.is_cuda:
-            in_one_round = self.size == 2 or tensor.numel() * tensor.element_size() <= _SMALL
-            if in_one_round or waiting:
+            sent = tensor.numel() * tensor.element_size()
+            in_one_round = self.size == 2 or sent <= _ONE_ROUND
+            if in_one_round or (waiting and sent <= _TWO_ROUNDS):
                 return self._all_reduce_directly(tensor.view(-1), op, in_one_round)
         return self._launch(
             lambda: [dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=True)], [tensor]
