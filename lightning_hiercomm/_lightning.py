@@ -226,7 +226,7 @@ def unprofiled() -> Iterator[None]:
     A move that is launched while the profiler records, and ends beside training when it has stopped, would write to a
     record that is gone: a segmentation fault.
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not torch.autograd.profiler._is_profiler_enabled:  # the process's; not all modes show in the thread's own flag
         yield
         return
     torch._C._autograd._enable_record_function(False)

@@ -51,19 +51,24 @@ def companion_state(
         "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "schemes": [scheme.state_dict() for scheme in schemes],
+        "layouts": _layouts(schemes),
         "random": random_state(),
         "mid_epoch": mid_epoch,
     }
 
 
 def load_companion(
-    checkpoint_io: CheckpointIO, checkpoint_path: Any, identity: str | None, topology: Topology
+    checkpoint_io: CheckpointIO,
+    checkpoint_path: Any,
+    identity: str | None,
+    topology: Topology,
+    schemes: Sequence[Scheme],
 ) -> dict[str, Any]:
-    """Read this rank's companion and see that it belongs to the checkpoint and to these nodes.
+    """Read this rank's companion and see that it belongs to the checkpoint, to these nodes and to these schemes.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it belongs to another checkpoint, or to a run on other nodes.
+        ValueError: If it belongs to another checkpoint, or to a run with other nodes, schemes, buckets or wires.
     """
     remedy = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
     path = companion_path(checkpoint_path, topology.rank)
@@ -77,6 +82,8 @@ def load_companion(
     nodes = [list(ranks) for ranks in topology.nodes]
     if state["nodes"] != nodes:
         raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {remedy}")
+    if state["layouts"] != _layouts(schemes):
+        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {remedy}")
     return state
 
 
@@ -107,6 +114,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
+
+
+def _layouts(schemes: Sequence[Scheme]) -> list[str]:
+    """For each scheme, what the shapes of its state depend on besides the model and the nodes."""
+    return [
+        f"{type(scheme).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire_dtype={scheme.wire.dtype},"
+        f" wire_raw={scheme.wire.raw})"
+        for scheme in schemes
+    ]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

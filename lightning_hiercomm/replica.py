@@ -64,10 +64,8 @@ class Bucket:
         return flat
 
     @torch.no_grad()
-    def pack_gradients(self, flat: Tensor | None = None) -> Tensor:
-        """Copy the pieces' gradients into ``flat`` (or a new buffer) and return it; no gradient counts as zero."""
-        if flat is None:
-            flat = self.empty()
+    def pack_gradients(self, flat: Tensor) -> Tensor:
+        """Copy the pieces' gradients into ``flat`` and return it; no gradient counts as zero."""
         for piece, values in self.split(flat):
             gradient = piece.tensor.grad
             if gradient is None:

@@ -611,7 +611,9 @@ class HierarchicalStrategy(DDPStrategy):
         if self._checkpoint_replicas:
             assert self.topology is not None
             assert self.lightning_module is not None
-            companion = load_companion(self.checkpoint_io, self._checkpoint_path, saved.get("identity"), self.topology)
+            companion = load_companion(
+                self.checkpoint_io, self._checkpoint_path, saved.get("identity"), self.topology, self.schemes
+            )
             optimizers = [scheme.optimizer for scheme in self.schemes if scheme.optimizer is not None]
             restore_companion(companion, self.lightning_module, optimizers, self.schemes)
             # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end it has not

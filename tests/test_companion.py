@@ -102,7 +102,7 @@ def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
     ]
 
 
-def test_a_missing_companion_a_foreign_one_and_other_nodes_are_refused(fit, tmp_path):
+def test_a_missing_companion_a_foreign_one_other_nodes_and_other_settings_are_refused(fit, tmp_path):
     path, other = tmp_path / "saved.ckpt", tmp_path / "other.ckpt"
     strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True}
     for target in (path, other):
@@ -110,6 +110,8 @@ def test_a_missing_companion_a_foreign_one_and_other_nodes_are_refused(fit, tmp_
 
     with pytest.raises(Exception, match="but this run has"):
         fit(Net(), {**strategy, "ranks_per_node": [3, 1]}, fit_arguments={"ckpt_path": path})
+    with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
+        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path})
     Path(companion_path(other, 1)).replace(companion_path(path, 1))
     with pytest.raises(Exception, match="belongs to another checkpoint"):
         fit(Net(), strategy, fit_arguments={"ckpt_path": path})

@@ -77,7 +77,7 @@ class TorchCommunicator(Communicator):
         )
 
     def _all_reduce_directly(self, tensor: Tensor, op: Reduction, in_one_round: bool) -> Handle:
-        """All-reduce by messages between all pairs: as many bytes as gloo's ring, in fewer rounds.
+        """All-reduce by messages between all pairs: in two rounds as many bytes as gloo's ring, in one round more.
 
         gloo does two all-reduces at a time, on threads that share the cores with training: the link waits for them.
         In the first of two rounds everyone gets everyone's values for its own part, in the second their sums.
@@ -149,9 +149,9 @@ class TorchCommunicator(Communicator):
         for offset in range(1, self.size):
             target, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
             for move, tensor, peer in ((dist.irecv, received[source], source), (dist.isend, sent[target], target)):
-                pieces = tensor.view(-1).split(_PIECE) if tensor.numel() else ()
+                pieces = tensor.view(-1).split(_PIECE)
                 operations += [dist.P2POp(move, piece, self.ranks[peer], self.group, tag) for piece in pieces]
-        return dist.batch_isend_irecv(operations) if operations else []
+        return dist.batch_isend_irecv(operations)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._launch(
@@ -219,9 +219,12 @@ class _TorchHandle(Handle):
                     work.wait()
                 if self._finish is not None:
                     self._finish()
-                for second in self._second_round() if self._second_round is not None else ():
-                    if second is not None:
-                        second.wait()
+                if self._second_round is not None:
+                    with communicator._launching():
+                        second_works = self._second_round()
+                    for second_work in second_works:
+                        if second_work is not None:
+                            second_work.wait()
         except RuntimeError as error:
             raise communicator._failure(error) from error
         self._tensors, self._works = (), []

@@ -265,8 +265,8 @@ class DASO(Scheme):
     def _merge_and_send(self, arrives: bool, leaves: bool) -> None:
         """Merge the sum that was started S steps ago, if it is due, and start the next, if that is.
 
-        Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: another
-        rank carries them, and they would take their share of the link from those that training waits for.
+        Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
+        have another carrier, and would take their share of the link from those that training waits for.
         """
         arrived, leaving = None, None
         if arrives:
@@ -284,7 +284,7 @@ class DASO(Scheme):
             if arrived is not None:
                 self._merge(bucket, arrived.parts.popleft(), arrived.staleness)
             waiting.append((index, bucket))
-            if leaving is not None and (arrived is None or arrived.parts_under_way() <= _OVERLAP):
+            if leaving is not None and (arrived is None or arrived.is_nearly_done()):
                 while waiting:
                     leaving.parts.append(self._send(*waiting.popleft()))
 
@@ -440,9 +440,9 @@ class _Exchange:
         for part in self.parts:
             part.summed.wait()
 
-    def parts_under_way(self) -> int:
-        """How many buckets have not arrived yet."""
-        return sum(not part.summed.is_done() for part in self.parts)
+    def is_nearly_done(self) -> bool:
+        """Whether no more than the last buckets have not arrived yet: they do so in their order."""
+        return len(self.parts) <= _OVERLAP or self.parts[-1 - _OVERLAP].summed.is_done()
 
     def state_dict(self) -> dict[str, Any]:
         return {

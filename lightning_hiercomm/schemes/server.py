@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Piece, Replica
@@ -84,6 +84,56 @@ class _Owned:
     overlaps: tuple[_Overlap, ...]
 
 
+@dataclass
+class _Shard:
+    """What this rank holds of one section.
+
+    Attributes:
+        section: The section.
+        values: The weights that it owns; like ``mean``, empty on a rank that is in no lane.
+        mean: Of the gradients that the nodes push.
+        travelling: Its lane's part: gradients on their way out or, from the end of a push on, weights on their way in.
+        owned: What the optimizer steps.
+        optimizer: Of these weights.
+        known: The weights that the other ranks hold since the last pull, where differences from them travel.
+        stepped: That the last push has arrived, and the optimizer has stepped.
+        pull: The all-gather that the lane has launched after that, if it was told to.
+        pulled: That it has ended.
+    """
+
+    section: Section
+    values: Tensor
+    mean: Tensor
+    travelling: Tensor
+    owned: list[_Owned]
+    optimizer: Optimizer
+    known: Tensor | None
+    stepped: Handle = finished
+    pull: Handle = finished
+    pulled: Handle = finished
+
+    @torch.no_grad()
+    def step(self, hyperparameters: Hyperparameters) -> None:
+        """Step the weights with the mean gradient."""
+        for owned in self.owned:
+            part = self.mean[owned.offset :][: owned.parameter.numel()]
+            owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
+        self.optimizer.param_groups[0].update(hyperparameters[self.section.group])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def start_pull(self, inter: Communicator) -> None:
+        """Launch the all-gather of the weights over the lane."""
+        own = self.travelling[inter.rank * self.values.numel() :][: self.values.numel()]
+        if self.known is None:
+            own.copy_(self.values)
+        else:
+            own.copy_(self.values - self.known)
+            self.known.add_(own)
+        self.pull = inter.all_gather(self.travelling, own)
+
+
 class ShardedServer:
     """The global weights and the optimizer's state, cut into one shard per lane and node.
 
@@ -96,18 +146,18 @@ class ShardedServer:
     all of it section by section: the parameters are cut into sections of about a bucket, and every section into shards.
     With N parameters of b bytes on M nodes a push, and a pull, each send ``(M - 1) / M * N * b`` bytes per node, spread
     over the node's links. Owners are the ranks that lie in a lane, so the memory for optimizer state falls by their
-    number (all ranks, if the nodes are equal). Besides the shard a rank holds room for its lane's part of the model,
-    where gradients wait for the link and, later, weights arrive; and for one shard of mean gradients.
+    number (all ranks, if the nodes are equal). Besides its shard of the weights a rank holds one of mean gradients, its
+    lane's part of the model for what travels and, on a narrow wire, a copy of its shard.
 
     A push leaves the training thread on the topology's communicators. What comes after it happens on the lane, where
-    pulls have communicators of their own (``beside``). Everything else may be called while nothing is in flight.
+    pulls have a communicator of their own. Everything else may be called while nothing is in flight.
 
     Args:
         parameters: What is trained; equal on all ranks. The server starts from their values.
         optimizer: The user's optimizer of these parameters. It keeps its param groups (hence its schedulers work), but
             its state lives here.
         topology: The nodes and their weights.
-        beside: The topology, with communicators that only the lane uses.
+        pulls: This rank's lane, by a communicator that nobody else uses; None if it is in none.
         lane: Where the server steps, and pulls.
         wire: Payload type between nodes. Gradients are cast. Weights travel as the difference from those pulled last,
             unless the wire is raw.
@@ -122,7 +172,7 @@ class ShardedServer:
         parameters: Sequence[Tensor],
         optimizer: Optimizer,
         topology: Topology,
-        beside: Topology,
+        pulls: Communicator | None,
         lane: Lane,
         wire: Wire,
         shard_on: ShardOn = "elements",
@@ -131,45 +181,18 @@ class ShardedServer:
         self.optimizer = optimizer
         self.wire = wire
         self._topology = topology
-        self._beside = beside
+        self._pulls = pulls
         self._lane = lane
         self._trained = {id(parameter) for parameter in parameters}
         shards = topology.lanes * topology.num_nodes
         self.sections = list(_sections(parameters, optimizer, shards, shard_on, bucket_bytes))
-        self._numbered = list(enumerate(self.sections))
-        self._shards = [self._own(section.pack(), section).clone() for section in self.sections]
-        # what the other ranks hold since the last pull; differs from the shard only on a narrow wire
-        self._known = [shard.clone() for shard in self._shards] if self._sends_differences else []
-        self._owned = [
-            list(self._own_parameters(section, shard, shard_on))
-            for section, shard in zip(self.sections, self._shards, strict=True)
-        ]
-        self._optimizers = [
-            _optimizer_of_same_class(optimizer, section.group, [each.parameter for each in owned])
-            for section, owned in zip(self.sections, self._owned, strict=True)
-        ]
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Forget what was pushed and pulled, once nothing is in flight."""
-        self._means = [
-            torch.empty_like(shard, dtype=self.wire.dtype if self.wire.compresses(shard.dtype) else None)
-            for shard in self._shards
-        ]
-        # gradients on their way out or, from the end of the push on, weights on their way in
-        self._travelling = [
-            self._topology.lane_part(section.empty(mean.dtype)).clone()
-            for section, mean in zip(self.sections, self._means, strict=True)
-        ]
-        self._stepped: list[Handle] = [finished for _ in self.sections]
-        self._arrived: list[Handle] = [finished for _ in self.sections]
-        self._arriving: list[Handle] = [finished for _ in self.sections]
+        self._shards = [self._shard(section, shard_on) for section in self.sections]
 
     # ---- the method ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def push(self, index: int, gradients: Tensor | None, hyperparameters: Hyperparameters, pull: bool) -> None:
-        """Let a section's gradients go to its owners, who then step; returns as soon as they are on their way.
+        """Let a section's gradients go to their owners, who then step; waits only for the section's push before this.
 
         Args:
             index: The section's number. All sections are pushed in each iteration, in their order, and a section whose
@@ -178,36 +201,38 @@ class ShardedServer:
             hyperparameters: Of the user's optimizer at this iteration, see :meth:`hyperparameters`.
             pull: Whether :meth:`arrivals` will be asked for the weights that the step leaves.
         """
-        inter = self._topology.inter
-        if inter is None:
+        shard, inter, pulls = self._shards[index], self._topology.inter, self._pulls
+        if inter is None or pulls is None:
             return
-        self._stepped[index].wait()  # the push before this one used the same memory
-        sent = self._travelling[index]
+        shard.stepped.wait()  # the push before this one used the same memory
         if gradients is None:
-            sent.zero_()
+            shard.travelling.zero_()
         else:
-            torch.mul(self._topology.lane_part(gradients), self._topology.node_weight, out=sent)
-        summed = inter.reduce_scatter(self._means[index], sent)
+            torch.mul(self._topology.lane_part(gradients), self._topology.node_weight, out=shard.travelling)
+        summed = inter.reduce_scatter(shard.mean, shard.travelling)
 
         def step() -> None:
             summed.wait()
-            self._step(index, hyperparameters)
+            shard.step(hyperparameters)
             if pull:
-                self._arriving[index] = self._start_pull(index)
+                shard.start_pull(pulls)
 
-        self._stepped[index] = self._lane.submit(step)
+        shard.stepped = self._lane.submit(step)
 
-    def await_pulls(self) -> None:
-        """Let the lane see to it that what this iteration's pushes were told to pull arrives."""
-        if self._topology.inter is None:
+    def expect_pulls(self) -> None:
+        """Say that all sections of this iteration were pushed and told to pull; returns at once.
+
+        Only now does the lane wait for a pull: earlier, the pushes and steps behind it would have waited, too.
+        """
+        if self._pulls is None:
             return
-        for index, _ in self._numbered:
+        for shard in self._shards:
 
-            def arrive(index: int = index, stepped: Handle = self._stepped[index]) -> None:
+            def end_pull(shard: _Shard = shard, stepped: Handle = shard.stepped) -> None:
                 stepped.wait()  # it has ended, but may have failed
-                self._arriving[index].wait()
+                shard.pull.wait()
 
-            self._arrived[index] = self._lane.submit(arrive)
+            shard.pulled = self._lane.submit(end_pull)
 
     @torch.no_grad()
     def arrivals(self, last: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -220,48 +245,27 @@ class ShardedServer:
             One new flat tensor per section, in their order.
         """
 
-        def share(index: int, section: Section) -> tuple[Tensor, Handle]:
-            self._arrived[index].wait()
-            payload = section.empty(self._travelling[index].dtype)
-            self._topology.lane_part(payload).copy_(self._travelling[index])
+        def share(shard: _Shard) -> tuple[Tensor, Handle]:
+            shard.pulled.wait()
+            payload = shard.section.empty(shard.travelling.dtype)
+            self._topology.lane_part(payload).copy_(shard.travelling)
             return payload, self._topology.share_lane_parts(payload)
 
-        shared = (share(index, section) for index, section in self._numbered)
-        for (payload, handle), before in zip(_early(shared), last, strict=True):
+        for (payload, handle), before in zip(_early(map(share, self._shards)), last, strict=True):
             handle.wait()
             if payload.dtype == before.dtype:
                 yield payload
             else:
-                yield before + payload if self._sends_differences else payload.to(before.dtype)
-
-    @torch.no_grad()
-    def _step(self, index: int, hyperparameters: Hyperparameters) -> None:
-        mean, optimizer = self._means[index], self._optimizers[index]
-        for owned in self._owned[index]:
-            part = mean[owned.offset :][: owned.parameter.numel()]
-            owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
-        optimizer.param_groups[0].update(hyperparameters[self.sections[index].group])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
-    def _start_pull(self, index: int) -> Handle:
-        shard, part, inter = self._shards[index], self._travelling[index], self._beside.inter
-        assert inter is not None
-        own = part[inter.rank * shard.numel() :][: shard.numel()]
-        if own.dtype != shard.dtype and self._sends_differences:
-            own.copy_(shard - self._known[index])
-            self._known[index].add_(own)
-        else:
-            own.copy_(shard)
-        return inter.all_gather(part, own)
+                yield payload.to(before.dtype) if self.wire.raw else before + payload
 
     # ---- while nothing is in flight ------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait until nothing is in flight; weights that were pulled stay where :meth:`arrivals` finds them."""
-        for handle in (*self._stepped, *self._arrived):
-            handle.wait()
+        for shard in self._shards:
+            shard.stepped.wait()
+        for shard in self._shards:
+            shard.pulled.wait()
 
     def hyperparameters(self) -> Hyperparameters:
         """What the user's optimizer (and its schedulers) say now."""
@@ -276,16 +280,16 @@ class ShardedServer:
 
     def weights(self) -> Iterator[Tensor]:
         """The present weights, exact: one new flat tensor per section. Collective."""
-        return self._gathered(self._shards, self.sections)
+        return self._gathered((shard.section, shard.values) for shard in self._shards)
 
     @torch.no_grad()
     def restart(self, weights: Sequence[Tensor]) -> None:
         """Go on from other weights, equal on all ranks, one flat tensor per section; the optimizer state stays."""
-        self.start_over()
-        for index, section in self._numbered:
-            self._shards[index].copy_(self._own(weights[index], section))
-            if self._sends_differences:
-                self._known[index].copy_(self._shards[index])
+        for shard, flat in zip(self._shards, weights, strict=True):
+            shard.stepped = shard.pull = shard.pulled = finished
+            shard.values.copy_(self._own(flat, shard.section))
+            if shard.known is not None:
+                shard.known.copy_(shard.values)
 
     @torch.no_grad()
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
@@ -296,48 +300,56 @@ class ShardedServer:
         """
         # per section, for each piece by its place: values, and for state with one number per element only its dtype
         mine: list[dict[int, dict[str, Any]]] = []
-        for section, owned, optimizer in zip(self.sections, self._owned, self._optimizers, strict=True):
-            places = {id(piece.tensor): place for place, piece in enumerate(section.bucket.pieces)}
+        for shard in self._shards:
+            places = {id(piece.tensor): place for place, piece in enumerate(shard.section.bucket.pieces)}
             said: dict[int, dict[str, Any]] = defaultdict(dict)
-            for each in owned:
-                for name, value in optimizer.state.get(each.parameter, {}).items():
+            for each in shard.owned:
+                for name, value in shard.optimizer.state.get(each.parameter, {}).items():
                     is_elementwise = _is_elementwise(name, value, each.parameter)
                     for overlap in each.overlaps:
                         said[places[id(overlap.tensor)]][name] = value.dtype if is_elementwise else _Value(value)
             mine.append(dict(said))
         everyone = self._topology.world.all_gather_object(mine)
+        known: list[dict[int, dict[str, Any]]] = [defaultdict(dict) for _ in self._shards]
+        for theirs in everyone:
+            for values_by_place, merged in zip(theirs, known, strict=True):
+                for place, values in values_by_place.items():
+                    merged[place].update(values)
+
         state: dict[Tensor, dict[str, Any]] = {}
-        for index, section in self._numbered:
-            known: dict[int, dict[str, Any]] = defaultdict(dict)
-            for theirs in everyone:
-                for place, values in theirs[index].items():
-                    known[place].update(values)
-            elementwise = {n: v for values in known.values() for n, v in values.items() if isinstance(v, torch.dtype)}
-            for name, dtype in sorted(elementwise.items()):
-                (flat,) = self._gathered([self._shard_of_state(index, name, dtype)], [section])
-                for place, (piece, values) in enumerate(section.bucket.split(flat)):
-                    if isinstance(known[place].get(name), torch.dtype):
-                        held = state.setdefault(piece.tensor, {})
-                        if name not in held:
-                            held[name] = torch.empty(piece.tensor.shape, dtype=dtype, device=piece.tensor.device)
-                        held[name].view(-1)[piece.start :][: piece.length] = values
-            for place, values_by_name in known.items():
+        elementwise = [
+            (shard, values_by_place, name, dtype)
+            for shard, values_by_place in zip(self._shards, known, strict=True)
+            for name, dtype in sorted(_dtypes(values_by_place).items())
+        ]
+        flats = self._gathered(
+            (shard.section, _shard_of_state(shard, name, dtype)) for shard, _, name, dtype in elementwise
+        )
+        for (shard, values_by_place, name, dtype), flat in zip(elementwise, flats, strict=True):
+            for place, (piece, values) in enumerate(shard.section.bucket.split(flat)):
+                if isinstance(values_by_place[place].get(name), torch.dtype):
+                    held = state.setdefault(piece.tensor, {})
+                    if name not in held:
+                        held[name] = torch.empty(piece.tensor.shape, dtype=dtype, device=piece.tensor.device)
+                    held[name].view(-1)[piece.start :][: piece.length] = values
+        for shard, values_by_place in zip(self._shards, known, strict=True):
+            for place, values_by_name in values_by_place.items():
                 for name, value in values_by_name.items():
                     if isinstance(value, _Value):
-                        state.setdefault(section.bucket.pieces[place].tensor, {}).setdefault(name, value.copy())
+                        state.setdefault(shard.section.bucket.pieces[place].tensor, {}).setdefault(name, value.copy())
         return state
 
     @torch.no_grad()
     def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Take this rank's shard of a state for whole parameters, as :meth:`optimizer_state` returns it."""
-        for owned, optimizer in zip(self._owned, self._optimizers, strict=True):
-            optimizer.state.clear()
-            for each in owned:
+        for shard in self._shards:
+            shard.optimizer.state.clear()
+            for each in shard.owned:
                 for overlap in each.overlaps:
                     for name, value in state.get(overlap.tensor, {}).items():
-                        held = optimizer.state[each.parameter]
+                        held = shard.optimizer.state[each.parameter]
                         if not _is_elementwise(name, value, overlap.tensor):
-                            held.setdefault(name, _placed(name, value, each, optimizer))
+                            held.setdefault(name, _placed(name, value, each, shard.optimizer))
                             continue
                         if name not in held:
                             held[name] = torch.zeros_like(each.parameter, dtype=value.dtype)
@@ -345,60 +357,59 @@ class ShardedServer:
                             overlap.start : overlap.end
                         ]
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of weights and optimizer state, and what has arrived but was not taken."""
-        return {
-            "shards": [shard.clone() for shard in self._shards],
-            "known": [shard.clone() for shard in self._known],
-            "travelling": [part.clone() for part in self._travelling],
-            "optimizer": [
-                [
+    def state_dict(self) -> list[dict[str, Any]]:
+        """This rank's shards of weights and optimizer state, and what has arrived but was not taken."""
+        return [
+            {
+                "values": shard.values.clone(),
+                "known": None if shard.known is None else shard.known.clone(),
+                "travelling": shard.travelling.clone(),
+                "optimizer": [
                     {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
-                    for held in (optimizer.state.get(each.parameter, {}) for each in owned)
-                ]
-                for owned, optimizer in zip(self._owned, self._optimizers, strict=True)
-            ],
-        }
+                    for held in (shard.optimizer.state.get(each.parameter, {}) for each in shard.owned)
+                ],
+            }
+            for shard in self._shards
+        ]
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology)."""
-        for name, tensors in (("shards", self._shards), ("known", self._known), ("travelling", self._travelling)):
-            for tensor, values in zip(tensors, state[name], strict=True):
-                tensor.copy_(values)
-        for owned, optimizer, saved in zip(self._owned, self._optimizers, state["optimizer"], strict=True):
-            optimizer.state.clear()
-            for each, held in zip(owned, saved, strict=True):
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology, buckets and wire)."""
+        for shard, saved in zip(self._shards, state, strict=True):
+            shard.values.copy_(saved["values"])
+            shard.travelling.copy_(saved["travelling"])
+            if shard.known is not None:
+                shard.known.copy_(saved["known"])
+            shard.optimizer.state.clear()
+            for each, held in zip(shard.owned, saved["optimizer"], strict=True):
                 for name, value in held.items():
-                    optimizer.state[each.parameter][name] = _placed(name, value, each, optimizer)
-
-    def _shard_of_state(self, index: int, name: str, dtype: torch.dtype) -> Tensor:
-        shard = torch.zeros_like(self._shards[index], dtype=dtype)
-        for each in self._owned[index]:
-            value = self._optimizers[index].state.get(each.parameter, {}).get(name)
-            if _is_elementwise(name, value, each.parameter):
-                shard[each.offset :][: value.numel()] = value.reshape(-1)
-        return shard
+                    shard.optimizer.state[each.parameter][name] = _placed(name, value, each, shard.optimizer)
 
     @torch.no_grad()
-    def _gathered(self, shards: Sequence[Tensor], sections: Sequence[Section]) -> Iterator[Tensor]:
-        """Everyone's shards, as one flat tensor per section."""
+    def _gathered(self, shards: Iterable[tuple[Section, Tensor]]) -> Iterator[Tensor]:
+        """Everyone's shards of some sections, as one flat tensor for each."""
 
-        def gather(shard: Tensor, section: Section) -> tuple[Tensor, Handle]:
+        def gather(section: Section, shard: Tensor) -> tuple[Tensor, Handle]:
             flat = section.empty(shard.dtype)
             own, inter = self._own(flat, section).copy_(shard), self._topology.inter
             return flat, finished if inter is None else inter.all_gather(self._topology.lane_part(flat), own)
 
-        for flat, handle in _early(map(gather, shards, sections)):
+        for flat, handle in _early(starmap(gather, shards)):
             handle.wait()
             self._topology.share_lane_parts(flat).wait()
             yield flat
 
     # ---- who owns what -------------------------------------------------------------------------------------------
 
-    @property
-    def _sends_differences(self) -> bool:
-        return self.wire.dtype is not None and not self.wire.raw
+    def _shard(self, section: Section, shard_on: ShardOn) -> _Shard:
+        compresses = self.wire.compresses(section.dtype)
+        values = self._own(section.pack(), section).clone()
+        mean = torch.empty_like(values, dtype=self.wire.dtype if compresses else None)
+        travelling = self._topology.lane_part(section.empty(mean.dtype)).clone()
+        owned = list(self._own_parameters(section, values, shard_on))
+        optimizer = _optimizer_of_same_class(self.optimizer, section.group, [each.parameter for each in owned])
+        known = values.clone() if compresses and not self.wire.raw else None
+        return _Shard(section, values, mean, travelling, owned, optimizer, known)
 
     def _own(self, flat: Tensor, section: Section) -> Tensor:
         """This rank's shard of a flat tensor: a view, empty for a rank in no lane."""
@@ -425,6 +436,26 @@ class ShardedServer:
         elif overlaps:  # the padding at the very end belongs to nobody
             used = overlaps[-1].at + overlaps[-1].end - overlaps[-1].start
             yield _Owned(torch.nn.Parameter(shard[:used]), 0, tuple(overlaps))
+
+
+def _dtypes(values_by_place: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.dtype]:
+    """Of the state with one number per element, by name."""
+    return {
+        name: value
+        for values in values_by_place.values()
+        for name, value in values.items()
+        if isinstance(value, torch.dtype)
+    }
+
+
+def _shard_of_state(shard: _Shard, name: str, dtype: torch.dtype) -> Tensor:
+    """One number per element of the shard; zero where the optimizer holds none."""
+    flat = torch.zeros_like(shard.values, dtype=dtype)
+    for each in shard.owned:
+        value = shard.optimizer.state.get(each.parameter, {}).get(name)
+        if _is_elementwise(name, value, each.parameter):
+            flat[each.offset :][: value.numel()] = value.reshape(-1)
+    return flat
 
 
 @dataclass(frozen=True)

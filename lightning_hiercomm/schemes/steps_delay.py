@@ -142,8 +142,8 @@ class StepsDelay(Scheme):
         if u % k == k - 1:        pull w, including this iteration's gradients
 
     Push, server step and pull run beside training. A pull is waited for at the end of the next iteration, so it shows
-    in the forward pass after the next; so is a push, bucket by bucket, as the next one follows it. The first
-    ``warmup_steps`` iterations are synchronous SGD.
+    in the forward pass after the next; a bucket's push is waited for when the next iteration pushes that
+    bucket. The first ``warmup_steps`` iterations are synchronous SGD.
 
     The server is sharded over the ranks (see :class:`~lightning_hiercomm.schemes.server.ShardedServer`), so a node
     sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step, against ``2 (M - 1) / M`` of an all-reduce, and every
@@ -182,7 +182,8 @@ class StepsDelay(Scheme):
         local_update: ``"glu"`` (:func:`glu`; the optimizer must be SGD), ``"sgd"`` (:func:`sgd`), ``"dc_asgd"``
             (:func:`dc_asgd`), or a function of a :class:`LocalUpdate`.
         shard_on: ``"elements"`` gives every rank an equal share of the server. ``"parameters"`` cuts no tensor, for
-            optimizers that need whole ones (LARS, Muon, Adafactor); a rank's share is then at least the largest tensor.
+            optimizers that need whole ones (LARS, Muon, Adafactor); a rank's share is then at least the largest tensor,
+            and a param group moves at once, not bucket by bucket, which takes more memory.
 
     Raises:
         ValueError: For arguments out of range; and, when bound, for optimizers that the scheme cannot serve.
@@ -224,6 +225,7 @@ class StepsDelay(Scheme):
         self.local_update = local_update
         self.shard_on: ShardOn = shard_on
         self._delayed_steps = 0  # u
+        self._has_pulled = False  # weights that the next iteration takes over
         # one per section of the server
         self._pulled: list[Tensor] = []  # pre
         self._rule_state: list[dict[str, Tensor]] = []
@@ -251,7 +253,7 @@ class StepsDelay(Scheme):
             replica.parameters,
             optimizer,
             topology,
-            self._beside,
+            self._beside.inter,
             self._lane,
             self.wire,
             self.shard_on,
@@ -314,7 +316,7 @@ class StepsDelay(Scheme):
             server: The server.
             has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
         """
-        is_warming_up, has_arrived = self.phase == "warm-up", self._has_arrived
+        is_warming_up, has_arrived = self.phase == "warm-up", self._has_pulled
         pulls = is_warming_up or self._delayed_steps % self.delay == self.delay - 1
         hyperparameters = server.hyperparameters()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
@@ -327,21 +329,19 @@ class StepsDelay(Scheme):
             if arrived is not None:
                 self._pulled[index] = arrived  # pre := w', as it arrived
         if pulls:
-            server.await_pulls()
+            server.expect_pulls()
+        self._has_pulled = pulls
         if is_warming_up:
             for index, weights in enumerate(server.arrivals(self._pulled)):
                 server.sections[index].bucket.unpack(weights)
                 self._pulled[index] = weights
+            self._has_pulled = False
         else:
             self._delayed_steps += 1
+        if has_arrived:
+            self.unagreed_steps = 0
         if is_warming_up or has_arrived:
             self.agreements += 1
-            self.unagreed_steps = 0
-
-    @property
-    def _has_arrived(self) -> bool:
-        """Whether what was pulled last has not been taken over yet."""
-        return self._delayed_steps > 0 and self._delayed_steps % self.delay == 0
 
     def _update_locally(self, index: int, section: Section, gradients: Tensor | None, arrived: Tensor | None) -> None:
         """Move a section's weights by the local rule, from those that arrived if some did."""
@@ -379,6 +379,7 @@ class StepsDelay(Scheme):
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
         assert self._server is not None
         self._delayed_steps = 0
+        self._has_pulled = False
         self._pulled = [section.pack() for section in self._server.sections]
         self._rule_state = [{} for _ in self._server.sections]
         self._server.restart(self._pulled)
@@ -435,6 +436,7 @@ class StepsDelay(Scheme):
         if self._server is not None:
             state["exchange"] = {
                 "delayed_steps": self._delayed_steps,
+                "has_pulled": self._has_pulled,
                 "pulled": [tensor.clone() for tensor in self._pulled],
                 "rule": [{name: value.clone() for name, value in held.items()} for held in self._rule_state],
                 "server": self._server.state_dict(),
@@ -451,6 +453,7 @@ class StepsDelay(Scheme):
         if exchange is None:
             return
         self._delayed_steps = exchange["delayed_steps"]
+        self._has_pulled = exchange["has_pulled"]
         for tensor, values in zip(self._pulled, exchange["pulled"], strict=True):
             tensor.copy_(values)
         self._rule_state = [

@@ -40,6 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=list(SCHEMES))
 def scheme_name(request: pytest.FixtureRequest) -> str:
     return request.param

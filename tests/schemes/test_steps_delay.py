@@ -444,8 +444,9 @@ def test_optimizer_state_is_shared_out_among_the_ranks(nodes, shard_on):
     def work(run: Run) -> None:
         steps(3)(run)
         run.scheme.settle()
-        state = run.scheme.state_dict()["exchange"]["server"]["optimizer"]
-        held.append((run.rank, sum(owned["momentum_buffer"].numel() for section in state for owned in section)))
+        shards = run.scheme.state_dict()["exchange"]["server"]
+        momenta = [owned["momentum_buffer"] for shard in shards for owned in shard["optimizer"]]
+        held.append((run.rank, sum(momentum.numel() for momentum in momenta)))
         assert not run.optimizer.state
 
     train(work, lambda: StepsDelay(1, 0, shard_on=shard_on), nodes=nodes, shapes=((6, 5), (10,), (10,), (10,)))
@@ -590,6 +591,25 @@ def test_a_run_resumed_from_its_state_goes_on_to_the_bit(rule, wire):
         for piece, run in zip(pieces, whole, strict=True):
             assert piece.device == run.device[at:]
             assert piece.values() == run.values()
+
+
+def test_a_resume_with_another_delay_goes_on_from_weights_not_gradients():
+    saved: dict[int, Any] = {}
+
+    def first(run: Run) -> None:
+        steps(6)(run)  # between two pulls, but at one if the delay were 3
+        run.scheme.settle()
+        saved[run.rank] = run.scheme.replica.snapshot(), run.scheme.state_dict()
+
+    def resumed(run: Run) -> Run:
+        values, state = saved[run.rank]
+        run.scheme.replica.restore(values)
+        run.scheme.load_state_dict(state)
+        return steps(1)(run)
+
+    train(first, lambda: StepsDelay(4, 0), targets=(100.0, 100.0))
+    for run in train(resumed, lambda: StepsDelay(3, 0), targets=(100.0, 100.0)):
+        assert 0 < run.device[0][0] < 40  # the gradients were about -100
 
 
 def test_a_narrow_wire_loses_no_small_updates():
