@@ -330,12 +330,11 @@ class StepsDelay(Scheme):
                 self._pulled[index] = arrived  # pre := w', as it arrived
         if pulls:
             server.expect_pulls()
-        self._has_pulled = pulls
+        self._has_pulled = pulls and not is_warming_up
         if is_warming_up:
             for index, weights in enumerate(server.arrivals(self._pulled)):
                 server.sections[index].bucket.unpack(weights)
                 self._pulled[index] = weights
-            self._has_pulled = False
         else:
             self._delayed_steps += 1
         if has_arrived:

@@ -237,7 +237,7 @@ graphs = st.one_of(
 
 
 @settings(deadline=None, max_examples=15)
-@given(graphs, st.integers(2, 32) | st.integers(2, 8), st.integers(1, 4), st.booleans())
+@given(graphs, st.integers(2, 64) | st.integers(2, 8), st.integers(1, 4), st.booleans())
 def test_mixing_conserves_the_sum_of_every_segment_and_brings_replicas_together(graph, size, segments, overlap):
     starts = torch.randn(size, 4, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
 
@@ -289,15 +289,15 @@ def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_segment(graph, r
 
 
 def test_a_narrow_wire_loses_no_update_from_the_sum():
-    """Eight millionths are far below what bfloat16 resolves near 1; hundreds of them still arrive in the mean."""
+    """A millionth is far below what bfloat16 resolves near 1; two thousand of them still arrive in the mean."""
 
     def work(rank):
-        for _ in range(250):
-            rank.train(lambda x: torch.full_like(x, -8e-6 * (1 + rank.rank)))
+        for _ in range(2000):
+            rank.train(lambda x: torch.full_like(x, -1e-6 * (1 + rank.rank)))
         return rank.agreed().item(), rank.values.item()
 
     agreed, own = zip(*simulate(work, Gossip(), [1.0, 1.0, 1.0], lr=1.0, wire=Wire.named("bfloat16")), strict=True)
-    assert agreed == pytest.approx([1 + 250 * 16e-6] * 3, abs=1e-9)
+    assert agreed == pytest.approx([1 + 2000 * 2e-6] * 3, abs=1e-9)
     assert max(own) - min(own) < 2**-7
 
 
