@@ -13,17 +13,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 
 from benchmarks.contenders import ROWS
 from benchmarks.job import Job, Record
-from benchmarks.network import MASTER_PORT, Network
+from benchmarks.network import Network, free_port
 from benchmarks.peers import PeerMissing, interpreter
 
 START_SECONDS = 90.0
 REPOSITORY = Path(__file__).parent.parent
-_ports = count(MASTER_PORT)
 
 
 def run(
@@ -67,14 +66,14 @@ def _session(
         stack.callback(network.stop_processes)
         folder = Path(name)
         (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-        port = next(_ports)
+        port = str(free_port())
         processes = [
             network.start(
                 node,
                 [
                     *(python, "-m", "torch.distributed.run", "--nnodes", str(len(network.nodes))),
                     *("--node-rank", str(node.index), "--nproc-per-node", str(ranks_per_node)),
-                    *("--master-addr", network.nodes[0].address, "--master-port", str(port)),
+                    *("--master-addr", network.nodes[0].address, "--master-port", port),
                     *("-m", "benchmarks.worker", str(folder / "jobs.json"), str(folder)),
                 ],
                 {

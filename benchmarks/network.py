@@ -14,6 +14,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,6 @@ from types import TracebackType
 from typing import IO
 
 INTERFACE = "eth0"
-MASTER_PORT = 29_500
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,13 @@ def transmitted_bytes(interface: str) -> int:
         if name.strip() == interface:
             return int(counters.split()[8])
     raise LookupError(f"no network interface named {interface!r}")
+
+
+def free_port() -> int:
+    """A port on which nobody listens on this machine, and so nobody on nodes of its own."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def busy_share(seconds: float = 1.0) -> float:

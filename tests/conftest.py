@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which is not to count the wait
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test marked ``alone`` run while pytest's other workers wait."""
+    with open(__file__) as turn, open(Path(_STARTUP) / "sitecustomize.py") as running:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # or it might never find a moment in which nobody else runs
+        fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # closing is not enough: what the test forked has the file, too
 
 
 @pytest.fixture(autouse=True)

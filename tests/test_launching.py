@@ -25,7 +25,7 @@ from forked import ForkedPython
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
-SECONDS = 60  # until a launch that should have ended is killed, and the test fails
+SECONDS = 120  # until a launch that should have ended is killed; another may run beside it
 
 
 class Launch:
@@ -251,6 +251,7 @@ def test_a_lost_rank_ends_the_run_within_seconds_and_is_named(launch, start: Sta
     assert seconds < 20, output  # torchrun's agents alone take a few seconds to end
 
 
+@pytest.mark.alone
 def test_a_fast_node_does_not_wait_for_a_slow_one_between_agreements(launch):
     _with_fork(launch, 1, ["--steps", "20", "--sync-every", "10", "--slow-rank", "1", "--slow-seconds", "0.1"])
     codes, output = launch.end()

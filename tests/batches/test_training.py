@@ -233,6 +233,7 @@ class Busy(Net):
         del self.quota
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypatch):
     monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.04)  # the quota's period is a fifth of Linux's
@@ -242,6 +243,7 @@ def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypat
     assert reports[0]["report"] == [32 - slow]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_rank_that_loses_cpu_time_in_training_gets_fewer_samples_within_two_epochs(fit):
     batches = HeterogeneousBatches(32, [1, 1], rebalance_every_n_epochs=1)
