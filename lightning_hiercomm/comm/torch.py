@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Completion, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
+
+Works = Sequence["dist.Work | _Turn | None"]
+Launch = Callable[[], Works]
 
 # Elements of one message. gloo uses a link in one direction at a time for a single large message; with several in
 # flight both directions are busy.
@@ -27,6 +32,10 @@ _PIECE = 2**20
 _MOST_DIRECT_PEERS = 16
 _ONE_ROUND = 2**11
 _TWO_ROUNDS = 2**19
+
+# Exchanges have a tag of their own: a message of another move, launched meanwhile, must not be taken for theirs. Moves
+# of two rounds count their tags from here.
+_EXCHANGE = 1
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -55,8 +64,9 @@ class TorchCommunicator(Communicator):
         super().__init__(ranks, rank, tier, meter)
         self.group = group
         self._launching = launching
-        self._two_round_moves = 0
+        self._last_tag = _EXCHANGE
         self._is_nccl = dist.get_backend(group) == "nccl"
+        self._turns = None if tier != "inter" or self.size == 2 or self._is_nccl else _Turns(launching)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -97,8 +107,8 @@ class TorchCommunicator(Communicator):
 
         second_round = None
         if not in_one_round:
-            self._two_round_moves += 1  # a tag of its own: what is launched between the rounds must not mix with them
-            second_round = partial(self._swap, [own] * self.size, parts, tag=self._two_round_moves)
+            self._last_tag += 1  # a tag of its own: what is launched between the rounds must not mix with them
+            second_round = partial(self._swap, [own] * self.size, parts, tag=self._last_tag)
         return self._launch(partial(self._swap, parts, received), [tensor, others], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -117,9 +127,7 @@ class TorchCommunicator(Communicator):
             )
         arrived = torch.empty_like(tensor)
         if tensor.is_cuda:
-            start: Callable[[], Sequence[dist.Work | None]] = partial(
-                self._works, dist.all_to_all_single, arrived, tensor
-            )
+            start: Launch = partial(self._works, dist.all_to_all_single, arrived, tensor)
         else:
             arrived.chunk(self.size)[self.rank].copy_(parts[self.rank])
             start = partial(self._swap, parts, arrived.chunk(self.size))
@@ -137,21 +145,25 @@ class TorchCommunicator(Communicator):
             parts[self.rank].copy_(tensor)
         return self._launch(partial(self._swap, [tensor] * self.size, parts), [output, tensor])
 
-    def _works(self, move: Callable[..., dist.Work | None], *tensors: Tensor) -> list[dist.Work | None]:
+    def _works(self, move: Callable[..., dist.Work | None], *tensors: Tensor) -> Works:
         return [move(*tensors, group=self.group, async_op=True)]
 
-    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Sequence[dist.Work | None]:
-        """Send ``sent[i]`` to rank ``i`` and take ``received[i]`` from it, for all others.
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Works:
+        """Send ``sent[i]`` to rank ``i`` and take ``received[i]`` from it, for all others."""
+        targets = [(self.rank + offset) % self.size for offset in range(1, self.size)]
+        sources = [(self.rank - offset) % self.size for offset in range(1, self.size)]
+        return self._post([(sent[peer], peer) for peer in targets], [(received[peer], peer) for peer in sources], tag)
 
-        In pieces (see ``_PIECE``): gloo's own all-to-all and all-gather take a quarter longer over a slow link.
-        """
-        operations = []
-        for offset in range(1, self.size):
-            target, source = (self.rank + offset) % self.size, (self.rank - offset) % self.size
-            for move, tensor, peer in ((dist.irecv, received[source], source), (dist.isend, sent[target], target)):
-                pieces = tensor.view(-1).split(_PIECE)
-                operations += [dist.P2POp(move, piece, self.ranks[peer], self.group, tag) for piece in pieces]
-        return dist.batch_isend_irecv(operations)
+    def _post(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], tag: int) -> Works:
+        """Launch messages, in pieces (see ``_PIECE``): gloo's own all-to-all and all-gather take a quarter longer."""
+        operations = [
+            dist.P2POp(move, piece, self.ranks[peer], self.group, tag)
+            for move, messages in ((dist.irecv, receive), (dist.isend, send))
+            for tensor, peer in messages
+            for piece in tensor.view(-1).split(_PIECE)
+        ]
+        works: Works = dist.batch_isend_irecv(operations)
+        return works
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
         return self._launch(
@@ -159,25 +171,18 @@ class TorchCommunicator(Communicator):
         )
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
-        operations = [
-            dist.P2POp(dist.irecv, piece, self.ranks[peer], self.group)
-            for buffer, peer in receive
-            for piece in buffer.view(-1).split(_PIECE)
-        ]
-        operations += [
-            dist.P2POp(dist.isend, piece, self.ranks[peer], self.group)
-            for tensor, peer in send
-            for piece in tensor.view(-1).split(_PIECE)
-        ]
         tensors = [tensor for tensor, _ in (*send, *receive)]
-        return self._launch(lambda: dist.batch_isend_irecv(operations), tensors)
+        post = partial(self._post, send, receive, _EXCHANGE)
+        if self._turns is None or tensors[0].is_cuda:
+            return self._launch(post, tensors)
+        return self._launch(partial(self._turns.take, post), tensors)
 
     def _launch(
         self,
-        start: Callable[[], Sequence[dist.Work | None]],
+        start: Launch,
         tensors: Sequence[Tensor],
         finish: Callable[[], object] | None = None,
-        second_round: Callable[[], Sequence[dist.Work | None]] | None = None,
+        second_round: Launch | None = None,
     ) -> Handle:
         try:
             with self._launching():
@@ -196,10 +201,10 @@ class _TorchHandle(Handle):
     def __init__(
         self,
         communicator: TorchCommunicator,
-        works: list[dist.Work],
+        works: list[dist.Work | _Turn],
         tensors: Sequence[Tensor],
         finish: Callable[[], object] | None,
-        second_round: Callable[[], Sequence[dist.Work | None]] | None,
+        second_round: Launch | None,
     ) -> None:
         self._communicator = communicator
         self._works = works
@@ -230,7 +235,7 @@ class _TorchHandle(Handle):
         self._tensors, self._works = (), []
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        if self._finish is not None or len(self._works) != 1:
+        if self._finish is not None or len(self._works) != 1 or isinstance(self._works[0], _Turn):
             return super().future(value)
         tensors = self._tensors
         return self._works[0].get_future().then(lambda _: (value, tensors)[0])
@@ -239,6 +244,64 @@ class _TorchHandle(Handle):
         if self._second_round is not None:
             return not self._tensors
         return all(work.is_completed() for work in self._works)
+
+
+class _Turns:
+    """Exchanges of a communicator one after another, on a thread that lives as long as there are any.
+
+    A link that carries messages from and to several other nodes at once takes up to a half longer for all of them.
+
+    Args:
+        launching: See :class:`TorchCommunicator`.
+    """
+
+    def __init__(self, launching: Callable[[], AbstractContextManager[None]]) -> None:
+        self._launching = launching
+        self._waiting: deque[_Turn] = deque()
+        self._changing = threading.Lock()
+
+    def take(self, launch: Launch) -> list[_Turn]:
+        """Launch an exchange when all before it have ended on this rank."""
+        turn = _Turn(launch)
+        with self._changing:
+            self._waiting.append(turn)
+            if len(self._waiting) == 1:
+                threading.Thread(target=self._run, name="hiercomm-turns", daemon=True).start()
+        return [turn]
+
+    def _run(self) -> None:
+        while True:
+            self._waiting[0].run(self._launching)
+            with self._changing:
+                self._waiting.popleft()
+                if not self._waiting:
+                    return
+
+
+class _Turn:
+    """One of them, with what :class:`_TorchHandle` needs of torch's ``Work``."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._completion = Completion()
+
+    def run(self, launching: Callable[[], AbstractContextManager[None]]) -> None:
+        error: BaseException | None = None
+        try:
+            with launching():
+                works = self._launch()
+            for work in works:
+                if work is not None:
+                    work.wait()
+        except BaseException as raised:
+            error = raised
+        self._completion.end(error)
+
+    def wait(self) -> None:
+        self._completion.wait()
+
+    def is_completed(self) -> bool:
+        return self._completion.is_done()
 
 
 def _in_order(ranks: Sequence[int]) -> dict[str, Any]:

@@ -24,6 +24,11 @@ T = TypeVar("T")
 NEEDS_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
 """Optimizers, by lower-case class name, whose update of one element depends on the others of its tensor."""
 
+# A push of a section follows the push before it of the same section: the more there are, the less a link idles between
+# pushes, down to a size that costs more time on the processors than on the link.
+_LEAST_SECTIONS = 8
+_LEAST_SECTION_BYTES = 2**18
+
 Hyperparameters = list[dict[str, Any]]
 """Per param group: learning rate, momentum, weight decay and whatever else the group holds besides its parameters."""
 
@@ -164,7 +169,7 @@ class ShardedServer:
         shard_on: ``"elements"`` cuts anywhere: all shards are equal. ``"parameters"`` never cuts a tensor, for
             optimizers that need whole ones; a param group is then one section, whose shards are padded to the largest,
             which costs bytes and memory when one tensor dominates the model.
-        bucket_bytes: Upper bound of a section's size, if it cuts on elements.
+        bucket_bytes: Upper bound of a section's size, if it cuts on elements. A small model has smaller ones.
     """
 
     def __init__(
@@ -489,7 +494,9 @@ def _sections(
             if id(parameter) in trained:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for tensors in kinds.values():
-            cut = Replica(tensors, bucket_bytes=bucket_bytes).buckets
+            whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            fine = max(_LEAST_SECTION_BYTES, -(-whole // _LEAST_SECTIONS))
+            cut = Replica(tensors, bucket_bytes=min(bucket_bytes, fine)).buckets
             for bucket in cut if shard_on == "elements" else [_bucket_of_whole_tensors(tensors, shards)]:
                 yield Section(group, bucket, shards)
 

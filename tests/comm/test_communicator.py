@@ -486,6 +486,34 @@ def test_a_receive_is_not_done_before_its_letter_was_sent(world):
     world.run(receive_ahead_of_the_sender)
 
 
+def exchange_in_turns(rank):
+    group, other = rank.group(twin=0), rank.group(twin=1)
+    first, second, token = torch.zeros(3), torch.zeros(3), torch.zeros(1)
+    if rank.rank == 0:
+        handles = [group.exchange([], [(first, 1)]), group.exchange([], [(second, 2)])]
+    elif rank.rank == 2:
+        handles = [group.exchange([(torch.full((3,), 2.0), 0)], [])]
+    else:
+        handles = []
+    other.broadcast(token, 2).wait()
+    if rank.rank == 0:
+        time.sleep(0.05)  # enough for a message that somebody waits for
+        assert not handles[1].is_done()
+    other.broadcast(token, 0).wait()
+    if rank.rank == 1:
+        handles = [group.exchange([(torch.ones(3), 0)], [])]
+    for handle in handles:
+        handle.wait()
+    if rank.rank == 0:
+        assert first.tolist() == [1, 1, 1]
+        assert second.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("world", ["gloo"], indirect=True)
+def test_over_gloo_an_exchange_between_nodes_begins_when_the_one_before_it_has_ended(world):
+    world.run(exchange_in_turns)
+
+
 def progress_alone(rank, folder, move):
     group = rank.group()
     tensor, whole = torch.full((1 << 20,), 1.0), torch.zeros(1 << 22)

@@ -512,6 +512,19 @@ def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_la
                 assert torch.allclose(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=1e-7)
 
 
+def test_a_small_model_travels_in_several_sections_that_follow_each_other():
+    def numels(run: Run) -> list[int]:
+        assert run.scheme._server is not None
+        return [section.bucket.numel for section in run.scheme._server.sections]
+
+    shapes, scheme = ((1024, 1024), (1,)), partial(StepsDelay, 1, 10, local_update="sgd")
+    (cut,) = set(map(tuple, train(numels, scheme, nodes=((0,), (1,)), shapes=shapes)))
+    assert len(cut) >= 8
+    assert sum(cut) == 1024 * 1024 + 1
+    (small,) = set(map(tuple, train(numels, scheme, nodes=((0,), (1,)), shapes=((10, 10),))))
+    assert small == (100,)
+
+
 @pytest.mark.parametrize("shard_on", ["elements", "parameters"])
 def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
     shapes, saved = ((4, 3), (7,)), {}
