@@ -84,20 +84,24 @@ def glu(update: LocalUpdate) -> None:
         return
     scale = (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
     weights, local_learning_rate = update.weights, update.local_learning_rate
-    direction = update.gradient.mul(update.alpha).add_(weights, alpha=update.weight_decay)
+    direction, share = update.gradient, update.alpha
+    if update.weight_decay:
+        direction, share = direction.mul(share).add_(weights, alpha=update.weight_decay), 1.0
     if not update.hold:
         # w' - loc_lr * beta * grad_sync in one pass, without a copy: w' moves away from pre
         weights.lerp_(update.pulled, -local_learning_rate * update.beta * scale)
     else:
         if update.has_arrived or "grad_sync" not in update.state:
             update.state["grad_sync"] = (update.pulled - weights).mul_(scale)
-        direction.add_(update.state["grad_sync"], alpha=update.beta)
-    weights.sub_(direction, alpha=local_learning_rate)
+        weights.sub_(update.state["grad_sync"], alpha=local_learning_rate * update.beta)
+    weights.sub_(direction, alpha=local_learning_rate * share)
 
 
 def sgd(update: LocalUpdate) -> None:
     """Plain local SGD, ``w' := w' - loc_lr * (g + wd * w')``: the paper's first comparison (Section 4.4)."""
-    direction = update.gradient.add(update.weights, alpha=update.weight_decay)
+    direction = update.gradient
+    if update.weight_decay:
+        direction = direction.add(update.weights, alpha=update.weight_decay)
     update.weights.sub_(direction, alpha=update.local_learning_rate)
 
 
