@@ -20,7 +20,10 @@ from lightning_hiercomm.comm.base import CommunicationError, Communicator, Compl
 from lightning_hiercomm.comm.meter import Meter
 
 Works = Sequence["dist.Work | _Turn | None"]
+"""Messages under way, or a move that waits for its turn; torch gives None for what is done."""
+
 Launch = Callable[[], Works]
+"""Sets them going, without waiting for them."""
 
 # Elements of one message. gloo uses a link in one direction at a time for a single large message; with several in
 # flight both directions are busy.

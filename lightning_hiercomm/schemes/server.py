@@ -24,8 +24,8 @@ T = TypeVar("T")
 NEEDS_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
 """Optimizers, by lower-case class name, whose update of one element depends on the others of its tensor."""
 
-# A push of a section follows the push before it of the same section: the more there are, the less a link idles between
-# pushes, down to a size that costs more time on the processors than on the link.
+# A section's push follows its push before: the more sections, the less a link idles between pushes. Very small ones
+# cost the processors more time than the link.
 _LEAST_SECTIONS = 8
 _LEAST_SECTION_BYTES = 2**18
 
