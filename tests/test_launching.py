@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,10 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedPython
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
-SECONDS = 120  # until a launch that should have ended is killed; another may run beside it
+SECONDS = 60  # until a launch that should have ended is killed, and the test fails
 
 
 class Launch:
@@ -53,7 +53,7 @@ class Launch:
         self.processes.append(ForkedPython(arguments, {**os.environ, **(environment or {})}, output))
 
     def torchrun(self, *arguments: str, ranks_per_node: Sequence[int] = (2, 2)) -> None:
-        port, nodes = str(_free_port()), len(ranks_per_node)
+        port, nodes = str(find_free_network_port()), len(ranks_per_node)
         # torchrun can fork its workers, too, but they inherit its handlers
         fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
         for node, ranks in enumerate(ranks_per_node):
@@ -73,7 +73,7 @@ class Launch:
     def slurm(self, *arguments: str, nodes: int = 2, ranks: int = 2) -> None:
         """What srun does: one process per task, which finds its place in the environment."""
         job = {
-            "SLURM_JOB_ID": str(_free_port() - 15_000),  # Lightning makes it the port
+            "SLURM_JOB_ID": str(find_free_network_port() - 15_000),  # Lightning makes it the port
             "SLURM_JOB_NAME": "digits",
             "SLURM_NTASKS": str(nodes * ranks),
             "SLURM_NTASKS_PER_NODE": str(ranks),
@@ -93,7 +93,7 @@ class Launch:
 
     def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2) -> None:
         """What torchrun's agents do, but for watching the ranks."""
-        port = str(_free_port())
+        port = str(find_free_network_port())
         for rank in range(nodes * ranks):
             place = {
                 "RANK": str(rank),
@@ -128,12 +128,6 @@ def launch(tmp_path: Path, mpiexec: Mpiexec) -> Iterator[Launch]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 Start = Callable[[Launch, int, list[str]], None]  # with so many ranks on each of two nodes
@@ -173,6 +167,7 @@ EVERY_LAUNCHER = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("start", EVERY_LAUNCHER.values(), ids=EVERY_LAUNCHER)
 def test_every_launcher_follows_the_table_to_the_digit(launch, start: Start):
     start(launch, 2, ["--epochs", "2"])
@@ -197,6 +192,7 @@ def test_nodes_of_a_torchrun_may_be_unequal(launch):
     assert sorted(sample for report in reports for sample in report["samples"]) == [*range(20)]
 
 
+@pytest.mark.alone
 def test_host_names_decide_what_a_node_is_under_mpiexec_however_unequal_and_scattered(launch):
     places = [("localhost", "3"), ("localhost", "3"), ("127.0.0.1", "1"), ("localhost", "3")]
     options = ["--num-nodes", "2", "--inter-node", "torch"]  # MPI starts the ranks, and gloo joins them

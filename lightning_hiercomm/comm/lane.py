@@ -35,20 +35,20 @@ class Lane:
         self._meter = meter
         self._tier = tier
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], object]) -> Handle:
         """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
         if self._stream is not None:
             with self._meter.beside_training():
-                return _Timed(_StreamJob(self._stream, work), self)
+                return Timed(_StreamJob(self._stream, work), self._meter, self._tier, self._device)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"hiercomm-{self._tier}", daemon=True)
             self._thread.start()
-        job = _Job(work)
+        job = Job(work)
         self._jobs.put(job)
-        return _Timed(job, self)
+        return Timed(job, self._meter, self._tier, self._device)
 
     def uses(self, tensor: Tensor) -> None:
         """Say that jobs use a tensor made outside the lane, so that CUDA does not reuse its memory too early."""
@@ -72,13 +72,24 @@ class Lane:
             job.run()
 
 
-class _Timed(Handle):
-    def __init__(self, handle: Handle, lane: Lane) -> None:
+class Timed(Handle):
+    """A handle whose waits are exposed time.
+
+    Args:
+        handle: What is waited for.
+        meter: Times the training thread's waits.
+        tier: What the meter files them under.
+        device: Where the tensors live.
+    """
+
+    def __init__(self, handle: Handle, meter: Meter, tier: str, device: torch.device) -> None:
         self._handle = handle
-        self._lane = lane
+        self._meter = meter
+        self._tier = tier
+        self._device = device
 
     def wait(self) -> None:
-        with self._lane._meter.waiting(self._lane._tier, self._lane._device):
+        with self._meter.waiting(self._tier, self._device):
             self._handle.wait()
 
     def is_done(self) -> bool:
@@ -88,12 +99,15 @@ class _Timed(Handle):
         return self._handle.future(value)
 
 
-class _Job(Handle):
+class Job(Handle):
+    """Work that another thread does: it calls :meth:`run`, once."""
+
     def __init__(self, work: Callable[[], object]) -> None:
         self._work: Callable[[], object] | None = work
         self._completion = Completion()
 
     def run(self) -> None:
+        """Do it. An error reaches the waiter."""
         assert self._work is not None
         error: BaseException | None = None
         try:

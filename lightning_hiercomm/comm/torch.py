@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.base import CommunicationError, Communicator, Completion, Connect, Handle, Reduction
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
+from lightning_hiercomm.comm.lane import Job, Timed
 from lightning_hiercomm.comm.meter import Meter
 
-Works = Sequence["dist.Work | _Turn | None"]
-"""Messages under way, or a move that waits for its turn; torch gives None for what is done."""
-
-Launch = Callable[[], Works]
-"""Sets them going, without waiting for them."""
+Launch = Callable[[], Sequence[dist.Work | None]]
+"""Sets messages going, without waiting for them; torch gives None for what is done."""
 
 # Elements of one message. gloo uses a link in one direction at a time for a single large message; with several in
 # flight both directions are busy.
@@ -69,7 +67,7 @@ class TorchCommunicator(Communicator):
         self._launching = launching
         self._last_tag = _EXCHANGE
         self._is_nccl = dist.get_backend(group) == "nccl"
-        self._turns = None if tier != "inter" or self.size == 2 or self._is_nccl else _Turns(launching)
+        self._turns = None if tier != "inter" or self.size == 2 or self._is_nccl else _Turns()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -148,16 +146,18 @@ class TorchCommunicator(Communicator):
             parts[self.rank].copy_(tensor)
         return self._launch(partial(self._swap, [tensor] * self.size, parts), [output, tensor])
 
-    def _works(self, move: Callable[..., dist.Work | None], *tensors: Tensor) -> Works:
+    def _works(self, move: Callable[..., dist.Work | None], *tensors: Tensor) -> Sequence[dist.Work | None]:
         return [move(*tensors, group=self.group, async_op=True)]
 
-    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Works:
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Sequence[dist.Work | None]:
         """Send ``sent[i]`` to rank ``i`` and take ``received[i]`` from it, for all others."""
         targets = [(self.rank + offset) % self.size for offset in range(1, self.size)]
         sources = [(self.rank - offset) % self.size for offset in range(1, self.size)]
         return self._post([(sent[peer], peer) for peer in targets], [(received[peer], peer) for peer in sources], tag)
 
-    def _post(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], tag: int) -> Works:
+    def _post(
+        self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], tag: int
+    ) -> Sequence[dist.Work | None]:
         """Launch messages, in pieces (see ``_PIECE``): gloo's own all-to-all and all-gather take a quarter longer."""
         operations = [
             dist.P2POp(move, piece, self.ranks[peer], self.group, tag)
@@ -165,7 +165,7 @@ class TorchCommunicator(Communicator):
             for tensor, peer in messages
             for piece in tensor.view(-1).split(_PIECE)
         ]
-        works: Works = dist.batch_isend_irecv(operations)
+        works: Sequence[dist.Work | None] = dist.batch_isend_irecv(operations)
         return works
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
@@ -175,10 +175,10 @@ class TorchCommunicator(Communicator):
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         tensors = [tensor for tensor, _ in (*send, *receive)]
-        post = partial(self._post, send, receive, _EXCHANGE)
+        launch = partial(self._launch, partial(self._post, send, receive, _EXCHANGE), tensors)
         if self._turns is None or tensors[0].is_cuda:
-            return self._launch(post, tensors)
-        return self._launch(partial(self._turns.take, post), tensors)
+            return launch()
+        return Timed(self._turns.take(lambda: launch().wait()), self.meter, self.tier, tensors[0].device)
 
     def _launch(
         self,
@@ -204,7 +204,7 @@ class _TorchHandle(Handle):
     def __init__(
         self,
         communicator: TorchCommunicator,
-        works: list[dist.Work | _Turn],
+        works: list[dist.Work],
         tensors: Sequence[Tensor],
         finish: Callable[[], object] | None,
         second_round: Launch | None,
@@ -238,7 +238,7 @@ class _TorchHandle(Handle):
         self._tensors, self._works = (), []
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        if self._finish is not None or len(self._works) != 1 or isinstance(self._works[0], _Turn):
+        if self._finish is not None or len(self._works) != 1:
             return super().future(value)
         tensors = self._tensors
         return self._works[0].get_future().then(lambda _: (value, tensors)[0])
@@ -253,58 +253,28 @@ class _Turns:
     """Exchanges of a communicator one after another, on a thread that lives as long as there are any.
 
     A link that carries messages from and to several other nodes at once takes up to a half longer for all of them.
-
-    Args:
-        launching: See :class:`TorchCommunicator`.
     """
 
-    def __init__(self, launching: Callable[[], AbstractContextManager[None]]) -> None:
-        self._launching = launching
-        self._waiting: deque[_Turn] = deque()
+    def __init__(self) -> None:
+        self._waiting: deque[Job] = deque()
         self._changing = threading.Lock()
 
-    def take(self, launch: Launch) -> list[_Turn]:
-        """Launch an exchange when all before it have ended on this rank."""
-        turn = _Turn(launch)
+    def take(self, work: Callable[[], object]) -> Handle:
+        """Do an exchange when all before it have ended on this rank."""
+        job = Job(work)
         with self._changing:
-            self._waiting.append(turn)
+            self._waiting.append(job)
             if len(self._waiting) == 1:
                 threading.Thread(target=self._run, name="hiercomm-turns", daemon=True).start()
-        return [turn]
+        return job
 
     def _run(self) -> None:
         while True:
-            self._waiting[0].run(self._launching)
+            self._waiting[0].run()
             with self._changing:
                 self._waiting.popleft()
                 if not self._waiting:
                     return
-
-
-class _Turn:
-    """One of them, with what :class:`_TorchHandle` needs of torch's ``Work``."""
-
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._completion = Completion()
-
-    def run(self, launching: Callable[[], AbstractContextManager[None]]) -> None:
-        error: BaseException | None = None
-        try:
-            with launching():
-                works = self._launch()
-            for work in works:
-                if work is not None:
-                    work.wait()
-        except BaseException as raised:
-            error = raised
-        self._completion.end(error)
-
-    def wait(self) -> None:
-        self._completion.wait()
-
-    def is_completed(self) -> bool:
-        return self._completion.is_done()
 
 
 def _in_order(ranks: Sequence[int]) -> dict[str, Any]:

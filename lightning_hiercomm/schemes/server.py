@@ -494,11 +494,17 @@ def _sections(
             if id(parameter) in trained:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for tensors in kinds.values():
-            whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            fine = max(_LEAST_SECTION_BYTES, -(-whole // _LEAST_SECTIONS))
-            cut = Replica(tensors, bucket_bytes=min(bucket_bytes, fine)).buckets
-            for bucket in cut if shard_on == "elements" else [_bucket_of_whole_tensors(tensors, shards)]:
+            even = shard_on == "elements"
+            cut = _even_buckets(tensors, bucket_bytes) if even else [_bucket_of_whole_tensors(tensors, shards)]
+            for bucket in cut:
                 yield Section(group, bucket, shards)
+
+
+def _even_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
+    """Tensors in their order, cut anywhere."""
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    fine = max(_LEAST_SECTION_BYTES, -(-whole // _LEAST_SECTIONS))
+    return Replica(tensors, bucket_bytes=min(bucket_bytes, fine)).buckets
 
 
 def _bucket_of_whole_tensors(tensors: Sequence[Tensor], shards: int) -> Bucket:
