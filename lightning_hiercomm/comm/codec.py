@@ -31,6 +31,11 @@ class Codec(ABC):
     adds: ClassVar[bool]
     """Whether payloads of several nodes may be summed as they are, so that they can ride an all-reduce."""
 
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together: what is cut at multiples of it decodes to the same, fastest."""
+        return 1
+
     @abstractmethod
     def narrows(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of ``dtype`` travels in another form."""
@@ -149,15 +154,16 @@ class Quantized(Codec):
 
         scale = bfloat16(max|v| / top)      q = round(v / scale)      decoded: q scale
 
-    Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so ``max|v| / scale``
-    is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and the largest has
-    the code ``top``, which makes encoding decoded values again change no bit (of float32, float64 and float16 ones;
-    a bfloat16 cannot hold ``127 scale``). Rounding scales up would promise none of this, and float32 scales would put
-    4 bits over 1/8 of float32 by 3 %, where bfloat16 ones cost 1.6 % (8 bits over 1/4: 0.8 %).
+    Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so
+    ``max|v| / scale`` is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and
+    the largest has the code ``top``, so encoding decoded float32 or float64 values again changes no bit. Scales rounded
+    up would not promise the last; float32 scales would put 4 bits 3.1 % over 1/8 of float32, where bfloat16 ones cost
+    1.6 % (8 bits over 1/4: 0.8 %).
 
     The smallest scale is 2⁻¹²⁶, float32's smallest normal number: blocks of zeros and of smaller numbers need no case
-    of their own, and no device's way with denormal numbers matters. A block that holds a NaN or an infinity, or whose
-    scale bfloat16 cannot hold, decodes to NaN as a whole: such values never turn into finite ones.
+    of their own, and no device's way with denormal numbers matters. A block that holds a NaN or an infinity, or needs
+    a scale that bfloat16 cannot hold, decodes to NaN as a whole: such values never turn into finite ones. The largest
+    finite values of a type may become infinite.
 
     A payload is one tensor of bytes: first all scales, then all codes; with 4 bits the first half of a block in the low
     and the second in the high halves of bytes. Its length is even, so that several may be laid one behind the other.
@@ -244,10 +250,10 @@ class Quantized(Codec):
             yield values[None, whole:], scales[blocks:], codes[None, whole_codes:]
 
     def _encode_rows(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
-        values = values.to(_arithmetic(values.dtype))
+        values = values.to(arithmetic_dtype(values.dtype))
         peaks = torch.maximum(values.amax(1), values.amin(1).neg_())
         scales.copy_(peaks.div_(self._top).clamp_min_(_SMALLEST_SCALE))
-        scales.masked_fill_(scales.isinf(), float("nan"))
+        scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))
         quotients = torch.div(values, scales.to(values.dtype).unsqueeze(1)).round_()
         if self.bits == 8:
             codes.copy_(quotients)
@@ -258,7 +264,7 @@ class Quantized(Codec):
         codes.copy_(low)
 
     def _decode_rows(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        dtype = _arithmetic(out.dtype)
+        dtype = arithmetic_dtype(out.dtype)
         values = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
         if self.bits == 8:
             values.copy_(codes)
@@ -302,8 +308,8 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
     return codec
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The type to calculate in with values of ``dtype``: float32 or wider."""
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type to calculate in with values of the floating ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
