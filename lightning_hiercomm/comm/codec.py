@@ -37,16 +37,16 @@ class Codec(ABC):
         return 1
 
     @abstractmethod
-    def narrows(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of ``dtype`` travels in another form."""
-
-    @abstractmethod
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type of the payload of values of ``dtype``."""
 
-    @abstractmethod
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of ``dtype`` travels in another form."""
+        return self.payload_dtype(dtype) != dtype
+
     def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
         """The elements of the payload of ``numel`` values of ``dtype``."""
+        return numel
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """The bytes of the payload of ``numel`` values of ``dtype``."""
@@ -85,11 +85,11 @@ class Codec(ABC):
         self._decode(payload, out)
         return out
 
-    @abstractmethod
-    def _encode(self, values: Tensor, payload: Tensor) -> None: ...
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        _copy(values, payload)
 
-    @abstractmethod
-    def _decode(self, payload: Tensor, out: Tensor) -> None: ...
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        _copy(payload, out)
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,8 @@ class AsIs(Codec):
 
     adds: ClassVar[bool] = True
 
-    def narrows(self, dtype: torch.dtype) -> bool:
-        return False
-
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
-
-    def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
-        return numel
-
-    def _encode(self, values: Tensor, payload: Tensor) -> None:
-        _copy(values, payload)
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        _copy(payload, out)
 
 
 @dataclass(frozen=True)
@@ -130,20 +118,8 @@ class Cast(Codec):
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype={self.dtype} is not a floating type; cast to torch.bfloat16 or torch.float16")
 
-    def narrows(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
-
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.narrows(dtype) else dtype
-
-    def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
-        return numel
-
-    def _encode(self, values: Tensor, payload: Tensor) -> None:
-        _copy(values, payload)
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        _copy(payload, out)
+        return self.dtype if dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize else dtype
 
 
 @dataclass(frozen=True)
@@ -188,29 +164,25 @@ class Quantized(Codec):
         if self.block < 2 or self.block % 2:
             raise ValueError(f"block={self.block!r}: a block has an even number of elements")
 
-    def narrows(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > 1
-
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.uint8 if self.narrows(dtype) else dtype
+        return torch.uint8 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
     def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
         if not self.narrows(dtype):
             return numel
-        used = self._scale_bytes(numel) + self._code_bytes(numel)
-        return used + used % 2
+        return self._used_bytes(numel) + self._used_bytes(numel) % 2
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if not self._is_quantized(payload, values):
-            _copy(values, payload)
+            super()._encode(values, payload)
             return
         for rows, scales, codes in self._tiles(values, payload):
             self._encode_rows(rows, scales, codes)
-        payload[self._scale_bytes(values.numel()) + self._code_bytes(values.numel()) :].zero_()
+        payload[self._used_bytes(values.numel()) :].zero_()
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if not self._is_quantized(payload, out):
-            _copy(payload, out)
+            super()._decode(payload, out)
             return
         for rows, scales, codes in self._tiles(out, payload):
             self._decode_rows(scales, codes, rows)
@@ -218,24 +190,24 @@ class Quantized(Codec):
     def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
         if payload.dtype != torch.uint8 or not values.is_floating_point():
             return False
-        if payload.numel() != self.payload_numel(values.numel(), torch.float32):
+        expected = self.payload_numel(values.numel(), torch.float32)
+        if payload.numel() != expected:
             raise ValueError(
-                f"a payload of {payload.numel()} bytes is not that of {values.numel()} elements,"
-                f" {self.payload_numel(values.numel(), torch.float32)} bytes with {self}"
+                f"with {self} the payload of {values.numel()} elements has {expected} bytes, not {payload.numel()}"
             )
         return True
 
     def _scale_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block)
 
-    def _code_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
+    def _used_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) - (-numel * self.bits // 8)
 
     def _tiles(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows of values (one a block), their scales, and rows of their codes; a short last block comes by itself."""
         start = self._scale_bytes(values.numel())
         scales = payload[:start].view(torch.bfloat16)
-        codes = payload[start : start + self._code_bytes(values.numel())].view(torch.int8)
+        codes = payload[start : self._used_bytes(values.numel())].view(torch.int8)
         blocks = values.numel() // self.block
         whole, whole_codes = blocks * self.block, blocks * self.block * self.bits // 8
         at_once = max(1, (_TILE_ON_CPU if values.device.type == "cpu" else _TILE) // self.block)

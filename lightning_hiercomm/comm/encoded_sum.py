@@ -85,10 +85,7 @@ class EncodedSum:
 
     def feedback(self, part: Tensor) -> Feedback:
         """A feedback that holds nothing yet, for a part like this one; one for every part that is summed repeatedly."""
-        reduced = 0
-        if self._members > 2:
-            start, end = self._chunks(part.numel())[self._rank]
-            reduced = end - start
+        reduced = 0 if self._members <= 2 else _length(self._chunks(part.numel())[self._rank])
         dtype = arithmetic_dtype(part.dtype)
         return Feedback(part.new_zeros(part.numel(), dtype=dtype), part.new_zeros(reduced, dtype=dtype))
 
@@ -108,30 +105,27 @@ class EncodedSum:
             return lambda: None
         dtype = arithmetic_dtype(part.dtype)
         values = part if part.dtype == dtype else part.to(dtype)
-        if feedback is not None:
-            feedback.sender.add_(values)
-        source = values if feedback is None else feedback.sender
+        wanted = values if feedback is None else feedback.sender.add_(values)
         is_whole = self._members == 2
-        chunks = [(0, part.numel())] if is_whole else self._chunks(part.numel())
-        own = 0 if is_whole else self._rank
-        room = self._payload_numel(chunks[0], part.dtype)
+        chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
+        lengths = [self.codec.payload_numel(_length(chunk), part.dtype) for chunk in chunks]
         # zeros, because what short chunks leave unused is gathered, too
-        sent = part.new_zeros(len(chunks), room, dtype=self.codec.payload_dtype(part.dtype))
-        payloads = [sent[j, : self._payload_numel(chunk, part.dtype)] for j, chunk in enumerate(chunks)]
-        for (start, end), payload in zip(chunks, payloads, strict=True):
-            self.codec.encode(source[start:end], payload)
+        sent = part.new_zeros(len(chunks), max(lengths), dtype=self.codec.payload_dtype(part.dtype))
+        payloads = [row[:length] for row, length in zip(sent, lengths, strict=True)]
+        for chunk, payload in zip(chunks, payloads, strict=True):
+            self.codec.encode(wanted[chunk], payload)
+        own = 0 if is_whole else self._rank
         peers = [peer for peer in range(self._members) if peer != self._rank]
-        received = dict(zip(peers, sent.new_empty(len(peers), payloads[own].numel()), strict=True))
+        received = dict(zip(peers, sent.new_empty(len(peers), lengths[own]), strict=True))
         arrived = self._first.exchange(
             [(payloads[0 if is_whole else peer], peer) for peer in peers],
-            [(received[peer], peer) for peer in peers],
+            list(zip(received.values(), peers, strict=True)),
         )
-        # what is only sent may be read meanwhile
-        for j, ((start, end), payload) in enumerate(zip(chunks, payloads, strict=True)):
-            if feedback is not None or j == own:
-                self.codec.decode(payload, values[start:end])
+        # tensors in flight that are only sent may be read
+        for index in range(len(chunks)) if feedback is not None else [own]:
+            self.codec.decode(payloads[index], values[chunks[index]])
         if feedback is not None:
-            _keep_back(feedback.sender, values)
+            _keep_back(wanted, values)
 
         @torch.no_grad()
         def complete() -> None:
@@ -139,8 +133,7 @@ class EncodedSum:
             for tensor in (sent, values, *received.values()):
                 if tensor.is_cuda:  # made on the stream that launched
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            start, end = chunks[own]
-            self._sum(values[start:end], received)
+            self._sum(values[chunks[own]], received)
             if not is_whole:
                 self._share(values, chunks, sent, payloads, feedback)
             if values is not part:
@@ -161,33 +154,33 @@ class EncodedSum:
     def _share(
         self,
         values: Tensor,
-        chunks: Sequence[tuple[int, int]],
+        chunks: Sequence[slice],
         sent: Tensor,
         payloads: Sequence[Tensor],
         feedback: Feedback | None,
     ) -> None:
         """Round two: gather everyone's sum where the chunks were that were sent, and decode all to ``values``."""
-        start, end = chunks[self._rank]
-        own, payload = values[start:end], payloads[self._rank]
-        self.codec.encode(own if feedback is None else feedback.reducer.add_(own), payload)
-        self.codec.decode(payload, own)
+        own, payload = values[chunks[self._rank]], payloads[self._rank]
+        wanted = own if feedback is None else feedback.reducer.add_(own)
+        self.codec.decode(self.codec.encode(wanted, payload), own)
         gathered = self._second.all_gather(sent.view(-1), sent[self._rank])
         if feedback is not None:
-            _keep_back(feedback.reducer, own)
+            _keep_back(wanted, own)
         gathered.wait()
-        for member, ((start, end), payload) in enumerate(zip(chunks, payloads, strict=True)):
+        for member, (chunk, payload) in enumerate(zip(chunks, payloads, strict=True)):
             if member != self._rank:
-                self.codec.decode(payload, values[start:end])
+                self.codec.decode(payload, values[chunk])
 
-    def _chunks(self, numel: int) -> list[tuple[int, int]]:
-        """Where every member's chunk starts and ends; none is longer than the first."""
+    def _chunks(self, numel: int) -> list[slice]:
+        """Every member's chunk; none is longer than the first."""
         length = -(-numel // self._members)
         if length >= _BLOCKS_WORTH_ALIGNING * self.codec.block:
             length += -length % self.codec.block
-        return [(min(j * length, numel), min((j + 1) * length, numel)) for j in range(self._members)]
+        return [slice(min(j * length, numel), min((j + 1) * length, numel)) for j in range(self._members)]
 
-    def _payload_numel(self, chunk: tuple[int, int], dtype: torch.dtype) -> int:
-        return self.codec.payload_numel(chunk[1] - chunk[0], dtype)
+
+def _length(chunk: slice) -> int:
+    return int(chunk.stop - chunk.start)
 
 
 def _keep_back(wanted: Tensor, sent: Tensor) -> None:
