@@ -31,17 +31,22 @@ class Codec(ABC):
     adds: ClassVar[bool]
     """Whether payloads of several nodes may be summed as they are, so that they can ride an all-reduce."""
 
-    @abstractmethod
-    def narrows(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of ``dtype`` travels in another form."""
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together: what is cut at multiples of it decodes to the same, fastest."""
+        return 1
 
     @abstractmethod
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type of the payload of values of ``dtype``."""
 
-    @abstractmethod
+    def narrows(self, dtype: torch.dtype) -> bool:
+        """Whether a tensor of ``dtype`` travels in another form."""
+        return self.payload_dtype(dtype) != dtype
+
     def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
         """The elements of the payload of ``numel`` values of ``dtype``."""
+        return numel
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """The bytes of the payload of ``numel`` values of ``dtype``."""
@@ -80,11 +85,11 @@ class Codec(ABC):
         self._decode(payload, out)
         return out
 
-    @abstractmethod
-    def _encode(self, values: Tensor, payload: Tensor) -> None: ...
+    def _encode(self, values: Tensor, payload: Tensor) -> None:
+        _copy(values, payload)
 
-    @abstractmethod
-    def _decode(self, payload: Tensor, out: Tensor) -> None: ...
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        _copy(payload, out)
 
 
 @dataclass(frozen=True)
@@ -93,20 +98,8 @@ class AsIs(Codec):
 
     adds: ClassVar[bool] = True
 
-    def narrows(self, dtype: torch.dtype) -> bool:
-        return False
-
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
-
-    def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
-        return numel
-
-    def _encode(self, values: Tensor, payload: Tensor) -> None:
-        _copy(values, payload)
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        _copy(payload, out)
 
 
 @dataclass(frozen=True)
@@ -125,20 +118,8 @@ class Cast(Codec):
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype={self.dtype} is not a floating type; cast to torch.bfloat16 or torch.float16")
 
-    def narrows(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize
-
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.dtype if self.narrows(dtype) else dtype
-
-    def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
-        return numel
-
-    def _encode(self, values: Tensor, payload: Tensor) -> None:
-        _copy(values, payload)
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        _copy(payload, out)
+        return self.dtype if dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize else dtype
 
 
 @dataclass(frozen=True)
@@ -149,15 +130,16 @@ class Quantized(Codec):
 
         scale = bfloat16(max|v| / top)      q = round(v / scale)      decoded: q scale
 
-    Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so ``max|v| / scale``
-    is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and the largest has
-    the code ``top``, which makes encoding decoded values again change no bit (of float32, float64 and float16 ones;
-    a bfloat16 cannot hold ``127 scale``). Rounding scales up would promise none of this, and float32 scales would put
-    4 bits over 1/8 of float32 by 3 %, where bfloat16 ones cost 1.6 % (8 bits over 1/4: 0.8 %).
+    Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so
+    ``max|v| / scale`` is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and
+    the largest has the code ``top``, so encoding decoded float32 or float64 values again changes no bit. Scales rounded
+    up would not promise the last; float32 scales would put 4 bits 3.1 % over 1/8 of float32, where bfloat16 ones cost
+    1.6 % (8 bits over 1/4: 0.8 %).
 
     The smallest scale is 2⁻¹²⁶, float32's smallest normal number: blocks of zeros and of smaller numbers need no case
-    of their own, and no device's way with denormal numbers matters. A block that holds a NaN or an infinity, or whose
-    scale bfloat16 cannot hold, decodes to NaN as a whole: such values never turn into finite ones.
+    of their own, and no device's way with denormal numbers matters. A block that holds a NaN or an infinity, or needs
+    a scale that bfloat16 cannot hold, decodes to NaN as a whole: such values never turn into finite ones. The largest
+    finite values of a type may become infinite.
 
     A payload is one tensor of bytes: first all scales, then all codes; with 4 bits the first half of a block in the low
     and the second in the high halves of bytes. Its length is even, so that several may be laid one behind the other.
@@ -182,29 +164,25 @@ class Quantized(Codec):
         if self.block < 2 or self.block % 2:
             raise ValueError(f"block={self.block!r}: a block has an even number of elements")
 
-    def narrows(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > 1
-
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.uint8 if self.narrows(dtype) else dtype
+        return torch.uint8 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
 
     def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
         if not self.narrows(dtype):
             return numel
-        used = self._scale_bytes(numel) + self._code_bytes(numel)
-        return used + used % 2
+        return self._used_bytes(numel) + self._used_bytes(numel) % 2
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if not self._is_quantized(payload, values):
-            _copy(values, payload)
+            super()._encode(values, payload)
             return
         for rows, scales, codes in self._tiles(values, payload):
             self._encode_rows(rows, scales, codes)
-        payload[self._scale_bytes(values.numel()) + self._code_bytes(values.numel()) :].zero_()
+        payload[self._used_bytes(values.numel()) :].zero_()
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if not self._is_quantized(payload, out):
-            _copy(payload, out)
+            super()._decode(payload, out)
             return
         for rows, scales, codes in self._tiles(out, payload):
             self._decode_rows(scales, codes, rows)
@@ -212,24 +190,24 @@ class Quantized(Codec):
     def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
         if payload.dtype != torch.uint8 or not values.is_floating_point():
             return False
-        if payload.numel() != self.payload_numel(values.numel(), torch.float32):
+        expected = self.payload_numel(values.numel(), torch.float32)
+        if payload.numel() != expected:
             raise ValueError(
-                f"a payload of {payload.numel()} bytes is not that of {values.numel()} elements,"
-                f" {self.payload_numel(values.numel(), torch.float32)} bytes with {self}"
+                f"with {self} the payload of {values.numel()} elements has {expected} bytes, not {payload.numel()}"
             )
         return True
 
     def _scale_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block)
 
-    def _code_bytes(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
+    def _used_bytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) - (-numel * self.bits // 8)
 
     def _tiles(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows of values (one a block), their scales, and rows of their codes; a short last block comes by itself."""
         start = self._scale_bytes(values.numel())
         scales = payload[:start].view(torch.bfloat16)
-        codes = payload[start : start + self._code_bytes(values.numel())].view(torch.int8)
+        codes = payload[start : self._used_bytes(values.numel())].view(torch.int8)
         blocks = values.numel() // self.block
         whole, whole_codes = blocks * self.block, blocks * self.block * self.bits // 8
         at_once = max(1, (_TILE_ON_CPU if values.device.type == "cpu" else _TILE) // self.block)
@@ -244,10 +222,10 @@ class Quantized(Codec):
             yield values[None, whole:], scales[blocks:], codes[None, whole_codes:]
 
     def _encode_rows(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
-        values = values.to(_arithmetic(values.dtype))
+        values = values.to(arithmetic_dtype(values.dtype))
         peaks = torch.maximum(values.amax(1), values.amin(1).neg_())
         scales.copy_(peaks.div_(self._top).clamp_min_(_SMALLEST_SCALE))
-        scales.masked_fill_(scales.isinf(), float("nan"))
+        scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))
         quotients = torch.div(values, scales.to(values.dtype).unsqueeze(1)).round_()
         if self.bits == 8:
             codes.copy_(quotients)
@@ -258,7 +236,7 @@ class Quantized(Codec):
         codes.copy_(low)
 
     def _decode_rows(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        dtype = _arithmetic(out.dtype)
+        dtype = arithmetic_dtype(out.dtype)
         values = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
         if self.bits == 8:
             values.copy_(codes)
@@ -302,8 +280,8 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
     return codec
 
 
-def _arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The type to calculate in with values of ``dtype``: float32 or wider."""
+def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type to calculate in with values of the floating ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
