@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 _UNBOUNDED = 2**62
 
 

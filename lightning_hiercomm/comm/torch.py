@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.background import Job, Timed
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 
 Launch = Callable[[], Sequence[dist.Work | None]]

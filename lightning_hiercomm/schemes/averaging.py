@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,18 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
+from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
+from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.topology import Topology
 
 _BUCKETS_IN_FLIGHT = 3
 _STEPS_TOLD_APART = 4096
 
-Land = Callable[[int, Tensor, Tensor], None]
-"""Moves last agreed values (1-D, in place) by what the nodes' mean differs from them: of a bucket, this rank's part."""
 
-
-class Average:
+class Average(Carrier):
     """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
 
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
@@ -41,6 +41,7 @@ class Average:
             :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
         through: A :meth:`~lightning_hiercomm.topology.Topology.twin` whose communicators carry it, where averages also
             run beside training. Default: the topology itself.
+        second: Another twin, for the second round of codes that do not add, if sums end beside training.
         buckets: What of the replica agrees, in place of all its buckets.
         equal_in_node: Whether the ranks of a node hold the same parameters.
         land: Says where the last agreed values go when the nodes' mean has arrived; they, not the mean, are then what
@@ -53,6 +54,7 @@ class Average:
         topology: Topology,
         wire: Wire | None = None,
         through: Topology | None = None,
+        second: Topology | None = None,
         *,
         buckets: Sequence[Bucket] | None = None,
         equal_in_node: bool = True,
@@ -60,19 +62,28 @@ class Average:
     ) -> None:
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
-        self.wire = wire or Wire()
         self.through = through or topology
+        self.parts_per_bucket = topology.lanes
+        self.wire = wire or Wire()
         self.equal_in_node = equal_in_node
-        self.anchors: list[Tensor] = []
         self._device = replica.device
         self._land = land
+        self._sum = None
+        if not self.wire.codec.adds and self.through.inter is not None:
+            self._sum = EncodedSum(
+                self.wire.codec, self.through.inter, (second or self.through).inter or self.through.inter
+            )
+        self._feedback: list[Feedback] = []
         self.anchor()
 
     def anchor(self) -> None:
-        """Take the replica's present values, equal on all ranks, as the last agreed ones."""
-        if self._land is not None or (self.wire.dtype is not None and not self.wire.raw):
-            whole = (bucket.pack(multiple_of=self.topology.lanes) for bucket in self.buckets)
+        if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
+            whole = [bucket.pack(multiple_of=self.topology.lanes) for bucket in self.buckets]
             self.anchors = [self.remembered(flat).clone() for flat in whole]
+        if self._sum is not None:
+            self._feedback = [
+                self._sum.feedback(self.remembered(bucket.empty(self.topology.lanes))) for bucket in self.buckets
+            ]
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
@@ -84,17 +95,6 @@ class Average:
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> None:
-        """Average now; blocks.
-
-        Args:
-            step: Must be equal on all ranks: the optimizer steps this rank has taken.
-            turn: How many exchanges came before this one.
-            only: The buckets to average, by their indexes. Default: all.
-            take: Gets every bucket and what has arrived for it, packed. Default: replaces the bucket's values.
-
-        Raises:
-            CommunicationError: If a rank took another number of steps, or died.
-        """
         if self.topology.num_nodes == 1 and self.equal_in_node:
             return
         indexes = range(len(self.buckets)) if only is None else only
@@ -126,15 +126,6 @@ class Average:
     # ---- beside training -----------------------------------------------------------------------------------------
 
     def begin(self, step: int, turn: int) -> Handle:
-        """Say that buckets are to be started.
-
-        Args:
-            step: The optimizer steps this rank has taken.
-            turn: How many exchanges came before this one.
-
-        Returns:
-            A check that all nodes do so after the same number of steps: the wait raises if not.
-        """
         self._take_turn(turn)
         return same_step(self.through if self.equal_in_node else self.topology, step, self._device)
 
@@ -142,14 +133,6 @@ class Average:
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
     ) -> Move:
-        """Start to average a bucket beside training.
-
-        Args:
-            index: Of the bucket.
-            background: Where the node gets its parts, after those started before.
-            keep_sent: Whether what this node sends must be known when the mean has arrived.
-            outbound: Where values that differ inside the node leave it. Only these need it.
-        """
         bucket = self.buckets[index]
         sent = bucket.pack(multiple_of=self.topology.lanes)
         flat = sent.clone() if keep_sent else sent
@@ -175,13 +158,15 @@ class Average:
     def _take_turn(self, turn: int) -> None:
         """Whose turn it is to carry; here, always everyone's."""
 
-    def carried(self, flat: Tensor) -> Tensor:
-        """The part of a packed bucket that this rank takes to the other nodes, as a view: here, its lane's."""
+    def carried(self, flat: Tensor, index: int = 0) -> Tensor:
         return self.topology.lane_part(flat)
 
+    def share(self, flat: Tensor, index: int = 0) -> Handle:
+        return self.through.share_lane_parts(flat)
+
     def sharing(self) -> Callable[[Tensor], Handle]:
-        """What gives every rank of the node all of a packed bucket that is launched now, in place."""
-        return self.through.share_lane_parts
+        """What shares a packed bucket that is launched now."""
+        return self.share
 
     def remembered(self, flat: Tensor) -> Tensor:
         """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
@@ -218,8 +203,7 @@ class Average:
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
         part, share, weight = self.carried(flat), self.sharing(), self.topology.node_weight
-        compresses = self.wire.compresses(flat.dtype)
-        has_anchor = self._land is not None or (compresses and bool(self.anchors))
+        has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
         if summed_in_node is None:
             if anchor is not None:
@@ -229,36 +213,53 @@ class Average:
             summed_in_node()
             if anchor is not None:
                 part.sub_(anchor[: part.numel()], alpha=weight)
-        # weighted before it is rounded, so it is rounded once
-        payload = part.to(self.wire.dtype) if compresses else part
-        inter = self.through.inter
-        summed = inter.all_reduce(payload, waiting=waiting) if inter is not None else finished
+        arrive = self._sum_over_nodes(index, part, waiting)  # weighted before it is rounded, so it is rounded once
 
         def complete() -> None:
-            summed.wait()
-            if compresses:
-                part.copy_(payload)
-            if anchor is not None and self._land is None:
-                part.add_(anchor[: part.numel()])
-            elif anchor is not None and self._land is not None:
+            arrive()
+            if anchor is not None and self._land is not None:
                 self._land(index, anchor, part)
                 part.copy_(anchor)
+            elif anchor is not None:
+                part.add_(anchor[: part.numel()])
             share(flat).wait()
             if anchor is not None and self._land is None:
                 anchor.copy_(self.remembered(flat))
 
         return complete
 
+    def _sum_over_nodes(self, index: int, part: Tensor, waiting: bool) -> Callable[[], None]:
+        """Start to sum what this rank carries over its lane; the function returned waits, and leaves it in ``part``."""
+        inter, codec = self.through.inter, self.wire.codec
+        if inter is None:
+            return _nothing
+        if not codec.narrows(part.dtype):
+            return inter.all_reduce(part, waiting=waiting).wait
+        if self._sum is not None:
+            return self._sum.launch(part, self._feedback[index])
+        payload = codec.encode(part)
+        summed = inter.all_reduce(payload, waiting=waiting)
+
+        def arrive() -> None:
+            summed.wait()
+            if payload.is_cuda:  # made on the stream that launched
+                payload.record_stream(torch.cuda.current_stream(payload.device))
+            codec.decode(payload, part)
+
+        return arrive
+
     # ---- the step, and state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The last agreed values, if there are any."""
-        return {"anchors": [anchor.clone() for anchor in self.anchors]} if self.anchors else {}
+        state = super().state_dict()
+        if self._feedback:
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology)."""
-        for anchor, saved in zip(self.anchors, state.get("anchors", ()), strict=True):
-            anchor.copy_(saved)
+        super().load_state_dict(state)
+        for feedback, saved in zip(self._feedback, state.get("feedback", ()), strict=True):
+            feedback.load_state_dict(saved)
 
     def _can_carry_step(self, bucket: Bucket) -> bool:
         """Whether the step can travel as one more element of the last bucket: half the latency of a small model.
@@ -292,12 +293,11 @@ class RotatingAverage(Average):
     def _take_turn(self, turn: int) -> None:
         self.carrier = turn % self.topology.lanes
 
-    def carried(self, flat: Tensor) -> Tensor:
+    def carried(self, flat: Tensor, index: int = 0) -> Tensor:
         return flat if self.topology.local_rank == self.carrier else flat[:0]
 
     def sharing(self) -> Callable[[Tensor], Handle]:
-        carrier = self.carrier
-        return lambda flat: self.through.intra.broadcast(flat, source=carrier)
+        return partial(self.through.intra.broadcast, source=self.carrier)
 
     def remembered(self, flat: Tensor) -> Tensor:
         return flat
@@ -351,6 +351,10 @@ class _SameStep(Handle):
 
     def is_done(self) -> bool:
         return self._handle.is_done()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _unequal_steps(topology: Topology, step: int, others: str) -> CommunicationError:

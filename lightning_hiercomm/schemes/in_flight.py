@@ -39,12 +39,14 @@ class Exchange:
     Attributes:
         started: Optimizer steps after which it was sent.
         due: Optimizer steps after which it is merged.
+        parts: Of the model, that it holds.
         check: That all nodes had taken the same number of steps.
         moves: Its buckets, in the order in which they arrive.
     """
 
     started: int
     due: int
+    parts: Sequence[int]
     check: Handle = finished
     moves: deque[Move] = field(default_factory=deque)
 
@@ -52,6 +54,10 @@ class Exchange:
     def staleness(self) -> int:
         """Steps between sending and merging, S."""
         return self.due - self.started
+
+    def holds(self, index: int) -> bool:
+        """Whether a bucket is part of it, and not merged yet."""
+        return any(move.index == index for move in self.moves)
 
     def wait(self) -> None:
         """Return when all of it has arrived."""
@@ -73,9 +79,9 @@ class InFlight:
     def __bool__(self) -> bool:
         return bool(self.exchanges)
 
-    def start(self, started: int, due: int, check: Handle = finished) -> Exchange:
+    def start(self, started: int, due: int, parts: Sequence[int] = (0,), check: Handle = finished) -> Exchange:
         """A new exchange, whose moves the caller adds."""
-        exchange = Exchange(started, due, check)
+        exchange = Exchange(started, due, parts, check)
         self.exchanges.append(exchange)
         return exchange
 
@@ -85,6 +91,11 @@ class InFlight:
         if due is not None:
             self.exchanges.remove(due)
         return due
+
+    def take_all(self) -> list[Exchange]:
+        """All exchanges; they are no longer in flight."""
+        taken, self.exchanges = self.exchanges, []
+        return taken
 
     def settle(self) -> None:
         """Wait until all has arrived, and keep it."""
@@ -102,6 +113,7 @@ class InFlight:
             {
                 "started": exchange.started,
                 "due": exchange.due,
+                "parts": list(exchange.parts),
                 "buckets": [move.index for move in exchange.moves],
                 "arrived": [move.flat.clone() for move in exchange.moves],
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
@@ -113,7 +125,7 @@ class InFlight:
         """Restore :meth:`state_dict` (of a run with the same topology and buckets)."""
         self.drop()
         for saved in state:
-            exchange = self.start(saved["started"], saved["due"])
+            exchange = self.start(saved["started"], saved["due"], saved["parts"])
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
             exchange.moves.extend(map(Move, saved["buckets"], arrived, sent))

@@ -16,9 +16,11 @@ class Merge(ABC):
 
     Attributes:
         needs_sent: Whether :attr:`~lightning_hiercomm.schemes.in_flight.Move.sent` must be kept apart from what arrives.
+        ends_in_agreement: Whether nodes that merge what they have just sent all hold the same values.
     """
 
     needs_sent: bool = False
+    ends_in_agreement: bool = True
 
     @abstractmethod
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
@@ -47,6 +49,7 @@ class Replace(Merge):
         if not 0.0 <= keep_local <= 1.0:
             raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take what arrives) to 1 (ignore it)")
         self.keep_local = keep_local
+        self.ends_in_agreement = keep_local == 0.0
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:

@@ -20,6 +20,7 @@ from lightning_hiercomm.schemes.optimizer_state import class_names, is_elementwi
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
+
 class OuterOptimizer(Merge):
     """The difference between the last agreed parameters and the nodes' mean is a gradient for another optimizer.
 
@@ -53,6 +54,7 @@ class OuterOptimizer(Merge):
         self._make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
         self._make_scheduler = scheduler
         self._mix = Replace(keep_local)
+        self.ends_in_agreement = self._mix.ends_in_agreement
         self.optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
         self._parts: list[torch.nn.Parameter] = []

@@ -10,7 +10,13 @@ from typing_extensions import override
 
 
 class When(ABC):
-    """A schedule. It depends on counters that are the same on every rank, and on nothing else."""
+    """A schedule. It depends on counters that are the same on every rank, and on nothing else.
+
+    Attributes:
+        period: Optimizer steps between two agreements on the same part; None if there are none.
+    """
+
+    period: int | None
 
     @abstractmethod
     def due(self, step: int, step_in_epoch: int, parts: int) -> Sequence[int]:
@@ -21,6 +27,10 @@ class When(ABC):
             step_in_epoch: The same since the epoch began.
             parts: Into how many parts the model is cut.
         """
+
+    @abstractmethod
+    def longest_staleness(self, parts: int) -> int:
+        """The most steps that an exchange may take and still end before the next one starts."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,10 @@ class Every(When):
         counted = step_in_epoch if self.of == "epoch" else step
         return range(parts) if self.period is not None and counted % self.period == 0 else ()
 
+    @override
+    def longest_staleness(self, parts: int) -> int:
+        return self.period or 0
+
 
 @dataclass(frozen=True)
 class Staggered(When):
@@ -71,3 +85,7 @@ class Staggered(When):
     @override
     def due(self, step: int, step_in_epoch: int, parts: int) -> Sequence[int]:
         return [p for p in range(parts) if step % self.period == (p + 1) * self.period // parts % self.period]
+
+    @override
+    def longest_staleness(self, parts: int) -> int:
+        return -(-self.period // parts) - 1

@@ -253,7 +253,7 @@ def test_weighted_gradients_are_the_gradient_of_the_global_mean_loss(counts, dat
         batches = bound(topology, sum(sizes), [float(size) for size in sizes])
         assert batches.division.sizes == sizes
         scheme = AllReduce()
-        scheme.bind(Replica([torch.nn.Parameter(weight.clone())]), topology)
+        scheme.attach(Replica([torch.nn.Parameter(weight.clone())]), topology)
         own = parts(nodes, sizes)[rank]
         bucket = gradient(weight, x[own], y[own]).float()
         scheme.reduce_gradients(bucket).wait()
@@ -276,7 +276,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
         bound(topology, total, [float(size) for size in sizes])
         weight = torch.nn.Parameter(initial.clone())
         scheme = PeriodicAveraging(sync_every)
-        scheme.bind(Replica([weight]), topology, torch.optim.SGD([weight], lr))
+        scheme.attach(Replica([weight]), topology, torch.optim.SGD([weight], lr))
         scheme.begin_epoch(0, {})
         for step in range(steps):
 

@@ -49,7 +49,7 @@ def run_oracle(
         x = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         optimizer = torch.optim.SGD([x], lr=learning_rate, momentum=momentum)
         trace.scheme = bound = scheme()
-        bound.bind(Replica([x]), topology, optimizer, wire)
+        bound.attach(Replica([x]), topology, optimizer, wire)
         bound.begin_run(epochs, None)
 
         def user_step() -> None:

@@ -634,7 +634,7 @@ def bound(rank, world, scheme, epochs=10, steps=None, wire=None, numel=1, buffer
     optimizer = torch.optim.SGD([x], lr=0.5)
     target = (0.0, 2.0, 4.0, 10.0)[rank] + torch.linspace(0, 1, numel)
     world.schemes.append(scheme)
-    scheme.bind(Replica([x], [] if buffer is None else [buffer]), topology, optimizer, Wire.named(wire))
+    scheme.attach(Replica([x], [] if buffer is None else [buffer]), topology, optimizer, Wire.named(wire))
     scheme.begin_run(epochs, steps)
 
     def step():
