@@ -1,0 +1,80 @@
+"""What a user may choose about how nodes agree, checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.mpi import load_mpi
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that every strategy whose nodes agree has in common.
+
+    They are documented where users meet them: :class:`~lightning_hiercomm.strategy.HierarchicalStrategy`.
+    """
+
+    scheme: Scheme
+    batches: HeterogeneousBatches | None
+    ranks_per_node: int | list[int] | None
+    inter_node: Literal["torch", "mpi"]
+    wire: Wire
+    average_buffers: bool
+    average_optimizer_state: bool
+    evaluate: Literal["consensus", "replica"]
+    checkpoint_replicas: bool
+    bucket_bytes: int
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        scheme: Scheme | SchemeName,
+        batches: HeterogeneousBatches | None,
+        ranks_per_node: int | list[int] | None,
+        inter_node: Literal["torch", "mpi"],
+        wire_dtype: Literal["float32", "bfloat16", "float16"] | None,
+        wire_raw: bool,
+        average_buffers: bool,
+        average_optimizer_state: bool,
+        evaluate: Literal["consensus", "replica"],
+        checkpoint_replicas: bool,
+        bucket_mb: float,
+    ) -> Settings:
+        """Make settings of a strategy's arguments.
+
+        Raises:
+            ValueError: For arguments that make no sense, naming what would be right.
+        """
+        if isinstance(scheme, str):
+            if scheme not in SCHEMES:
+                raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme")
+            scheme = SCHEMES[scheme]()
+        if not isinstance(scheme, Scheme):
+            raise ValueError(f"scheme={scheme!r} must be a Scheme or one of {', '.join(SCHEMES)}")
+        if evaluate not in ("consensus", "replica"):
+            raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
+        if inter_node not in ("torch", "mpi"):
+            raise ValueError(f"inter_node={inter_node!r} must be 'torch' or 'mpi'")
+        if inter_node == "mpi":
+            load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
+        if bucket_mb <= 0:
+            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+        if wire_raw and wire_dtype is None:
+            raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
+        return cls(
+            scheme=scheme,
+            batches=batches,
+            ranks_per_node=ranks_per_node,
+            inter_node=inter_node,
+            wire=Wire.named(wire_dtype, wire_raw),
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            evaluate=evaluate,
+            checkpoint_replicas=checkpoint_replicas,
+            bucket_bytes=max(1, int(bucket_mb * 2**20)),
+        )
