@@ -134,7 +134,7 @@ class Checkpoints:
                     f"the checkpoint holds {len(schedules)} schemes, but this run has {len(run.schemes)} optimizers"
                 )
             for scheme, schedule in zip(run.schemes, schedules, strict=True):
-                scheme.load_state_dict({**schedule, "unagreed_steps": 0})
+                scheme.load_state_dict(schedule)
 
     def restore_random_state(self) -> None:
         """Put back random streams that were saved in mid-epoch, once that epoch's loader has drawn its seed."""

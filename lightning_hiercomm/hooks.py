@@ -80,7 +80,7 @@ class HierarchicalHooks(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.topology is None:
+        if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
                 self.global_rank,
                 self.world_size,
@@ -126,6 +126,8 @@ class HierarchicalHooks(ParallelStrategy):
             self._run_or_none.close(timeout=1.0)
         self._control.stop(trainer)
         super().teardown()
+        if self.topology is not None and not _lightning.is_interrupted(trainer):  # others may be gone, or stuck
+            self.topology.close()
 
     # ---- training ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -35,6 +36,11 @@ class Replicas:
         self.optimizers = list(optimizers)
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's parameters live; the CPU if it has none."""
+        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def of(self, optimizer: Optimizer) -> Replica:
         """What agrees under an optimizer: its trainable parameters, and the buffers of the layers they belong to."""

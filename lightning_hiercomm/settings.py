@@ -37,7 +37,7 @@ class Settings:
         batches: HeterogeneousBatches | None,
         ranks_per_node: int | list[int] | None,
         inter_node: Literal["torch", "mpi"],
-        wire_dtype: Literal["float32", "bfloat16", "float16"] | None,
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
         wire_raw: bool,
         average_buffers: bool,
         average_optimizer_state: bool,
@@ -66,6 +66,11 @@ class Settings:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
+        if average_optimizer_state and not scheme.can_average_optimizer_state:
+            raise ValueError(
+                f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
+                " agree on everything at once: leave it out, or use PeriodicAveraging"
+            )
         return cls(
             scheme=scheme,
             batches=batches,

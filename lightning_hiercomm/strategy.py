@@ -44,9 +44,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             cluster environment says (found by asking every rank, so ranks of a node need not be consecutive).
         inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend) or ``"mpi"`` (mpi4py;
             start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
-        wire_dtype: Payload type of inter-node traffic (``"bfloat16"``, ``"float16"``); None is the tensors' own.
-            Parameters then travel as differences from the last agreed ones, see
-            :class:`~lightning_hiercomm.comm.wire.Wire`.
+        wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
+            quantised in blocks, whose rounding errors are sent later; None is the tensors' own. Parameters then travel
+            as differences from the last agreed ones, see :class:`~lightning_hiercomm.comm.wire.Wire`.
         wire_raw: Cast the parameters themselves instead, as DASO's paper does. It saves a copy of this rank's part of
             the model, but updates smaller than half a unit in the last place of ``wire_dtype`` are lost.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
@@ -82,7 +82,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         batches: HeterogeneousBatches | None = None,
         ranks_per_node: int | list[int] | None = None,
         inter_node: Literal["torch", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool = True,
         average_optimizer_state: bool = False,
@@ -178,7 +178,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def _gradients_cross_ranks(self) -> bool:
         """Whether DDP has anything to do: not on a node of one rank whose gradients stay on the node."""
         topology = self._topology
-        group = {"intra": topology.intra, "world": topology.world, "none": None}[self.scheme.gradients]
+        group = {"node": topology.intra, "world": topology.world, "none": None}[self.scheme.gradients]
         return group is not None and group.size > 1
 
     @override
@@ -207,7 +207,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
         gradients = bucket.buffer()
-        future = self.schemes[0].reduce_gradients(gradients).future(gradients)
+        future = self._run.gradients.reduce(gradients, bucket.index()).future(gradients)
         if bucket.is_last():
             self._last_bucket = self._topology.meter.mark(gradients.device)
         return future
@@ -221,6 +221,5 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         if self._last_bucket is not None:
             # from the last bucket's hook to the end of backward, training waited for gradients
             meter = self._topology.meter
-            tier = "inter" if self.schemes[0].gradients == "world" else "intra"
-            meter.add_wait(tier, self._last_bucket, meter.mark(self.root_device))
+            meter.add_wait(self._run.gradients.tier, self._last_bucket, meter.mark(self.root_device))
             self._last_bucket = None

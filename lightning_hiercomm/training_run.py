@@ -14,6 +14,7 @@ from lightning_hiercomm.agreed_model import AgreedModel
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import gradient_path
 from lightning_hiercomm.topology import Topology
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class TrainingRun:
 
     Attributes:
         schemes: One per optimizer, in their order.
+        gradients: The way of the module's gradients, whichever optimizer uses them.
         agreed_model: What all ranks agree on, while they differ.
     """
 
@@ -48,12 +50,15 @@ class TrainingRun:
         self.topology = topology
         self.wire = wire or Wire()
         self.schemes = [copy.deepcopy(scheme) for _ in replicas.optimizers]
+        self.gradients = gradient_path(
+            scheme.gradients, topology, replicas.device, self.wire, piece_bytes=replicas.bucket_bytes
+        )
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
             own.averages_optimizer_state = average_optimizer_state
-            self._bind(own, optimizer)
+            own.attach(replicas.of(optimizer), topology, optimizer, self.wire)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -113,7 +118,7 @@ class TrainingRun:
         scheme = self.scheme_of(optimizer)
         if self.replicas.has_changed(scheme.replica, optimizer):
             scheme.agree()
-            self._begin_anew(scheme, optimizer)
+            scheme.follow(self.replicas.of(optimizer))
         return scheme.step(run, last=last)
 
     def end_epoch(self) -> None:
@@ -131,7 +136,7 @@ class TrainingRun:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
         self.agreed_model.average_module()
         for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            self._begin_anew(scheme, optimizer)
+            scheme.follow(self.replicas.of(optimizer))
 
     def close(self, timeout: float) -> None:
         """End background threads, also after an error; not collective.
@@ -141,10 +146,4 @@ class TrainingRun:
         """
         for scheme in self.schemes:
             scheme.close(timeout)
-
-    def _begin_anew(self, scheme: Scheme, optimizer: Optimizer) -> None:
-        scheme.unagreed_steps = 0
-        self._bind(scheme, optimizer)
-
-    def _bind(self, scheme: Scheme, optimizer: Optimizer) -> None:
-        scheme.bind(self.replicas.of(optimizer), self.topology, optimizer, self.wire)
+        self.gradients.close(timeout)

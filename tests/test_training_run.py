@@ -103,14 +103,14 @@ def test_nodes_begin_anew_from_their_agreement_when_parameters_are_added(scheme)
     def work(run: TrainingRun) -> tuple[float, bool, bool]:
         add(run, 0, run.topology.rank + 1.0)
         own = run.schemes[0]
-        lanes = list(own.lanes)
+        threads = list(own._backgrounds)
         extra = nn.Parameter(torch.zeros(1))
         run.module.register_parameter("extra", extra)
         run.optimizers[0].add_param_group({"params": [extra]})
         add(run, 0, 0.0)
         with run.agreed_model():
             agreed = run.module.first.weight.item()
-        return agreed, any(t is extra for t in own.replica.parameters), own.lanes == lanes
+        return agreed, any(t is extra for t in own.replica.parameters), own._backgrounds == threads
 
     everyone = on_two_nodes(scheme, work)
     assert [agreed for agreed, _, _ in everyone] == [1.5, 1.5]

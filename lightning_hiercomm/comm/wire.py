@@ -33,7 +33,7 @@ class Wire:
 
     @classmethod
     def named(cls, name: str | torch.dtype | None, raw: bool = False) -> Wire:
-        """Make a wire from ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, a torch dtype, or None.
+        """Make a wire from a name (see :func:`~lightning_hiercomm.comm.codec.codec_named`), a torch dtype, or None.
 
         Raises:
             ValueError: For any other name.

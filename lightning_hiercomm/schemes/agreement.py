@@ -14,7 +14,7 @@ from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.graphs import Graph
-from lightning_hiercomm.schemes.in_flight import Exchange, InFlight, Move
+from lightning_hiercomm.schemes.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.merging import MERGES, Merge
 from lightning_hiercomm.schemes.outer import OuterOptimizer
 from lightning_hiercomm.schemes.peers import PeerMean
@@ -42,8 +42,8 @@ class Agreement(Scheme):
 
         Agreement(when=Staggered(100), what=4, staleness=5)
 
-    DiLoCo by gossip (NoLoCo: Kolehmainen et al. 2025, Algorithm 1, with its alpha, beta = gamma as momentum and learning
-    rate)::
+    DiLoCo by gossip (NoLoCo: Kolehmainen et al. 2025, Algorithm 1; its alpha is the momentum here, and its beta = gamma
+    the learning rate)::
 
         Agreement(when=50, through=RandomPermutation(), merge=OuterOptimizer())
 
@@ -72,8 +72,6 @@ class Agreement(Scheme):
     Raises:
         ValueError: For arguments out of range, or that contradict each other.
     """
-
-    can_average_optimizer_state = True
 
     def __init__(
         self,
@@ -112,6 +110,11 @@ class Agreement(Scheme):
                 "through='rotating' does not go with an outer optimizer, whose state lies with the rank that carries"
                 " a part: use through='mean'"
             )
+
+    @property
+    def can_average_optimizer_state(self) -> bool:
+        """Whether all parts ever agree at once."""
+        return self.staleness == 0 and self.what == 1
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -206,7 +209,7 @@ class Agreement(Scheme):
 
     def _take(self, bucket: Bucket, arrived: Tensor) -> None:
         if bucket.equal_in_node:
-            self.merge(bucket, Move(0, arrived, arrived), 0, self.topology.num_nodes)
+            self.merge.at_once(bucket, arrived)
         else:
             bucket.unpack(arrived)
 

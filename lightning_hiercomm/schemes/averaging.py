@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
-from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
+from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.in_flight import Move
+from lightning_hiercomm.schemes.lane_sum import LaneSum
 from lightning_hiercomm.topology import Topology
 
 _BUCKETS_IN_FLIGHT = 3
@@ -68,11 +69,7 @@ class Average(Carrier):
         self.equal_in_node = equal_in_node
         self._device = replica.device
         self._land = land
-        self._sum = None
-        if not self.wire.codec.adds and self.through.inter is not None:
-            self._sum = EncodedSum(
-                self.wire.codec, self.through.inter, (second or self.through).inter or self.through.inter
-            )
+        self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
         self.anchor()
 
@@ -80,10 +77,8 @@ class Average(Carrier):
         if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
             whole = [bucket.pack(multiple_of=self.topology.lanes) for bucket in self.buckets]
             self.anchors = [self.remembered(flat).clone() for flat in whole]
-        if self._sum is not None:
-            self._feedback = [
-                self._sum.feedback(self.remembered(bucket.empty(self.topology.lanes))) for bucket in self.buckets
-            ]
+            feedback = [self._sum.feedback(self.remembered(flat)) for flat in whole]
+            self._feedback = [each for each in feedback if each is not None]
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
@@ -213,7 +208,8 @@ class Average(Carrier):
             summed_in_node()
             if anchor is not None:
                 part.sub_(anchor[: part.numel()], alpha=weight)
-        arrive = self._sum_over_nodes(index, part, waiting)  # weighted before it is rounded, so it is rounded once
+        feedback = self._feedback[index] if self._feedback else None
+        arrive = self._sum.launch(part, feedback, waiting)  # weighted before it is rounded, so it is rounded once
 
         def complete() -> None:
             arrive()
@@ -227,26 +223,6 @@ class Average(Carrier):
                 anchor.copy_(self.remembered(flat))
 
         return complete
-
-    def _sum_over_nodes(self, index: int, part: Tensor, waiting: bool) -> Callable[[], None]:
-        """Start to sum what this rank carries over its lane; the function returned waits, and leaves it in ``part``."""
-        inter, codec = self.through.inter, self.wire.codec
-        if inter is None:
-            return _nothing
-        if not codec.narrows(part.dtype):
-            return inter.all_reduce(part, waiting=waiting).wait
-        if self._sum is not None:
-            return self._sum.launch(part, self._feedback[index])
-        payload = codec.encode(part)
-        summed = inter.all_reduce(payload, waiting=waiting)
-
-        def arrive() -> None:
-            summed.wait()
-            if payload.is_cuda:  # made on the stream that launched
-                payload.record_stream(torch.cuda.current_stream(payload.device))
-            codec.decode(payload, part)
-
-        return arrive
 
     # ---- the step, and state -------------------------------------------------------------------------------------
 
@@ -351,10 +327,6 @@ class _SameStep(Handle):
 
     def is_done(self) -> bool:
         return self._handle.is_done()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _unequal_steps(topology: Topology, step: int, others: str) -> CommunicationError:

@@ -39,7 +39,6 @@ class Scheme(ABC):
         gradients: Over whom gradients are averaged: the ranks of the ``"node"``, the ``"world"``, or ``"none"`` other.
         watches_loss: Whether :meth:`end_epoch` needs the training loss.
         averages_optimizer_state: Whether :meth:`average` also averages the optimizer's state. The strategy sets it.
-        can_average_optimizer_state: Whether that makes sense for this scheme.
         replica: The parameters (and float buffers) that agree.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
@@ -53,8 +52,6 @@ class Scheme(ABC):
 
     gradients: Gradients = "node"
     watches_loss: bool = False
-    can_average_optimizer_state: bool = False
-
     replica: Replica
     topology: Topology
     optimizer: Optimizer | None
@@ -68,6 +65,11 @@ class Scheme(ABC):
         self.unagreed_steps = 0
         self.agreements = 0
         self._backgrounds: list[Background] = []
+
+    @property
+    def can_average_optimizer_state(self) -> bool:
+        """Whether the nodes ever wait for each other with an optimizer's state that could be averaged."""
+        return False
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

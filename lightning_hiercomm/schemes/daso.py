@@ -46,8 +46,8 @@ class DASO(Agreement):
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase.
-        staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits for
-            a mean every ``sync_every`` batches (half of the rows of the paper's Table 2).
+        staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits
+            for a mean every ``sync_every`` batches (half of the rows of the paper's Table 2).
         warmup_epochs: Epochs of warm-up.
         cooldown_epochs: Epochs of cool-down; needs ``Trainer(max_epochs=...)``.
         merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.
@@ -125,6 +125,11 @@ class DASO(Agreement):
         self._awaits_metric = False
         self._has_resumed = False
         self._has_missed_a_loss = False
+
+    @property
+    def can_average_optimizer_state(self) -> bool:
+        """Whether there are phases in which nodes wait for each other: yes."""
+        return True
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

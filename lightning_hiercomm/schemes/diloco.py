@@ -71,7 +71,7 @@ class DiLoCo(Agreement):
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
         if isinstance(fragments, int) and fragments > sync_every:
             raise ValueError(
-                f"fragments={fragments} must not exceed sync_every={sync_every}: at most one fragment is due after a step"
+                f"fragments={fragments} must not exceed sync_every={sync_every}: one fragment is due after a step"
             )
         if isinstance(fragments, int) and not 0 <= staleness < sync_every / fragments:
             raise ValueError(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.in_flight import Move
@@ -15,7 +16,7 @@ class Merge(ABC):
     """Brings one bucket of the replica and what has arrived for it together.
 
     Attributes:
-        needs_sent: Whether :attr:`~lightning_hiercomm.schemes.in_flight.Move.sent` must be kept apart from what arrives.
+        needs_sent: Whether what the node sent must be kept apart from what arrives.
         ends_in_agreement: Whether nodes that merge what they have just sent all hold the same values.
     """
 
@@ -32,6 +33,15 @@ class Merge(ABC):
             staleness: S, optimizer steps since it was sent.
             nodes: M, over how many nodes the mean was taken.
         """
+
+    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
+        """The same for what was sent just now: here, the mean takes the place of the bucket's values.
+
+        Args:
+            bucket: What is merged into.
+            mean: Packed.
+        """
+        bucket.unpack(mean)
 
 
 class Replace(Merge):
@@ -51,21 +61,24 @@ class Replace(Merge):
         self.keep_local = keep_local
         self.ends_in_agreement = keep_local == 0.0
 
-    @torch.no_grad()
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+        self.at_once(bucket, move.flat)
+
+    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
         if self.keep_local == 0.0:
-            bucket.unpack(move.flat)
+            bucket.unpack(mean)
         else:
-            bucket.mix(move.flat, 1.0 - self.keep_local)
+            bucket.mix(mean, 1.0 - self.keep_local)
 
 
 class StaleSum(Merge):
-    """DASO's Eq. 1: the node's own values weigh 2 S, the sum of what the P nodes sent S steps ago weighs one each::
+    """DASO's Eq. 1: the node's own values weigh 2 S, what each of the P nodes sent S steps ago weighs 1.
+
+    That is::
 
         x := (2 S x_local + sum of sent x) / (2 S + P)
 
-    Local progress keeps the weight ``2 S / (2 S + P)``: half with 2 nodes, 3 % with 64 (S = 1). With S = 0 it is the
-    mean.
+    Local progress keeps the weight ``2 S / (2 S + P)``: half with 2 nodes, 3 % with 64 (S = 1).
     """
 
     @torch.no_grad()
@@ -77,7 +90,7 @@ class StaleSum(Merge):
 
 
 class Delta(Merge):
-    """All local progress is kept, and with it the mean over the nodes: ``x := x_local + mean of sent x - own sent x``."""
+    """All local progress is kept, and with it the mean over the nodes: ``x := x_local + mean of sent x - own sent``."""
 
     needs_sent = True
 

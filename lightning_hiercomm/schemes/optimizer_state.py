@@ -20,6 +20,6 @@ def needs_whole_tensors(optimizer: Optimizer) -> bool:
     return bool(class_names(optimizer) & _NEED_WHOLE_TENSORS)
 
 
-def is_elementwise(name: str, value: object, parameter: Tensor) -> TypeGuard[Tensor]:
+def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has one number per element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"

@@ -95,7 +95,10 @@ class OuterOptimizer(Merge):
         part.grad = None
 
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
-        self._mix(bucket, move, staleness, nodes)
+        self._mix.at_once(bucket, move.flat)
+
+    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
+        self._mix.at_once(bucket, mean)
 
     def end_round(self) -> None:
         """All parts have been merged once more: the scheduler steps."""
@@ -131,12 +134,12 @@ class OuterOptimizer(Merge):
             return state
         for index, part in enumerate(self._parts):
             bucket = self._carrier.buckets[index]
-            held = self.optimizer.state.get(part, {})
+            held: dict[str, Any] = self.optimizer.state.get(part, {})
             for name in sorted(held):
-                value = held[name]
+                value: object = held[name]
                 if not isinstance(value, Tensor):
                     continue
-                if not is_elementwise(name, value, part):  # one number for all elements, such as Adam's step
+                if not is_elementwise(value, name, part):  # one number for all elements, such as Adam's step
                     for piece in bucket.pieces:
                         state.setdefault(id(piece.tensor), {})[name] = value.clone()
                     continue
@@ -160,7 +163,7 @@ class OuterOptimizer(Merge):
                 piece, value = next(
                     (p, of_tensor[name]) for p, of_tensor in zip(bucket.pieces, known, strict=True) if name in of_tensor
                 )
-                if not is_elementwise(name, value, piece.tensor):
+                if not is_elementwise(value, name, piece.tensor):
                     optimizer.state[part][name] = value.clone()
                     continue
                 flat = bucket.empty(carrier.parts_per_bucket, dtype=value.dtype)

@@ -214,6 +214,6 @@ class PeerMean(Carrier):
     def _check(self, round_: Round) -> None:
         if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):
             raise ValueError(
-                f"{self._peers.graph!r} lets nodes receive more than they send, so what arrives has no mean: use a graph"
-                " in which everyone sends as much as it receives, or Gossip, which keeps push-sum weights"
+                f"{self._peers.graph!r} lets nodes receive more than they send, so what arrives has no mean: use a"
+                " graph in which everyone sends as much as it receives, or Gossip, which keeps push-sum weights"
             )

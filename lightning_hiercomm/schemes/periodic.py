@@ -24,8 +24,8 @@ class PeriodicAveraging(Agreement):
     With plain SGD and ``sync_every=1`` this is synchronous data-parallel training; on nodes of one rank, local SGD.
 
     Source: "Node-based communication" (eDNNcomm), Algorithm 2, Eq. 8 and 9. Paper settings: ``sync_every=50`` with
-    batches of 64 (ImageNet, RNN); it gives no number for CIFAR. ``gradients="none"`` and ``node_sync_every``: Lin et al.
-    2018, "Don't Use Large Mini-Batches, Use Local SGD", Algorithms 1 and 5 (hierarchical local SGD).
+    batches of 64 (ImageNet, RNN); it gives no number for CIFAR. ``gradients="none"`` and ``node_sync_every``: Lin et
+    al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", Algorithms 1 and 5 (hierarchical local SGD).
 
     Args:
         sync_every: Optimizer steps between agreements, counted from the start of each epoch. None: epoch ends only.

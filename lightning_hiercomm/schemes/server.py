@@ -152,8 +152,8 @@ class ShardedServer:
     number (all ranks, if the nodes are equal). Besides its shard of the weights a rank holds one of mean gradients, its
     lane's part of the model for what travels and, on a narrow wire, a copy of its shard.
 
-    A push leaves the training thread on the topology's communicators. What comes after it happens in the background, where
-    pulls have a communicator of their own. Everything else may be called while nothing is in flight.
+    A push leaves the training thread on the topology's communicators. What comes after it happens in the
+    background, where pulls have a communicator of their own. Everything else may be called while nothing is in flight.
 
     Args:
         parameters: What is trained; equal on all ranks. The server starts from their values.
@@ -308,9 +308,9 @@ class ShardedServer:
             said: dict[int, dict[str, Any]] = defaultdict(dict)
             for each in shard.owned:
                 for name, value in shard.optimizer.state.get(each.parameter, {}).items():
-                    is_elementwise = is_elementwise(name, value, each.parameter)
+                    told = value.dtype if is_elementwise(value, name, each.parameter) else _Value(value)
                     for overlap in each.overlaps:
-                        said[places[id(overlap.tensor)]][name] = value.dtype if is_elementwise else _Value(value)
+                        said[places[id(overlap.tensor)]][name] = told
             mine.append(dict(said))
         everyone = self._topology.world.all_gather_object(mine)
         known: list[dict[int, dict[str, Any]]] = [defaultdict(dict) for _ in self._shards]
@@ -351,7 +351,7 @@ class ShardedServer:
                 for overlap in each.overlaps:
                     for name, value in state.get(overlap.tensor, {}).items():
                         held = shard.optimizer.state[each.parameter]
-                        if not is_elementwise(name, value, overlap.tensor):
+                        if not is_elementwise(value, name, overlap.tensor):
                             held.setdefault(name, _placed(name, value, each, shard.optimizer))
                             continue
                         if name not in held:
@@ -456,7 +456,7 @@ def _shard_of_state(shard: _Shard, name: str, dtype: torch.dtype) -> Tensor:
     flat = torch.zeros_like(shard.values, dtype=dtype)
     for each in shard.owned:
         value = shard.optimizer.state.get(each.parameter, {}).get(name)
-        if is_elementwise(name, value, each.parameter):
+        if is_elementwise(value, name, each.parameter):
             flat[each.offset :][: value.numel()] = value.reshape(-1)
     return flat
 

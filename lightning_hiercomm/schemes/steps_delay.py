@@ -460,7 +460,7 @@ class StepsDelay(Scheme):
         kind = type(optimizer).__name__
         if not self.wire.codec.adds:
             raise ValueError(
-                "StepsDelay sends gradients and weights as they are or cast: use wire_dtype='bfloat16', 'float16' or None"
+                "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
         if "lbfgs" in class_names(optimizer):
             raise ValueError(f"StepsDelay cannot serve {kind}, which evaluates the loss several times per step")

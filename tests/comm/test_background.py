@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 

@@ -107,5 +107,5 @@ def test_only_wider_tensors_are_compressed():
 
 
 def test_an_unknown_payload_type_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"wire_dtype='int8' .*float32, bfloat16, float16"):
-        Wire.named("int8")
+    with pytest.raises(ValueError, match=r"wire_dtype='int2' .*float32, bfloat16, float16, int8, int4"):
+        Wire.named("int2")

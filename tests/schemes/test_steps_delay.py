@@ -24,6 +24,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
+from lightning_hiercomm.schemes.gradients import NodeMean
 from lightning_hiercomm.schemes.steps_delay import LocalUpdate, glu
 from lightning_hiercomm.topology import Topology
 
@@ -61,7 +62,7 @@ class Run:
         def user_step() -> None:
             for p, target in zip(self.parameters, self.targets, strict=True):
                 p.grad = p.detach() - target if gradient is None else torch.full_like(p, gradient)
-                self.scheme.reduce_gradients(p.grad.view(-1)).wait()
+                NodeMean(self.topology).reduce(p.grad.view(-1)).wait()
             if not skip:
                 self.optimizer.step()
 
