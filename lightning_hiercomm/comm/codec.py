@@ -141,8 +141,9 @@ class Quantized(Codec):
     a scale that bfloat16 cannot hold, decodes to NaN as a whole: such values never turn into finite ones. The largest
     finite values of a type may become infinite.
 
-    A payload is one tensor of bytes: first all scales, then all codes; with 4 bits the first half of a block in the low
-    and the second in the high halves of bytes. Its length is even, so that several may be laid one behind the other.
+    A payload is one tensor of bytes: first all scales, then all codes. With 4 bits a byte is ``q_i + 16 q_j`` of
+    elements as far into the first and the second half of a block. Its length is even, so that several may be laid one
+    behind the other.
 
     References:
         - Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
@@ -205,6 +206,8 @@ class Quantized(Codec):
 
     def _tiles(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows of values (one a block), their scales, and rows of their codes; a short last block comes by itself."""
+        if not values.numel():
+            return
         start = self._scale_bytes(values.numel())
         scales = payload[:start].view(torch.bfloat16)
         codes = payload[start : self._used_bytes(values.numel())].view(torch.int8)
