@@ -137,12 +137,13 @@ class Quantized(Codec):
     1.6 % (8 bits over 1/4: 0.8 %).
 
     The smallest scale is 2⁻¹²⁶, float32's smallest normal number: blocks of zeros and of smaller numbers need no case
-    of their own, and no device's way with denormal numbers matters. A block that holds a NaN or an infinity, or needs
-    a scale that bfloat16 cannot hold, decodes to NaN as a whole: such values never turn into finite ones. The largest
-    finite values of a type may become infinite.
+    of their own, and no device's way with denormal numbers matters. A NaN or an infinity makes its block's scale one,
+    as does what no bfloat16 can scale, and no element of such a block decodes to a finite value, for 0 times infinity
+    is none. The largest finite values of a type may become infinite.
 
-    A payload is one tensor of bytes: first all scales, then all codes; with 4 bits the first half of a block in the low
-    and the second in the high halves of bytes. Its length is even, so that several may be laid one behind the other.
+    A payload is one tensor of bytes: first all scales, then all codes. With 4 bits a byte is ``q_i + 16 q_j`` of
+    elements as far into the first and the second half of a block. Its length is even, so that several may be laid one
+    behind the other.
 
     References:
         - Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
@@ -205,6 +206,8 @@ class Quantized(Codec):
 
     def _tiles(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Rows of values (one a block), their scales, and rows of their codes; a short last block comes by itself."""
+        if not values.numel():
+            return
         start = self._scale_bytes(values.numel())
         scales = payload[:start].view(torch.bfloat16)
         codes = payload[start : self._used_bytes(values.numel())].view(torch.int8)
@@ -225,7 +228,6 @@ class Quantized(Codec):
         values = values.to(arithmetic_dtype(values.dtype))
         peaks = torch.maximum(values.amax(1), values.amin(1).neg_())
         scales.copy_(peaks.div_(self._top).clamp_min_(_SMALLEST_SCALE))
-        scales.masked_fill_(scales.isfinite().logical_not_(), float("nan"))
         quotients = torch.div(values, scales.to(values.dtype).unsqueeze(1)).round_()
         if self.bits == 8:
             codes.copy_(quotients)

@@ -109,8 +109,7 @@ class EncodedSum:
         is_whole = self._members == 2
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
         lengths = [self.codec.payload_numel(_length(chunk), part.dtype) for chunk in chunks]
-        # zeros, because what short chunks leave unused is gathered, too
-        sent = part.new_zeros(len(chunks), max(lengths), dtype=self.codec.payload_dtype(part.dtype))
+        sent = part.new_empty(len(chunks), max(lengths), dtype=self.codec.payload_dtype(part.dtype))
         payloads = [row[:length] for row, length in zip(sent, lengths, strict=True)]
         for chunk, payload in zip(chunks, payloads, strict=True):
             self.codec.encode(wanted[chunk], payload)
@@ -147,7 +146,7 @@ class EncodedSum:
         total = own if self._rank == 0 else self.codec.decode(received[0], torch.empty_like(own))
         for member in range(1, self._members):
             if member == self._rank:
-                total = torch.add(total, own, out=own)
+                total = torch.add(total, own, out=own)  # not own + total: of two NaNs the first one's bits stay
             else:
                 total.add_(self.codec.decode(received[member], arrived))
 
