@@ -85,6 +85,8 @@ class HierarchicalStrategy(DDPStrategy):
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
+        control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
+            say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -117,6 +119,7 @@ class HierarchicalStrategy(DDPStrategy):
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        control_port: int | None = None,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -163,6 +166,8 @@ class HierarchicalStrategy(DDPStrategy):
             load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+        if control_port is not None and not 0 <= control_port < 65536:
+            raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
         self.scheme = scheme
         self.batches = batches
         if wire_raw and wire_dtype is None:
@@ -174,6 +179,7 @@ class HierarchicalStrategy(DDPStrategy):
         self._average_optimizer_state = average_optimizer_state
         self._evaluate = evaluate
         self._checkpoint_replicas = checkpoint_replicas
+        self._control_port = control_port
         self._bucket_bytes = max(1, int(bucket_mb * 2**20))
 
         # all of the following exists only inside a process that trains: a strategy is pickled by spawn
@@ -183,6 +189,7 @@ class HierarchicalStrategy(DDPStrategy):
         self._control: ControlPlane | None = None
         self._before_evaluation: list[list[Tensor] | None] | None = None
         self._is_stopping_together = False
+        self._has_noted_exception = False
         self._epoch_clock = _EpochClock(self)
         self._weighs_means = False
         self._last_bucket: Mark | None = None
@@ -233,9 +240,14 @@ class HierarchicalStrategy(DDPStrategy):
         if self.world_size > 1 and self._control is None:
             assert self.cluster_environment is not None
             place = f"rank {self.global_rank} (node {self.topology.node})"
-            host = self.cluster_environment.main_address
             self._control = start_control_plane(
-                self.global_rank, self.world_size, place, host, lambda own: self.broadcast(own)
+                self.global_rank,
+                self.world_size,
+                place,
+                self.cluster_environment.main_address,
+                self._control_port or 0,
+                broadcast=self.broadcast,
+                gather=self.topology.world.all_gather_object,
             )
 
     def _connect(self, meter: Meter) -> Connect:
@@ -268,7 +280,7 @@ class HierarchicalStrategy(DDPStrategy):
             return
         self._bind_schemes()
         _lightning.put_callback_first(trainer, self._epoch_clock)
-        if self._control is not None and self._control.is_connected:
+        if self._control is not None:
             _lightning.replace_sigterm_broadcast(trainer, self._control.should_stop, self._control.request_stop)
 
     @override
@@ -716,10 +728,13 @@ class HierarchicalStrategy(DDPStrategy):
     def note_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
         if isinstance(exception, SIGTERMException):
-            self._is_stopping_together = True
+            # without a control plane Lightning's own broadcast stops all ranks at one batch
+            self._is_stopping_together = self._control is None or self._control.stops_together
+            if self._is_stopping_together:
+                return
+        if self._control is None or self._has_noted_exception or isinstance(exception, RankFailure):
             return
-        if self._control is None or isinstance(exception, RankFailure):
-            return
+        self._has_noted_exception = True
         # a peer that is gone breaks our collective before the news of it arrives
         heard = self._control.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self._control.failure
         if heard is None:
@@ -730,6 +745,11 @@ class HierarchicalStrategy(DDPStrategy):
         log.error(note)
         if sys.version_info >= (3, 11):
             exception.add_note(f"lightning_hiercomm: {note}")
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.note_exception(exception)  # callbacks hear first, but ours is there only since `setup`
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
