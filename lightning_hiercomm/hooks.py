@@ -89,7 +89,7 @@ class HierarchicalHooks(ParallelStrategy):
                 self._settings.inter_node,
                 self._timeout,
             )
-        self._control.start(self.topology, self._environment.main_address, lambda own: self.broadcast(own))
+        self._control.start(self.topology, self._environment.main_address, self._settings.control_port, self.broadcast)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -114,6 +114,11 @@ class HierarchicalHooks(ParallelStrategy):
         if self.batches is not None and self._module.trainer.training:
             return self.batches.process_dataloader(dataloader)
         return super().process_dataloader(dataloader)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._control.note_exception(exception)  # callbacks hear first, but ours is there only since `setup`
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

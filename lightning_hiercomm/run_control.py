@@ -22,22 +22,34 @@ class RunControl:
     def __init__(self) -> None:
         self._control: ControlPlane | None = None
         self._is_stopping_together = False
+        self._has_noted_exception = False
 
-    def start(self, topology: Topology, host: str, share: Callable[[Invitation | None], Invitation | None]) -> None:
+    def start(
+        self, topology: Topology, host: str, port: int, broadcast: Callable[[Invitation | None], Invitation | None]
+    ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
         Args:
             topology: The nodes.
             host: An address of rank 0 that every rank can reach.
-            share: Broadcasts rank 0's invitation.
+            port: Where rank 0 listens; 0 for any free port.
+            broadcast: Gives all ranks what rank 0 gives.
         """
         if topology.world_size > 1 and self._control is None:
             place = f"rank {topology.rank} (node {topology.node})"
-            self._control = start_control_plane(topology.rank, topology.world_size, place, host, share)
+            self._control = start_control_plane(
+                topology.rank,
+                topology.world_size,
+                place,
+                host,
+                port,
+                broadcast=broadcast,
+                gather=topology.world.all_gather_object,
+            )
 
     def watch_over(self, trainer: pl.Trainer) -> None:
         """Stop this trainer's ranks together from now on."""
-        if self._control is not None and self._control.is_connected:
+        if self._control is not None:
             _lightning.replace_sigterm_broadcast(trainer, self._control.should_stop, self._control.request_stop)
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
@@ -47,10 +59,13 @@ class RunControl:
     def note_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
         if isinstance(exception, SIGTERMException):
-            self._is_stopping_together = True
+            # without a control plane Lightning's own broadcast stops all ranks at one batch
+            self._is_stopping_together = self._control is None or self._control.stops_together
+            if self._is_stopping_together:
+                return
+        if self._control is None or self._has_noted_exception or isinstance(exception, RankFailure):
             return
-        if self._control is None or isinstance(exception, RankFailure):
-            return
+        self._has_noted_exception = True
         # a peer that is gone breaks our collective before the news of it arrives
         heard = self._control.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self._control.failure
         if heard is None:

@@ -27,6 +27,7 @@ class Settings:
     average_optimizer_state: bool
     evaluate: Literal["consensus", "replica"]
     checkpoint_replicas: bool
+    control_port: int
     bucket_bytes: int
 
     @classmethod
@@ -43,6 +44,7 @@ class Settings:
         average_optimizer_state: bool,
         evaluate: Literal["consensus", "replica"],
         checkpoint_replicas: bool,
+        control_port: int | None,
         bucket_mb: float,
     ) -> Settings:
         """Make settings of a strategy's arguments.
@@ -64,6 +66,8 @@ class Settings:
             load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+        if control_port is not None and not 0 <= control_port < 65536:
+            raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if average_optimizer_state and not scheme.can_average_optimizer_state:
@@ -81,5 +85,6 @@ class Settings:
             average_optimizer_state=average_optimizer_state,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
+            control_port=control_port or 0,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
         )

@@ -56,6 +56,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
+        control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
+            say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -88,6 +90,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        control_port: int | None = None,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -132,6 +135,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 average_optimizer_state=average_optimizer_state,
                 evaluate=evaluate,
                 checkpoint_replicas=checkpoint_replicas,
+                control_port=control_port,
                 bucket_mb=bucket_mb,
             )
         )
