@@ -289,6 +289,8 @@ class Agreement(Scheme):
             self._average_buffers()
 
     def finish(self) -> None:
+        if self.outer is not None and self.unagreed_steps and not self.is_alone:
+            self.average()  # or the steps since the last agreement would count for nothing
         super().finish()
         self._in_flight.drop()
 
