@@ -28,8 +28,8 @@ class DiLoCo(Agreement):
     ``wire_dtype="int4"``.
 
     **The agreed model** is a; a run ends with an agreement on all fragments. A plain checkpoint keeps the outer
-    optimizer's state, laid out as one process would have it, so a run goes on from it on any number of nodes. Schedulers
-    of the outer learning rate count periods.
+    optimizer's state, laid out as one process would have it, so a run goes on from it on any number of nodes.
+    Schedulers of the outer learning rate count periods.
 
     NoLoCo exchanges with one random other node instead of all: see
     :class:`~lightning_hiercomm.schemes.agreement.Agreement`.
