@@ -290,7 +290,10 @@ class Agreement(Scheme):
 
     def finish(self) -> None:
         if self.outer is not None and self.unagreed_steps and not self.is_alone:
-            self.average()  # or the steps since the last agreement would count for nothing
+            for exchange in self._in_flight.take_all():  # its outer step is done: not to be taken twice
+                exchange.wait()
+                self._merge_up_to(None, exchange)
+            self._agree_now(self.all_parts)  # or the steps since the last agreement would count for nothing
         super().finish()
         self._in_flight.drop()
 
