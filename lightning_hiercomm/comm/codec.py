@@ -265,7 +265,7 @@ _NAMED: dict[str, Codec] = {
 
 
 def codec_named(name: str | torch.dtype | None) -> Codec:
-    """The codec that a person names in the argument ``wire``.
+    """The codec that a person names in the argument ``wire_dtype``.
 
     Args:
         name: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, a torch dtype of such a name, or
@@ -278,7 +278,7 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
         return AsIs()
     codec = _NAMED.get(str(name).removeprefix("torch."))
     if codec is None:
-        raise ValueError(f"wire={name!r} is not a payload type; use one of {', '.join(_NAMED)}, or None")
+        raise ValueError(f"wire_dtype={name!r} is not a payload type; use one of {', '.join(_NAMED)}, or None")
     return codec
 
 
