@@ -25,6 +25,17 @@ from torch.utils._pytree import tree_unflatten
 from lightning_hiercomm.comm.mpi import load_mpi
 
 
+def name_tree(name: str) -> str:
+    """To whom this module's classes belong, and where their twins are, for people who mix Lightning's two packages.
+
+    ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
+    refuses objects of the other.
+    """
+    ours = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
+    (other,) = ours.keys() - {pl.__name__}
+    return f"`{pl.__name__}`; with `{other}`, use `{ours[other]}.{name}`"
+
+
 def replace_sigterm_broadcast(
     trainer: pl.Trainer, should_stop: Callable[[], bool], on_sigterm: Callable[[], None]
 ) -> None:

@@ -194,8 +194,8 @@ class HierarchicalStrategy(DDPStrategy):
         self._random_state: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
-        # `pytorch_lightning.Trainer` prints this when it refuses the strategy, so say what is wrong with it there
-        return f"<{type(self).__name__} for `lightning.pytorch.Trainer`; `pytorch_lightning` is another class tree>"
+        # the Trainer of the other tree of classes prints this when it refuses the strategy
+        return f"<{type(self).__name__} of {_lightning.name_tree(type(self).__name__)}>"
 
     @classmethod
     @override

@@ -230,13 +230,6 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
         fit(Unequal(), {}, use_distributed_sampler=False)
 
 
-def test_the_other_lightning_tree_is_named():
-    import pytorch_lightning
-
-    with pytest.raises(ValueError, match="`pytorch_lightning` is another class tree"):
-        pytorch_lightning.Trainer(accelerator="cpu", strategy=HierarchicalStrategy())
-
-
 def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
     class Stream(torch.utils.data.IterableDataset):
         def __init__(self, length):
