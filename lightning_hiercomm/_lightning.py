@@ -13,6 +13,8 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -100,6 +102,19 @@ def check_ranks_of_node(environment: ClusterEnvironment) -> None:
             )
 
     environment.validate_settings = validate  # type: ignore[method-assign]
+
+
+def check_program_can_run_again() -> None:
+    """Refuse to start ranks by running the program again where there is none: in a notebook, or at a Python prompt.
+
+    Lightning refuses it, too, but the remedy it names is its own ``ddp_notebook``.
+    """
+    if imports._IS_INTERACTIVE:
+        raise MisconfigurationException(
+            "start_method='popen' starts ranks by running the script again, but an interactive session has none. Use"
+            " HierarchicalStrategy(..., start_method='fork'), or a name that ends in _notebook, such as"
+            " Trainer(strategy='hierarchical_periodic_notebook')."
+        )
 
 
 def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

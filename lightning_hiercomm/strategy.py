@@ -200,11 +200,12 @@ class HierarchicalStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("hierarchical", cls, description="Nodes agree by periodic averaging", override=True)
-        for name in SCHEMES:
-            strategy_registry.register(
-                f"hierarchical_{name}", cls, description=f"Nodes agree by {name}", override=True, scheme=name
-            )
+        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
@@ -217,6 +218,8 @@ class HierarchicalStrategy(DDPStrategy):
             _lightning.check_ranks_of_node(environment)
             if isinstance(environment, MPIEnvironment):
                 abort_on_uncaught_exceptions()
+        elif self._start_method == "popen":
+            _lightning.check_program_can_run_again()
         super()._configure_launcher()
 
     @property

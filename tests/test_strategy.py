@@ -5,10 +5,11 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm.schemes import SCHEMES
 
 TARGETS = (0.0, 2.0, 4.0, 10.0)
 
@@ -211,6 +212,16 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
 def test_bad_arguments_are_named_before_anything_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         HierarchicalStrategy(**arguments)
+
+
+@pytest.mark.parametrize(("ending", "start_method"), [("", "popen"), ("_fork", "fork"), ("_notebook", "fork")])
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("hierarchical", "periodic"), *((f"hierarchical_{s}", s) for s in SCHEMES)]
+)
+def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_method):
+    registered = StrategyRegistry.get(name + ending)
+    assert isinstance(registered.scheme, SCHEMES[scheme])
+    assert registered._start_method == start_method
 
 
 @pytest.mark.parametrize(
