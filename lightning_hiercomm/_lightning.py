@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -36,6 +38,35 @@ def name_tree(name: str) -> str:
     ours = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
     (other,) = ours.keys() - {pl.__name__}
     return f"`{pl.__name__}`; with `{other}`, use `{ours[other]}.{name}`"
+
+
+def check_ddp_arguments(arguments: Iterable[str], strategy: type) -> None:
+    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
+
+    Args:
+        arguments: Names of the keywords that are not the strategy's own.
+        strategy: Whose process group and communication hook DDP gets.
+
+    Raises:
+        ValueError: For those that the strategy itself sets.
+        TypeError: For those that nobody knows.
+    """
+    owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
+    owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
+    known = inspect.signature(DistributedDataParallel).parameters.keys() - owned
+    own = inspect.signature(strategy).parameters.keys() - {"ddp_kwargs"}
+    for name in arguments:
+        if name in owned:
+            raise ValueError(
+                f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
+                " Choose what nodes exchange with `scheme` and `wire_dtype`."
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, [*own, *known], n=1)
+            hint = (
+                f"Did you mean {near[0]!r}?" if near else f"DistributedDataParallel takes {', '.join(sorted(known))}."
+            )
+            raise TypeError(f"{strategy.__name__} has no argument {name!r}. {hint}")
 
 
 def replace_sigterm_broadcast(

@@ -1,14 +1,22 @@
 """Scheme and fields from YAML and from the command line, through LightningCLI."""
 
 import contextlib
+import inspect
 import io
+import re
 import sys
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import (
+    AllReduce,
+    CommunicationMonitor,
+    HeterogeneousBatches,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+)
 
 PERIODIC = """
 trainer:
@@ -120,3 +128,18 @@ def test_help_documents_the_fields(capsys):
     help_text = " ".join(capsys.readouterr().out.split())
     assert "--trainer.strategy.scheme" in help_text
     assert "--trainer.strategy.ranks_per_node" in help_text
+    assert "--trainer.strategy.find_unused_parameters" in help_text
+
+
+@pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period", "process_group", "device_mesh", "dim"])
+def test_help_leaves_out_what_is_refused(capsys, name):
+    with pytest.raises(SystemExit):
+        LightningCLI(BoringModel, run=False, args=["--trainer.strategy.help=lightning_hiercomm.HierarchicalStrategy"])
+    assert f"--trainer.strategy.{name} " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("documented", [CommunicationMonitor, HeterogeneousBatches, HierarchicalStrategy])
+def test_help_has_no_roles_of_restructured_text(documented):
+    arguments = inspect.getdoc(documented).partition("Args:")[2].partition("Raises:")[0]
+    assert "progress_bar" in arguments or "batch" in arguments
+    assert not re.search(r":\w+:`", arguments)

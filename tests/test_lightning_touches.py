@@ -356,3 +356,10 @@ def test_lightning_refuses_to_run_a_notebook_again_and_asks_its_own_flag(monkeyp
     monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
     with pytest.raises(MisconfigurationException, match="_notebook"):
         _lightning.check_program_can_run_again()
+
+
+def test_ddp_strategy_takes_any_keyword_and_ddp_only_its_own():
+    assert inspect.signature(DDPStrategy).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    assert {"process_group", "device_mesh", "output_device", "dim", "find_unused_parameters"} <= known.keys()
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())

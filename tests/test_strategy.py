@@ -207,11 +207,25 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
         ({"bucket_mb": 0}, "bucket_mb=0"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),
+        ({"device_ids": [0]}, "device_ids cannot be set"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         HierarchicalStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rank_per_node", "has no argument 'rank_per_node'. Did you mean 'ranks_per_node'?"),
+        ("find_unused_parameter", "Did you mean 'find_unused_parameters'?"),
+        ("sync_every", "DistributedDataParallel takes .*bucket_cap_mb"),
+    ],
+)
+def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
+    with pytest.raises(TypeError, match=message):
+        HierarchicalStrategy(**{name: 3})
 
 
 @pytest.mark.parametrize(("ending", "start_method"), [("", "popen"), ("_fork", "fork"), ("_notebook", "fork")])
