@@ -156,6 +156,7 @@ class HierarchicalStrategy(DDPStrategy):
             scheme = SCHEMES[scheme]()
         if not isinstance(scheme, Scheme):
             raise ValueError(f"scheme={scheme!r} must be a Scheme or one of {', '.join(SCHEMES)}")
+        _lightning.warn_of_kept_arguments(scheme, SCHEMES.values())
         if evaluate not in ("consensus", "replica"):
             raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
         if inter_node not in ("torch", "mpi"):

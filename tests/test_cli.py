@@ -5,12 +5,15 @@ import inspect
 import io
 import re
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_hiercomm import (
+    DASO,
     AllReduce,
     CommunicationMonitor,
     HeterogeneousBatches,
@@ -87,6 +90,41 @@ def test_field_from_the_command_line_overrides_yaml(strategy):
 
 def test_second_yaml_replaces_the_scheme(strategy):
     assert isinstance(strategy(PERIODIC, ALL_REDUCE).scheme, AllReduce)
+
+
+@pytest.mark.parametrize("argument", ["=DASO", "=lightning_hiercomm.DASO", ".class_path=lightning_hiercomm.DASO"])
+def test_a_class_given_over_a_config_keeps_what_both_take_and_we_warn_of_it(strategy, monkeypatch, argument):
+    argument = SCHEME + argument
+    monkeypatch.setattr(sys, "argv", ["program", argument])
+    with pytest.warns(UserWarning, match="DASO, chosen on the command line, keeps sync_every=7 from the configuration"):
+        kept = strategy(PERIODIC, args=[argument])
+    assert kept.scheme.sync_every == 7
+    both = [argument, f"{SCHEME}.init_args.sync_every=5"]
+    monkeypatch.setattr(sys, "argv", ["program", *both])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*chosen on the command line")
+        assert strategy(PERIODIC, args=both).scheme.sync_every == 5
+
+
+def test_a_name_given_over_a_config_stands_for_the_defaults_of_its_scheme(strategy):
+    assert described(strategy(PERIODIC, args=[f"{SCHEME}=daso"]).scheme) == described(DASO())
+
+
+SCHEMES_OF_DIGITS = [f"{name}.yaml" for name in ("all_reduce", "daso", "gossip", "sgp", "steps_delay")]
+
+
+@pytest.mark.parametrize("name", SCHEMES_OF_DIGITS)
+def test_an_example_laid_over_another_means_what_it_says(strategy, name):
+    folder = Path(__file__).resolve().parents[1] / "examples" / "digits"
+    config, last = (folder / "config.yaml").read_text(), (folder / name).read_text()
+    alone = described(strategy(config, (folder / "all_reduce.yaml").read_text(), last).scheme)
+    for other in ["config.yaml", *SCHEMES_OF_DIGITS]:
+        assert described(strategy(config, (folder / other).read_text(), last).scheme) == alone, other
+
+
+def described(scheme):
+    arguments = inspect.signature(type(scheme)).parameters
+    return type(scheme), [repr(getattr(scheme, argument, None)) for argument in arguments]
 
 
 def test_scheme_by_name(strategy):
