@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -93,10 +93,11 @@ def warn_of_kept_arguments(scheme: object, schemes: Iterable[type]) -> None:
         if name in before and name not in given and getattr(scheme, name, parameter.default) != parameter.default
     ]
     if kept:
-        rank_zero_warn(
+        warnings.warn(
             f"{type(scheme).__name__}, chosen on the command line, keeps {', '.join(kept)} from the configuration file,"
-            " even if that was meant for another scheme. Give these arguments, too, or choose the scheme by its name, which"
-            " stands for its own defaults."
+            " even if that was meant for another scheme. Give these arguments, too, or choose the scheme by its name,"
+            " which stands for its own defaults.",
+            stacklevel=3,
         )
 
 
