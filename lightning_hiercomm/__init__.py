@@ -8,7 +8,9 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.callbacks import CommunicationMonitor
 from lightning_hiercomm.schemes import (
     DASO,
+    Agreement,
     AllReduce,
+    DiLoCo,
     DirectedExponential,
     Full,
     Gossip,
@@ -24,8 +26,10 @@ from lightning_hiercomm.topology import Topology
 
 __all__ = [
     "DASO",
+    "Agreement",
     "AllReduce",
     "CommunicationMonitor",
+    "DiLoCo",
     "DirectedExponential",
     "Full",
     "Gossip",

@@ -5,9 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import re
-import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -70,35 +67,6 @@ def check_ddp_arguments(arguments: Iterable[str], strategy: type) -> None:
                 f"Did you mean {near[0]!r}?" if near else f"DistributedDataParallel takes {', '.join(sorted(known))}."
             )
             raise TypeError(f"{strategy.__name__} has no argument {name!r}. {hint}")
-
-
-def warn_of_kept_arguments(scheme: object, schemes: Iterable[type]) -> None:
-    """Warn where a scheme whose class was given on the command line has values of the class before it.
-
-    By design (its issue 460), jsonargparse keeps from the configuration files what the new class takes as well, and the
-    objects that it makes do not know where their arguments come from: so this reads the command line.
-
-    Args:
-        scheme: As it was made.
-        schemes: Classes that may have been in the configuration file.
-    """
-    command_line = " ".join(sys.argv)
-    if not re.search(r"\.scheme(\.class_path)?[ =]\S*\b" + type(scheme).__name__ + r"\b", command_line):
-        return
-    before = set[str]().union(*(inspect.signature(other).parameters for other in schemes if other is not type(scheme)))
-    given = re.findall(r"\.scheme(?:\.init_args)?\.(\w+)", command_line)
-    kept = [
-        f"{name}={getattr(scheme, name)!r}"
-        for name, parameter in inspect.signature(type(scheme)).parameters.items()
-        if name in before and name not in given and getattr(scheme, name, parameter.default) != parameter.default
-    ]
-    if kept:
-        warnings.warn(
-            f"{type(scheme).__name__}, chosen on the command line, keeps {', '.join(kept)} from the configuration file,"
-            " even if that was meant for another scheme. Give these arguments, too, or choose the scheme by its name,"
-            " which stands for its own defaults.",
-            stacklevel=3,
-        )
 
 
 def replace_sigterm_broadcast(

@@ -119,7 +119,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def _layouts(schemes: Sequence[Scheme]) -> list[str]:
     """For each scheme, what the shapes of its state depend on besides the model and the nodes."""
     return [
-        f"{type(scheme).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire_dtype={scheme.wire.dtype},"
+        f"{type(scheme).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire={scheme.wire.codec},"
         f" wire_raw={scheme.wire.raw})"
         for scheme in schemes
     ]

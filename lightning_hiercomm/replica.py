@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_UNBOUNDED = 2**62
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -86,6 +88,12 @@ class Bucket:
         for elements, values in self._beside(flat):
             elements.add_(values)
 
+    @torch.no_grad()
+    def mix(self, flat: Tensor, weight: float) -> None:
+        """Move the tensors towards ``flat``: ``x := (1 - weight) x + weight flat``."""
+        for elements, values in self._beside(flat):
+            elements.lerp_(values, weight)
+
     def split(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Every piece, and a 1-D view of its part of ``flat``."""
         offset = 0
@@ -118,6 +126,8 @@ class Replica:
 
     Attributes:
         names: The names, by the tensor's ``id``.
+        buckets_of_parameters: All parameters.
+        buckets_of_buffers: All buffers.
     """
 
     def __init__(
@@ -131,8 +141,13 @@ class Replica:
         self.buffers = _unique(buffers)
         self.bucket_bytes = bucket_bytes
         self.names = {id(tensor): name for name, tensor in named}
-        self.buckets = _buckets(self.parameters, bucket_bytes, equal_in_node=True)
-        self.buckets += _buckets(self.buffers, bucket_bytes, equal_in_node=False)
+        self.buckets_of_parameters = _buckets(self.parameters, bucket_bytes, equal_in_node=True)
+        self.buckets_of_buffers = _buckets(self.buffers, bucket_bytes, equal_in_node=False)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of parameters, then those of buffers."""
+        return self.buckets_of_parameters + self.buckets_of_buffers
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -177,6 +192,55 @@ class Replica:
             flat = bucket.pack()
             bucket.unpack(flat.lerp_(other[: bucket.numel].to(flat.dtype), weight))
 
+    def cut(self, into: int | Sequence[str], bucket_bytes: int | None = None) -> list[list[Bucket]]:
+        """The parameters in parts that may agree at different times, or with different nodes.
+
+        Args:
+            into: A number of equal parts (never more than elements; one more per further dtype), or names of modules:
+                the parameters below each are one part, all others the last one.
+            bucket_bytes: Upper bound of a bucket's size in bytes. None: every part is one bucket (per dtype).
+
+        Returns:
+            The buckets of every part, in an order that is the same on every rank.
+
+        Raises:
+            ValueError: If no parameter lies below one of the modules.
+        """
+        if isinstance(into, int):
+            largest = max((parameter.element_size() for parameter in self.parameters), default=1)
+            elements = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters) / largest
+            part_bytes = -int(-elements // into) * largest
+            parts = [[bucket] for bucket in _buckets(self.parameters, part_bytes, equal_in_node=True)]
+        else:
+            groups = self._below(into)
+            parts = [_buckets(tensors, _UNBOUNDED, equal_in_node=True) for tensors in groups if tensors]
+        if bucket_bytes is None:
+            return parts
+        return [
+            [smaller for bucket in part for smaller in _filled(bucket.pieces, bucket_bytes, equal_in_node=True)]
+            for part in parts
+        ]
+
+    def _below(self, modules: Sequence[str]) -> list[list[Tensor]]:
+        """The parameters below each module, each parameter at the first that it lies below; then all others."""
+
+        def is_below(name: str, module: str) -> bool:
+            return name == module or name.startswith(module + ".")
+
+        for module in modules:
+            if not any(is_below(name, module) for name in self.names.values()):
+                names = ", ".join(list(self.names.values())[:20]) or "not named"
+                raise ValueError(
+                    f"cannot cut the model into {list(modules)!r}: no parameter lies below {module!r}. The parameters"
+                    f" are {names}"
+                )
+        groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
+        for parameter in self.parameters:
+            name = self.names.get(id(parameter), "")
+            index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
+            groups[index].append(parameter)
+        return groups
+
     def fingerprint(self) -> int:
         """64 bits that differ, almost surely, between replicas that differ in any bit."""
         digest = hashlib.blake2b(digest_size=8)
@@ -190,32 +254,32 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool) -> list[Bucket]:
-    buckets: list[Bucket] = []
-    kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
+    pieces = [Piece(tensor, 0, tensor.numel()) for tensor in tensors]
+    return list(_filled(pieces, bucket_bytes, equal_in_node))
+
+
+def _filled(pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool) -> Iterator[Bucket]:
+    """The pieces in buckets of at most so many bytes, cut where one is full; dtypes and devices apart."""
+    kinds = dict.fromkeys((piece.tensor.dtype, piece.tensor.device) for piece in pieces)
     for dtype, device in kinds:
         capacity = max(1, bucket_bytes // dtype.itemsize)
-        pieces: list[Piece] = []
+        held: list[Piece] = []
         filled = 0
-
-        def close(pieces: list[Piece], filled: int, dtype: torch.dtype, device: torch.device) -> None:
-            if pieces:
-                buckets.append(Bucket(tuple(pieces), filled, dtype, device, equal_in_node))
-
-        for tensor in tensors:
-            if (tensor.dtype, tensor.device) != (dtype, device):
+        for piece in pieces:
+            if (piece.tensor.dtype, piece.tensor.device) != (dtype, device):
                 continue
-            start = 0
-            while start < tensor.numel():
-                room = capacity - filled if tensor.is_contiguous() else tensor.numel()
-                length = min(tensor.numel() - start, room)
-                pieces.append(Piece(tensor, start, length))
+            start, end = piece.start, piece.start + piece.length
+            while start < end:
+                room = capacity - filled if piece.tensor.is_contiguous() else piece.length
+                length = min(end - start, room)
+                held.append(Piece(piece.tensor, start, length))
                 filled += length
                 start += length
                 if filled >= capacity:
-                    close(pieces, filled, dtype, device)
-                    pieces, filled = [], 0
-        close(pieces, filled, dtype, device)
-    return buckets
+                    yield Bucket(tuple(held), filled, dtype, device, equal_in_node)
+                    held, filled = [], 0
+        if held:
+            yield Bucket(tuple(held), filled, dtype, device, equal_in_node)
 
 
 def _elements(piece: Piece) -> Tensor:

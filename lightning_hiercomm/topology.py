@@ -29,6 +29,7 @@ class Topology:
         world: All ranks.
         intra: The ranks of this node.
         inter: The ranks of this rank's lane, or None if this rank is in none.
+        is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class Topology:
         self.local_rank = self.nodes[self.node].index(rank)
         self.lanes = min(map(len, self.nodes))
         self._connect = connect
+        self._siblings: list[Topology] = []
+        self.is_closed = False
         self.world = self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
         self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
@@ -60,6 +63,8 @@ class Topology:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
         total = float(sum(weights))
         self.weights = tuple(weight / total for weight in weights)
+        for sibling in self._siblings:
+            sibling.set_weights(weights)
 
     @property
     def num_nodes(self) -> int:
@@ -109,16 +114,36 @@ class Topology:
         return _All([self.intra.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.lanes)])
 
     def twin(self) -> Topology:
-        """The same nodes with communicators of their own, for moves launched beside the training thread. Collective."""
-        return Topology(self.nodes, self.rank, self._connect, self.meter, self.weights)
+        """The same nodes with communicators of their own, for moves launched beside the training thread. Collective.
 
-    def flat(self) -> Topology:
-        """The same ranks, each as a node of its own. Collective."""
-        return Topology([[rank] for rank in range(self.world_size)], self.rank, self._connect, self.meter, self.weights)
+        It goes by this topology's weights, and is closed together with it.
+        """
+        return self._sibling(self.nodes)
+
+    def ranks_as_nodes(self) -> Topology:
+        """The same ranks with the same weights, each as a node of its own. Collective; closed together with this."""
+        return self._sibling([[rank] for rank in range(self.world_size)])
+
+    def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
+        sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights)
+        self._siblings.append(sibling)
+        return sibling
+
+    def close(self) -> None:
+        """Close all communicators, those of siblings too. Nothing may be in flight. Collective."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for sibling in self._siblings:
+            sibling.close()
+        for communicator in (self.world, self.intra, self.inter):
+            if communicator is not None:
+                communicator.close()
 
     @staticmethod
     def _require(communicator: Communicator | None) -> Communicator:
-        assert communicator is not None
+        if communicator is None:
+            raise RuntimeError("`connect` left this rank out of its world or of its node")
         return communicator
 
 

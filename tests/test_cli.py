@@ -124,7 +124,7 @@ def test_an_example_laid_over_another_means_what_it_says(strategy, name):
 
 def described(scheme):
     arguments = inspect.signature(type(scheme)).parameters
-    return type(scheme), [repr(getattr(scheme, argument, None)) for argument in arguments]
+    return type(scheme), [re.sub(" at 0x.*>", "", repr(getattr(scheme, argument, None))) for argument in arguments]
 
 
 def test_scheme_by_name(strategy):

@@ -110,7 +110,7 @@ def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact
         average = Average(replica, topology, wire)  # takes the first values as the agreed ones
         replica.restore(filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + rank))
         before = replica.snapshot()
-        average(exact=exact)
+        (Average(replica, topology) if exact else average)()
         return before, replica.snapshot(), replica.fingerprint()
 
     return ThreadWorld(sum(map(len, nodes))).run(work)

@@ -98,9 +98,9 @@ def test_a_twin_has_communicators_of_its_own():
     assert on_every_rank([[0, 1], [2, 3]], work) == [(4.0, 40.0)] * 4
 
 
-def test_flat_makes_every_rank_a_node():
+def test_every_rank_may_be_a_node_of_its_own():
     def work(topology):
-        flat = topology.flat()
+        flat = topology.ranks_as_nodes()
         return flat.num_nodes, flat.node, flat.intra.size, flat.inter.ranks, flat.rank_weight
 
     results = on_every_rank([[0, 1], [2]], work, weights=[1, 2, 1])

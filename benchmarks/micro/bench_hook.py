@@ -48,7 +48,7 @@ def test_our_hook(benchmark: BenchmarkFixture) -> None:
     meter = Meter()
     scheme = PeriodicAveraging()
     replica = Replica(WORKLOADS["mlp85k"].model().parameters())
-    scheme.bind(replica, Topology([[0]], 0, connect_torch(meter), meter))
+    scheme.attach(replica, Topology([[0]], 0, connect_torch(meter), meter))
 
     def hook(_: object, bucket: Any) -> Future[torch.Tensor]:
         gradients = bucket.buffer()

@@ -207,6 +207,9 @@ class Communicator(ABC):
         """Return when every member has called it."""
         self.all_gather_object(None)
 
+    def close(self) -> None:
+        """Give back what the backend holds for this group (sockets, buffers). Nothing may be in flight. Collective."""
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle: ...
 

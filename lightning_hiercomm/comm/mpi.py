@@ -138,6 +138,10 @@ class MPICommunicator(Communicator):
             raise self._failure(error) from error
         return values
 
+    def close(self) -> None:
+        if not load_mpi().Is_finalized() and self.group:
+            self.group.Free()
+
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         mpi = load_mpi()
         return self._launch(

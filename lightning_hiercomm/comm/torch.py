@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm.background import Job, Timed
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
-from lightning_hiercomm.comm.lane import Job, Timed
 from lightning_hiercomm.comm.meter import Meter
 
 Launch = Callable[[], Sequence[dist.Work | None]]
@@ -76,6 +76,10 @@ class TorchCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failure(error) from error
         return values
+
+    def close(self) -> None:
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         if self.tier == "inter" and self.size <= _MOST_DIRECT_PEERS and not tensor.is_cuda:

@@ -1,4 +1,4 @@
-"""What a tensor looks like on the wire between nodes."""
+"""What a tensor looks like on the wire between nodes, and whether it is the tensor or its difference that travels."""
 
 from __future__ import annotations
 
@@ -6,40 +6,45 @@ from dataclasses import dataclass
 
 import torch
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from lightning_hiercomm.comm.codec import AsIs, Cast, Codec, codec_named
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Wire:
-    """The payload type of inter-node traffic.
+    """The form of inter-node traffic.
 
-    Parameters must not simply be cast: an update below half a unit in the last place is then lost (in bfloat16,
+    Parameters must not simply be encoded: an update below half a unit in the last place is then lost (in bfloat16,
     1.0 - 0.001 is 1.0). So by default what travels is the *difference* from the last agreed parameters, which both
     ends know exactly.
 
     Args:
-        dtype: None sends tensors as they are.
-        raw: Cast the parameters themselves. Cheaper in memory (no copy of the last agreed values), but small updates
+        codec: What is made of a tensor, or a floating type to cast it to. None sends tensors as they are.
+        raw: Encode the parameters themselves. Cheaper in memory (no copy of the last agreed values), but small updates
             stall; for reproducing papers that do so.
     """
 
-    dtype: torch.dtype | None = None
-    raw: bool = False
+    codec: Codec
+    raw: bool
+
+    def __init__(self, codec: Codec | torch.dtype | None = None, raw: bool = False) -> None:
+        chosen = AsIs() if codec is None else Cast(codec) if isinstance(codec, torch.dtype) else codec
+        object.__setattr__(self, "codec", chosen)
+        object.__setattr__(self, "raw", raw)
 
     @classmethod
     def named(cls, name: str | torch.dtype | None, raw: bool = False) -> Wire:
-        """Make a wire from ``"float32"``, ``"bfloat16"``, ``"float16"``, the torch dtype, or None.
+        """Make a wire from a name (see :func:`~lightning_hiercomm.comm.codec.codec_named`), a torch dtype, or None.
 
         Raises:
             ValueError: For any other name.
         """
-        if name is None:
-            return cls()
-        dtype = _DTYPES.get(str(name).removeprefix("torch."))
-        if dtype is None:
-            raise ValueError(f"wire_dtype={name!r} is not a payload type; use one of {', '.join(_DTYPES)}, or None")
-        return cls(dtype, raw)
+        return cls(codec_named(name), raw)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything at all travels in another form."""
+        return not isinstance(self.codec, AsIs)
 
     def compresses(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of ``dtype`` travels in another, narrower type."""
-        return self.dtype is not None and self.dtype.itemsize < dtype.itemsize
+        """Whether a tensor of ``dtype`` travels in another, narrower form."""
+        return self.codec.narrows(dtype)

@@ -13,7 +13,9 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 import lightning_hiercomm
 from lightning_hiercomm import (
     DASO,
+    Agreement,
     AllReduce,
+    DiLoCo,
     DirectedExponential,
     Full,
     Gossip,
@@ -44,8 +46,10 @@ else:
 
 __all__ = [
     "DASO",
+    "Agreement",
     "AllReduce",
     "CommunicationMonitor",
+    "DiLoCo",
     "DirectedExponential",
     "Full",
     "Gossip",

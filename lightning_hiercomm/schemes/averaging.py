@@ -1,92 +1,115 @@
-"""The mean over all ranks, sharded over the ranks of a node and pipelined in buckets."""
+"""The mean over all ranks: inside a node by parts, part ``l`` between the nodes over lane ``l``."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.base import CommunicationError, Handle, finished
-from lightning_hiercomm.comm.lane import Lane
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
+from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
+from lightning_hiercomm.schemes.carrier import Carrier, Land
+from lightning_hiercomm.schemes.in_flight import Move
+from lightning_hiercomm.schemes.lane_sum import LaneSum
 from lightning_hiercomm.topology import Topology
 
 _BUCKETS_IN_FLIGHT = 3
 _STEPS_TOLD_APART = 4096
 
 
-class Average:
-    """Replaces a replica's values by their weighted mean over all ranks, ``sum_m W_m x_m``.
+class Average(Carrier):
+    """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
 
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
     over its lane, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread over all its links.
-    While one bucket is gathered the next are already on the wire.
+    While one bucket is gathered the next are already on the wire. Values that differ inside a node are summed there
+    first, each rank getting the sum of its own part.
 
     All ranks end with identical bits.
 
     Args:
         replica: What agrees.
         topology: Between whom, and with which weights.
-        wire: Payload type between nodes. With a narrower type the differences from the last agreed values travel
-            (see :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
+        wire: What travels between nodes. If that is not exact, it is the differences from the last agreed values (see
+            :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
         through: A :meth:`~lightning_hiercomm.topology.Topology.twin` whose communicators carry it, where averages also
             run beside training. Default: the topology itself.
+        second: Another twin, for the second round of codes that do not add, if sums end beside training.
+        buckets: What of the replica agrees, in place of all its buckets.
+        equal_in_node: Whether the ranks of a node hold the same parameters.
+        land: Says where the last agreed values go when the nodes' mean has arrived; they, not the mean, are then what
+            every rank gets. Differences travel in any case. Default: to the mean.
     """
 
     def __init__(
-        self, replica: Replica, topology: Topology, wire: Wire | None = None, through: Topology | None = None
+        self,
+        replica: Replica,
+        topology: Topology,
+        wire: Wire | None = None,
+        through: Topology | None = None,
+        second: Topology | None = None,
+        *,
+        buckets: Sequence[Bucket] | None = None,
+        equal_in_node: bool = True,
+        land: Land | None = None,
     ) -> None:
-        self.replica = replica
+        self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
-        self.wire = wire or Wire()
         self.through = through or topology
-        self._anchors: list[Tensor] | None = None
-        if self.wire.dtype is not None and not self.wire.raw:
-            self.anchor()
+        self.parts_per_bucket = topology.lanes
+        self.wire = wire or Wire()
+        self.equal_in_node = equal_in_node
+        self._device = replica.device
+        self._land = land
+        self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
+        self._feedback: list[Feedback] = []
+        self.anchor()
 
     def anchor(self) -> None:
-        """Take the replica's present values, equal on all ranks, as the last agreed ones."""
-        if self.wire.dtype is not None and not self.wire.raw:
-            whole = (bucket.pack(multiple_of=self.topology.lanes) for bucket in self.replica.buckets)
-            self._anchors = [self.remembered(flat).clone() for flat in whole]
+        if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
+            whole = [bucket.pack(multiple_of=self.topology.lanes) for bucket in self.buckets]
+            self.anchors = [self.remembered(flat).clone() for flat in whole]
+            feedback = [self._sum.feedback(self.remembered(flat)) for flat in whole]
+            self._feedback = [each for each in feedback if each is not None]
+
+    # ---- waited for ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def __call__(self, step: int = 0, exact: bool = False) -> None:
-        """Average now; blocks.
-
-        Args:
-            step: Must be equal on all ranks: the optimizer steps this rank has taken.
-            exact: Use the parameters' own type on the wire, and leave the last agreed values as they are.
-
-        Raises:
-            CommunicationError: If a rank took another number of steps, or died.
-        """
-        topology = self.topology
-        if topology.num_nodes == 1:
+    def __call__(
+        self,
+        step: int = 0,
+        turn: int = 0,
+        only: Sequence[int] | None = None,
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+    ) -> None:
+        if self.topology.num_nodes == 1 and self.equal_in_node:
             return
-        carries_step = self._carries_step(exact)
-        check = finished if carries_step else same_step(self.through, step, self.replica.device)
+        indexes = range(len(self.buckets)) if only is None else only
+        self._take_turn(turn)
+        carries_step = bool(indexes) and self._can_carry_step(self.buckets[indexes[-1]])
+        check = finished if carries_step else same_step(self.through, step, self._device)
         in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
             bucket, flat, complete = in_flight.popleft()
             complete()
-            bucket.unpack(flat)
+            take(bucket, flat)
 
-        for index, bucket in enumerate(self.replica.buckets):
-            is_last = index + 1 == len(self.replica.buckets)
-            flat = bucket.pack(bucket.empty(topology.lanes, extra=int(carries_step and is_last)))
+        for index in indexes:
+            bucket, is_last = self.buckets[index], index == indexes[-1]
+            flat = bucket.pack(bucket.empty(self.topology.lanes, extra=int(carries_step and is_last)))
             if carries_step and is_last:
                 flat[-1] = step % _STEPS_TOLD_APART
-            if not bucket.equal_in_node:
-                self.through.intra.all_reduce(flat.mul_(topology.weight_in_node)).wait()
-            _, complete = self._launch(index, flat, exact, waiting=True)
-            in_flight.append((bucket, flat, complete))
+            summed_in_node = self._sum_in_node(bucket, flat, self.through.intra)
+            in_flight.append((bucket, flat, self._between_nodes(index, flat, summed_in_node, waiting=True)))
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -95,87 +118,165 @@ class Average:
         if carries_step:
             self._check_step(step, float(flat[-1]))
 
+    # ---- beside training -----------------------------------------------------------------------------------------
+
+    def begin(self, step: int, turn: int) -> Handle:
+        self._take_turn(turn)
+        return same_step(self.through if self.equal_in_node else self.topology, step, self._device)
+
     @torch.no_grad()
-    def start(self, index: int, flat: Tensor, lane: Lane) -> Handle:
-        """Start to average one packed bucket beside training; it holds the mean when the handle has been waited for.
+    def start(
+        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
+    ) -> Move:
+        bucket = self.buckets[index]
+        sent = bucket.pack(multiple_of=self.topology.lanes)
+        flat = sent.clone() if keep_sent else sent
+        background.uses(flat)
+        # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
+        summed_in_node = self._sum_in_node(bucket, flat, self.topology.intra)
+        if summed_in_node is None:
+            return Move(index, flat, sent, background.submit(self._between_nodes(index, flat, None)))
+        if outbound is None:
+            raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
+        outbound.uses(flat)
+        launched: list[Callable[[], None]] = []
+        has_left = outbound.submit(lambda: launched.append(self._between_nodes(index, flat, summed_in_node)))
 
-        Args:
-            index: The bucket's place in the replica.
-            flat: Its values, with room for :attr:`Topology.lanes` equal parts.
-            lane: Where the node gets its parts, after those started before.
-        """
-        payload, complete = self._launch(index, flat, exact=False)
-        lane.uses(flat)
-        lane.uses(payload)
-        return lane.submit(complete)
+        def complete() -> None:
+            has_left.wait()
+            launched.pop()()
 
-    def carried(self, flat: Tensor) -> Tensor:
-        """The part of a packed bucket that this rank takes to the other nodes, as a view: here, its lane's."""
+        return Move(index, flat, sent, background.submit(complete))
+
+    # ---- who carries what ----------------------------------------------------------------------------------------
+
+    def _take_turn(self, turn: int) -> None:
+        """Whose turn it is to carry; here, always everyone's."""
+
+    def carried(self, flat: Tensor, index: int = 0) -> Tensor:
         return self.topology.lane_part(flat)
 
+    def share(self, flat: Tensor, index: int = 0) -> Handle:
+        return self.through.share_lane_parts(flat)
+
     def sharing(self) -> Callable[[Tensor], Handle]:
-        """What gives every rank of the node all of a packed bucket that is launched now, in place."""
-        return self.through.share_lane_parts
+        """What shares a packed bucket that is launched now."""
+        return self.share
 
     def remembered(self, flat: Tensor) -> Tensor:
         """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
         return self.carried(flat)
 
+    def _sum_in_node(self, bucket: Bucket, flat: Tensor, intra: Communicator) -> Callable[[], None] | None:
+        """Start to sum values that differ inside the node, each rank's with its weight; None if they do not.
+
+        Returns:
+            A function that waits, and leaves the sum in the part of ``flat`` that this rank carries.
+        """
+        if bucket.equal_in_node and self.equal_in_node:
+            return None
+        topology = self.topology
+        flat.mul_(topology.rank_weight)
+        part = self.carried(flat)
+        if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
+            node_sum = torch.empty_like(part)
+            summed = intra.reduce_scatter(node_sum, flat)
+
+            def finish() -> None:
+                summed.wait()
+                part.copy_(node_sum)
+
+            return finish
+        return intra.all_reduce(flat).wait
+
+    def _between_nodes(
+        self, index: int, flat: Tensor, summed_in_node: Callable[[], None] | None, waiting: bool = False
+    ) -> Callable[[], None]:
+        """Send a packed bucket on its way between the nodes.
+
+        Returns:
+            A function that waits for it, and leaves in ``flat`` what the nodes agree on.
+        """
+        part, share, weight = self.carried(flat), self.sharing(), self.topology.node_weight
+        has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
+        anchor = self.anchors[index] if has_anchor else None
+        if summed_in_node is None:
+            if anchor is not None:
+                part.sub_(anchor[: part.numel()])
+            part.mul_(weight)
+        else:
+            summed_in_node()
+            if anchor is not None:
+                part.sub_(anchor[: part.numel()], alpha=weight)
+        feedback = self._feedback[index] if self._feedback else None
+        arrive = self._sum.launch(part, feedback, waiting)  # weighted before it is rounded, so it is rounded once
+
+        def complete() -> None:
+            arrive()
+            if anchor is not None and self._land is not None:
+                self._land(index, anchor, part)
+                part.copy_(anchor)
+            elif anchor is not None:
+                part.add_(anchor[: part.numel()])
+            share(flat).wait()
+            if anchor is not None and self._land is None:
+                anchor.copy_(self.remembered(flat))
+
+        return complete
+
+    # ---- the step, and state -------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """The last agreed values, if the wire needs them."""
-        return {} if self._anchors is None else {"anchors": [anchor.clone() for anchor in self._anchors]}
+        state = super().state_dict()
+        if self._feedback:
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology)."""
-        if self._anchors is not None:
-            for anchor, saved in zip(self._anchors, state["anchors"], strict=True):
-                anchor.copy_(saved)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        for feedback, saved in zip(self._feedback, state.get("feedback", ()), strict=True):
+            feedback.load_state_dict(saved)
 
-    def _carries_step(self, exact: bool) -> bool:
-        """Whether the step travels as one more element of the last bucket: half the latency of a small model.
+    def _can_carry_step(self, bucket: Bucket) -> bool:
+        """Whether the step can travel as one more element of the last bucket: half the latency of a small model.
 
         Its mean over all ranks then comes back. That takes a lane that carries whole buckets, in a type with digits.
         """
-        if self.topology.lanes > 1 or not self.replica.buckets:
-            return False
-        dtype = self.replica.buckets[-1].dtype
-        return dtype.itemsize >= 4 and (exact or not self.wire.compresses(dtype))
+        return (
+            self.topology.lanes == 1
+            and self._land is None
+            and bucket.dtype.itemsize >= 4
+            and not self.wire.compresses(bucket.dtype)
+        )
 
     def _check_step(self, step: int, mean: float) -> None:
         # if ranks differ, the furthest is at least half a step from the mean; rounding takes a hundredth
         if abs(mean - step % _STEPS_TOLD_APART) > 0.25:
             raise _unequal_steps(self.topology, step, "another number of them")
 
-    def _launch(
-        self, index: int, flat: Tensor, exact: bool, waiting: bool = False
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """Send a packed bucket on its way between the nodes.
 
-        Returns:
-            What travels; and a function that waits for it, and leaves the mean in ``flat``.
-        """
-        part, share, weight = self.carried(flat), self.sharing(), self.topology.node_weight
-        compress = not exact and self.wire.compresses(flat.dtype)
-        anchor = self._anchors[index] if compress and self._anchors is not None else None
-        if compress:  # weighted before it is rounded, so it is rounded once
-            values = part if anchor is None else part - anchor[: part.numel()]
-            payload = (values * weight).to(self.wire.dtype)
-        else:
-            payload = part.mul_(weight)
-        inter = self.through.inter
-        summed = inter.all_reduce(payload, waiting=waiting) if inter is not None else finished
+class RotatingAverage(Average):
+    """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
 
-        def complete() -> None:
-            summed.wait()
-            if compress:
-                part.copy_(payload)
-            if anchor is not None:
-                part.add_(anchor[: part.numel()])
-            share(flat).wait()
-            if anchor is not None:
-                anchor.copy_(self.remembered(flat))
+    With a wire that is not exact every rank keeps the last agreed values of all parameters, for its turn will come.
 
-        return payload, complete
+    Attributes:
+        carrier: Local rank that carries the next exchange; below the number of lanes.
+    """
+
+    carrier = 0
+
+    def _take_turn(self, turn: int) -> None:
+        self.carrier = turn % self.topology.lanes
+
+    def carried(self, flat: Tensor, index: int = 0) -> Tensor:
+        return flat if self.topology.local_rank == self.carrier else flat[:0]
+
+    def sharing(self) -> Callable[[Tensor], Handle]:
+        return partial(self.through.intra.broadcast, source=self.carrier)
+
+    def remembered(self, flat: Tensor) -> Tensor:
+        return flat
 
 
 def same_step(topology: Topology, step: int, device: torch.device) -> Handle:

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.base import Handle, finished
-from lightning_hiercomm.comm.lane import Lane
-from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Bucket, Replica
-from lightning_hiercomm.schemes.averaging import Average, same_step
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.plateau import Plateau
-from lightning_hiercomm.topology import Topology
-
-T = TypeVar("T")
+from lightning_hiercomm.schemes.when import Every
 
 log = logging.getLogger(__name__)
 
 _PHASES = ("warm-up", "cycling", "cool-down")
-_OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
 
 
-class DASO(Scheme):
+class DASO(Agreement):
     """Average parameters between nodes every few batches without waiting, and merge what is a few batches old.
 
     Every batch, gradients are averaged inside the node and the optimizer steps. A run has three phases.
@@ -58,7 +46,8 @@ class DASO(Scheme):
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase.
-        staleness: S, batches between the start of an exchange and its merge, from 1 to ``sync_every``.
+        staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits
+            for a mean every ``sync_every`` batches (half of the rows of the paper's Table 2).
         warmup_epochs: Epochs of warm-up.
         cooldown_epochs: Epochs of cool-down; needs ``Trainer(max_epochs=...)``.
         merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.
@@ -71,6 +60,9 @@ class DASO(Scheme):
             rank has a network link of its own. The numbers are the same.
         monitor: The metric that is watched in place of the training loss, such as ``"val_loss"``: lower is better, and
             it must be logged in every epoch. Default: what ``training_step`` returns. Both are averaged over all ranks.
+        adapt: Let B and S follow the loss, as above. False keeps them as they are.
+        gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged, so every rank trains alone between
+            exchanges, which then average inside the node as well.
 
     Raises:
         ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
@@ -89,13 +81,14 @@ class DASO(Scheme):
         cooldown_steps: int | None = None,
         exchange: Literal["rotating", "sharded"] = "rotating",
         monitor: str | None = None,
+        adapt: bool = True,
+        gradients: Literal["node", "none"] = "node",
     ) -> None:
-        super().__init__()
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of batches")
-        if not 1 <= staleness <= sync_every:
+        if not 0 <= staleness <= sync_every:
             raise ValueError(
-                f"staleness={staleness} must be from 1 to sync_every={sync_every}: one exchange is in flight at a time"
+                f"staleness={staleness} must be from 0 to sync_every={sync_every}: one exchange is in flight at a time"
             )
         lengths = {
             "warmup_epochs": warmup_epochs,
@@ -110,37 +103,35 @@ class DASO(Scheme):
             raise ValueError(f"merge={merge!r} must be 'eq1' or 'delta'")
         if exchange not in ("rotating", "sharded"):
             raise ValueError(f"exchange={exchange!r} must be 'rotating' or 'sharded'")
+        super().__init__(
+            when=Every(sync_every, of="epoch"),
+            through="mean" if exchange == "sharded" else "rotating",
+            merge=merge,
+            staleness=staleness,
+            gradients=gradients,
+        )
         self.initial_sync_every, self.initial_staleness = sync_every, staleness
-        self.sync_every, self.staleness = sync_every, staleness
+        self.sync_every = sync_every
+        self.adapt = adapt
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
-        self.merge = merge
         self.exchange = exchange
         self.monitor = monitor
         self.plateau = Plateau(threshold, patience)
-        self.synchronizations = 0
-        self.watches_loss = monitor is None
+        self.watches_loss = monitor is None and adapt
         self._phase = ""
         self._cooldown_begins_at_epoch: int | None = None
         self._cooldown_begins_at_step: int | None = None
         self._awaits_metric = False
         self._has_resumed = False
         self._has_missed_a_loss = False
-        self._in_flight: _Exchange | None = None
+
+    @property
+    def can_average_optimizer_state(self) -> bool:
+        """Whether there are phases in which nodes wait for each other: yes."""
+        return True
 
     # ---- life of a run -------------------------------------------------------------------------------------------
-
-    def bind(
-        self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
-    ) -> None:
-        self._drop()
-        self.close()
-        super().bind(replica, topology, optimizer, wire)
-        if topology.num_nodes > 1:
-            # every move between nodes, waited for or not, takes the same communicators, in the order of the program
-            carrier = RotatingAverage if self.exchange == "rotating" else Average
-            self._average = carrier(replica, topology, self.wire, through=topology.twin())
-            self.lanes = [Lane(replica.device, topology.meter)]
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         self._cooldown_begins_at_epoch = self._cooldown_begins_at_step = None
@@ -188,35 +179,30 @@ class DASO(Scheme):
                 )
         self._has_resumed = False
 
-    def step(self, run: Callable[[], T], last: bool = False) -> T:
+    def before_step(self, last: bool) -> None:
         self._enter(self._phase_of_next_step())
-        result = run()
-        self.count_step()
+
+    def after_step(self, last: bool) -> None:
         if self._phase != "cycling":
             self.average()
-        elif not last and self.topology.num_nodes > 1:
-            arrives = self._in_flight is not None and self._in_flight.due == self.steps
-            leaves = (self.step_in_epoch - 1) % self.sync_every == 0
-            if arrives or leaves:
-                self._merge_and_send(arrives, leaves)
-        return result
+            return
+        if last or self.is_alone:
+            return
+        arrived = self._in_flight.take(self.steps)
+        leaves = (self.step_in_epoch - 1) % self.sync_every == 0
+        if leaves and self.staleness == 0:
+            self.average()
+        elif leaves or arrived is not None:
+            self._turn(arrived, self.all_parts if leaves else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
         if self.unagreed_steps:
             self.average()
-        if self._phase == "cycling":
+        if self._phase == "cycling" and self.adapt:
             if self.monitor is None:
                 self._judge(loss)
             else:
                 self._awaits_metric = True  # it is logged by the validation that comes next
-
-    def settle(self) -> None:
-        if self._in_flight is not None:
-            self._in_flight.wait()
-
-    def finish(self) -> None:
-        super().finish()
-        self._drop()
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
@@ -249,66 +235,6 @@ class DASO(Scheme):
         if self.topology.rank == 0:
             log.log(level, "DASO: %s", message)
 
-    # ---- exchanges -----------------------------------------------------------------------------------------------
-
-    def average(self) -> None:
-        """Take the mean over all nodes and wait for it; an exchange in flight is dropped."""
-        self._drop()
-        self._next_carrier()
-        super().average()
-
-    def _next_carrier(self) -> None:
-        if isinstance(self._average, RotatingAverage):
-            self._average.carrier = self.synchronizations % self.topology.lanes
-        self.synchronizations += 1
-
-    def _merge_and_send(self, arrives: bool, leaves: bool) -> None:
-        """Merge the sum that was started S steps ago, if it is due, and start the next, if that is.
-
-        Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
-        have another carrier, and would take their share of the link from those that training waits for.
-        """
-        arrived, leaving = None, None
-        if arrives:
-            arrived, self._in_flight = self._in_flight, None
-        if leaves:
-            self._next_carrier()
-            check = same_step(self._average.through, self.steps, self.replica.device)
-            self._in_flight = leaving = _Exchange(self.steps + self.staleness, self.staleness, check)
-        if arrived is not None:
-            arrived.check.wait()
-        waiting: deque[tuple[int, Bucket]] = deque()
-        for index, bucket in enumerate(self.replica.buckets):
-            if not bucket.equal_in_node:
-                continue
-            if arrived is not None:
-                self._merge(bucket, arrived.parts.popleft(), arrived.staleness)
-            waiting.append((index, bucket))
-            if leaving is not None and (arrived is None or arrived.is_nearly_done()):
-                while waiting:
-                    leaving.parts.append(self._send(*waiting.popleft()))
-
-    def _send(self, index: int, bucket: Bucket) -> _Part:
-        sent = bucket.pack(multiple_of=self.topology.lanes)
-        mean = sent.clone() if self.merge == "delta" else sent
-        return _Part(sent, mean, self._average.start(index, mean, self.lanes[0]))
-
-    @torch.no_grad()
-    def _merge(self, bucket: Bucket, part: _Part, staleness: int) -> None:
-        """Eq. 1, for a sum that was started ``staleness`` steps ago."""
-        part.summed.wait()
-        local_weight, nodes = 2 * staleness, self.topology.num_nodes
-        local = bucket.pack(multiple_of=self.topology.lanes)
-        if self.merge == "eq1":
-            merged = part.mean.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes)
-        else:
-            merged = local.add_(part.mean).sub_(part.sent)
-        bucket.unpack(merged)
-
-    def _drop(self) -> None:
-        self.settle()
-        self._in_flight = None
-
     # ---- plateau -------------------------------------------------------------------------------------------------
 
     def _judge(self, loss: Tensor | None) -> None:
@@ -326,10 +252,11 @@ class DASO(Scheme):
         if not self.plateau.reached(weighted / total):
             return
         before = self.sync_every, self.staleness
-        if before == (1, 1):
+        least = min(1, self.initial_staleness)  # a scheme that waits goes on waiting
+        if before == (1, least):
             self.sync_every, self.staleness = self.initial_sync_every, self.initial_staleness
         else:
-            self.sync_every, self.staleness = max(1, self.sync_every // 2), max(1, self.staleness // 2)
+            self.sync_every, self.staleness = max(1, self.sync_every // 2), max(least, self.staleness // 2)
         if (self.sync_every, self.staleness) != before:
             self._announce(logging.INFO, f"{self.monitor or 'the training loss'} stopped falling: {self._cycle}")
 
@@ -351,113 +278,19 @@ class DASO(Scheme):
             **super().schedule(),
             "sync_every": self.sync_every,
             "staleness": self.staleness,
-            "synchronizations": self.synchronizations,
             "plateau_best": self.plateau.best,
             "plateau_bad_values": self.plateau.bad_values,
             "awaits_metric": self._awaits_metric,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        """All state. An exchange in flight is stored if it has arrived (:meth:`settle` sees to that), for its merge."""
-        state = super().state_dict()
-        if self._in_flight is not None and all(part.summed.is_done() for part in self._in_flight.parts):
-            state["exchange"] = self._in_flight.state_dict()
-        return state
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`.
-
-        A plain checkpoint has no ``"exchange"``: what was in flight is dropped, and the nodes go on from the agreed
-        parameters until the next exchange starts.
-        """
         super().load_state_dict(state)
         self.sync_every = state["sync_every"]
         self.staleness = state["staleness"]
-        self.synchronizations = state["synchronizations"]
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]
         self._awaits_metric = state["awaits_metric"] and self.monitor is not None
         self._has_resumed = True
-        self._drop()
-        if "exchange" in state:
-            self._in_flight = _Exchange.restored(state["exchange"], self.replica.device)
-
-
-class RotatingAverage(Average):
-    """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
-
-    With ``wire_dtype`` every rank keeps the last agreed values of all parameters, for its turn will come.
-
-    Attributes:
-        carrier: Local rank that carries the next exchange; below the number of lanes.
-    """
-
-    carrier = 0
-
-    def carried(self, flat: Tensor) -> Tensor:
-        return flat if self.topology.local_rank == self.carrier else flat[:0]
-
-    def sharing(self) -> Callable[[Tensor], Handle]:
-        return partial(self.through.intra.broadcast, source=self.carrier)
-
-    def remembered(self, flat: Tensor) -> Tensor:
-        return flat
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A bucket on its way between the nodes.
-
-    Attributes:
-        sent: This node's parameters as they were sent, packed; only ``merge="delta"`` keeps them apart from ``mean``.
-        mean: Their mean over the nodes, once it is there.
-        summed: The move in flight.
-    """
-
-    sent: Tensor
-    mean: Tensor
-    summed: Handle = finished
-
-
-@dataclass
-class _Exchange:
-    """A sum on its way between the nodes.
-
-    Attributes:
-        due: Number of steps after which it is merged.
-        staleness: How many steps that is after it was started.
-        check: That the nodes have taken the same number of steps.
-        parts: One for each bucket of parameters.
-    """
-
-    due: int
-    staleness: int
-    check: Handle = finished
-    parts: deque[_Part] = field(default_factory=deque)
-
-    def wait(self) -> None:
-        self.check.wait()
-        for part in self.parts:
-            part.summed.wait()
-
-    def is_nearly_done(self) -> bool:
-        """Whether no more than the last buckets have not arrived yet: they do so in their order."""
-        return len(self.parts) <= _OVERLAP or self.parts[-1 - _OVERLAP].summed.is_done()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "due": self.due,
-            "staleness": self.staleness,
-            "mean": [part.mean.clone() for part in self.parts],
-            "sent": [part.sent.clone() for part in self.parts if part.sent is not part.mean],
-        }
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any], device: torch.device) -> _Exchange:
-        mean = [flat.to(device, copy=True) for flat in state["mean"]]
-        sent = [flat.to(device, copy=True) for flat in state["sent"]] or mean
-        parts = deque(_Part(*tensors) for tensors in zip(sent, mean, strict=True))
-        return cls(state["due"], state["staleness"], parts=parts)
 
 
 _NO_LOSS = (

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.base import Handle, finished
-from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.base import Scheme
@@ -24,17 +19,15 @@ from lightning_hiercomm.schemes.graphs import (
     Graph,
     RandomPermutation,
     Ring,
-    Round,
     round_of,
 )
+from lightning_hiercomm.schemes.in_flight import InFlight
+from lightning_hiercomm.schemes.peers import Peers
 from lightning_hiercomm.topology import Topology
-
-T = TypeVar("T")
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 
 _STEPS_COMPARED = 4
-_SAMPLES_PER_SEGMENT = 4096
 
 
 class Gossip(Scheme):
@@ -97,8 +90,6 @@ class Gossip(Scheme):
 
     _segments: list[Bucket]
     _weights: list[list[float]]
-    _exchanges: list[_Exchange]
-    _met: list[tuple[Tensor, Tensor]]
 
     def __init__(
         self,
@@ -122,48 +113,45 @@ class Gossip(Scheme):
         self.segment_bytes = segment_bytes
         self.hierarchical = hierarchical
         self.overlap = overlap
-        self.gradients = "intra" if hierarchical else "none"
-        self._given_topology: Topology | None = None
-        self._segments = []
-        self._reset()
+        self.gradients = "node" if hierarchical else "none"
+        self._in_flight = InFlight()
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
-    def bind(
+    def attach(
         self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
     ) -> None:
-        if self._given_topology is not topology:
-            self._given_topology = topology
-            self.topology = topology if self.hierarchical else topology.flat()
-            if self.topology.num_nodes > 1:
-                self._beside = self.topology.twin()
-                self._lane = Lane(replica.device, topology.meter)
-                self.lanes = [self._lane]
-        # Agreements use the parameters' own type: they are rare, and gossip itself never needs them.
-        super().bind(replica, self.topology, optimizer, wire=None)
-        self.wire = wire or Wire()
-        self._segments = self._cut(replica)
-        self._reset()
-        if self.topology.num_nodes > 1:
-            self._compare_with_other_ranks()
+        super().attach(replica, topology if self.hierarchical else topology.ranks_as_nodes(), optimizer, wire)
 
-    def step(self, run: Callable[[], T], last: bool = False) -> T:
-        if self.topology.num_nodes == 1:
-            return super().step(run, last)
-        if not self._exchanges and self._is_plain:
-            result = run()
-        else:
-            result = self.run_with_update(run, self._update)
-            self._merge()  # has been done, unless a gradient scaler skipped the optimizer's step
-        self.count_step()
-        self._launch()
+    def open(self) -> None:
+        if not self.is_alone:
+            self._beside = self.topology.twin()
+            self._background = self.background()
+
+    def follow(self, replica: Replica) -> None:
+        super().follow(replica)
+        if self.is_alone:
+            return
+        self._segments = self._cut(replica)
+        self._peers = Peers(self._segments, self.graph, self.topology, self._beside, self.wire)
+        self._begin_anew()
+        self._compare_with_other_ranks()
+
+    def has_update(self) -> bool:
+        if self.is_alone:
+            return False
+        has_plain_weights = all(weight == 1.0 for weight in self._own_weights)
+        return bool(self._in_flight) or self._share_of_updates != 1.0 or not has_plain_weights
+
+    def after_step(self, last: bool) -> None:
+        if self.is_alone:
+            return
+        self._send()
         if not self.overlap:
             self._merge()
-        return result
 
     def settle(self) -> None:
-        for exchange in self._exchanges:
-            exchange.handle.wait()
+        self._in_flight.settle()
 
     def agree(self) -> None:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
@@ -173,96 +161,62 @@ class Gossip(Scheme):
         """
         self.settle()
         if self.unagreed_steps:
-            # `Average` weighs node m with W_m.
-            self._scale([weight / self._pull for weight in self._own_weights])
-            self._average(self.steps, exact=True)
+            if not self.is_alone:  # `Average` weighs node m with W_m
+                self._scale([weight / self._share_of_updates for weight in self._own_weights])
+            self.exact_mean()
 
     def finish(self) -> None:
         super().finish()
-        self._reset()
+        if not self.is_alone:
+            self._begin_anew()
 
     # ---- the algorithm -------------------------------------------------------------------------------------------
 
-    def _update(self, optimizer_step: Callable[[], object]) -> None:
+    def update(self, optimizer_step: Callable[[], object] | None) -> None:
         """The optimizer steps x with gradients taken at z, after what arrived meanwhile was mixed in."""
         self._merge()
-        weights, pull = self._own_weights, self._pull
+        if optimizer_step is None:
+            return
+        weights, share = self._own_weights, self._share_of_updates
         self._scale(weights)
-        before = [parameter.detach().clone() for parameter in self.replica.parameters] if pull != 1.0 else []
+        before = [parameter.detach().clone() for parameter in self.replica.parameters] if share != 1.0 else []
         optimizer_step()
         with torch.no_grad():
             for parameter, value in zip(self.replica.parameters, before, strict=False):
-                parameter.lerp_(value, 1.0 - pull)
+                parameter.lerp_(value, 1.0 - share)
         self._scale([1.0 / weight for weight in weights])
 
-    @torch.no_grad()
-    def _launch(self) -> None:
+    def _send(self) -> None:
         """Send a share of every segment that this rank carries, and make room for what comes.
 
         One by one, so that the first is on the link while the next is packed, and shared with the node while the last
         are still on their way.
         """
-        topology, node = self.topology, self.topology.node
-        for index, bucket in enumerate(self._segments):
-            weights = self._weights[index]
-            round_ = round_of(self.graph, topology.num_nodes, self.steps - 1, index)
-            exchange = _Exchange(round_.push(weights))
-            carried = None
-            if index % topology.lanes == topology.local_rank:
-                assert topology.inter is not None
-                share = bucket.pack().mul_(weights[node] * round_.share(node))
-                if self.wire.compresses(share.dtype):
-                    share = share.to(self.wire.dtype)
-                received = [torch.empty_like(share) for _ in round_.receive_from[node]]
-                handle = topology.inter.exchange(
-                    [(share, peer) for peer in round_.send_to[node]],
-                    list(zip(received, round_.receive_from[node], strict=True)),
-                )
-                carried = _Carried(round_, weights, share, received, handle)
-                for tensor in (share, *received):
-                    self._lane.uses(tensor)
-            exchange.handle = self._lane.submit(partial(self._collect, index, carried, exchange))
-            self._exchanges.append(exchange)
-
-    @torch.no_grad()
-    def _collect(self, index: int, carried: _Carried | None, exchange: _Exchange) -> None:
-        """On the lane: take a segment as it arrives, and share it with the node."""
-        if carried is None:
-            exchange.change = self._segments[index].empty()
-        else:
-            carried.handle.wait()
-            exchange.met = self._sample(carried)
-            exchange.change = self._change(self._segments[index], carried)
-        self._beside.intra.broadcast(exchange.change, source=index % self.topology.lanes).wait()
-
-    def _change(self, bucket: Bucket, carried: _Carried) -> Tensor:
-        """What arrived less what was sent. Taken pairwise, so that equal replicas change by exactly nothing."""
-        own = carried.share.to(bucket.dtype)
-        change, *others = (received.to(bucket.dtype).sub_(own) for received in carried.received)
-        for other in others:
-            change.add_(other)
-        more_came = len(carried.received) - len(carried.round.send_to[self.topology.node])
-        return change.add_(own, alpha=more_came) if more_came else change
+        exchange = self._in_flight.start(self.steps, self.steps + int(self.overlap))
+        for index, weights in enumerate(self._weights):
+            exchange.moves.append(self._peers.start(index, self.steps, weights, self._background))
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """Add what was launched last, segment by segment as it arrives."""
-        node, exchanges = self.topology.node, self._exchanges
-        if exchanges:
-            self._exchanges, self._met = [], []
-        for index, exchange in enumerate(exchanges):
-            exchange.handle.wait()
-            assert exchange.change is not None
-            self._lane.hands_out(exchange.change)
-            bucket, before, after = self._segments[index], self._weights[index][node], exchange.weights[node]
-            if before == after == 1.0:
-                bucket.add(exchange.change)
-            else:
-                bucket.unpack(bucket.pack().mul_(before).add_(exchange.change).div_(after))
-            self._weights[index] = exchange.weights
-            if exchange.met is not None:
-                self._met.append(exchange.met)
-            exchange.change = None  # its memory is free for the next
+        """Add what was sent last, segment by segment as it arrives."""
+        node = self.topology.node
+        for exchange in self._in_flight.take_all():
+            while exchange.moves:
+                move = exchange.moves.popleft()
+                move.arrived.wait()
+                self._background.hands_out(move.flat)
+                after = self._peers.round(exchange.started, move.index).push(self._weights[move.index])
+                bucket, before_mixing, after_mixing = (
+                    self._segments[move.index],
+                    self._weights[move.index][node],
+                    after[node],
+                )
+                if before_mixing == after_mixing == 1.0:
+                    bucket.add(move.flat)
+                else:
+                    bucket.unpack(bucket.pack().mul_(before_mixing).add_(move.flat).div_(after_mixing))
+                self._weights[move.index] = after
+            self.agreements += 1
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
@@ -277,26 +231,27 @@ class Gossip(Scheme):
         4096 elements of every segment that it carries. Over uniformly random peers ``E ||z_r - z_peer||^2`` is ``2 n /
         (n - 1)`` times the mean squared distance from the mean; a ring's neighbours are closer than that.
         """
-        if not self._met:
+        met = [] if self.is_alone else list(self._peers.met.values())
+        if not met:
             return {}
-        distance = sum(float((own - other).square().sum()) for own, other in self._met)
-        norm = sum(float(own.square().sum()) for own, _ in self._met)
+        distance = sum(float((own - other).square().sum()) for own, other in met)
+        norm = sum(float(own.square().sum()) for own, _ in met)
         size = self.topology.num_nodes
         return {"disagreement": (distance * (size - 1) / (2 * size) / norm) ** 0.5 if norm else 0.0}
 
     def state_dict(self) -> dict[str, Any]:
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
-        state = super().state_dict() | {"weights": torch.tensor(self._weights, dtype=torch.float64)}
-        if self._exchanges:
-            changes = [exchange.change for exchange in self._exchanges if exchange.change is not None]
-            state["arrived"] = [change.clone() for change in changes]
-            weights = [exchange.weights for exchange in self._exchanges]
-            state["arrived_weights"] = torch.tensor(weights, dtype=torch.float64)
+        state = super().state_dict()
+        if not self.is_alone:
+            state["weights"] = torch.tensor(self._weights, dtype=torch.float64)
+            state["in_flight"] = self._in_flight.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._reset()
+        if self.is_alone:
+            return
+        self._begin_anew()
         if "weights" not in state:
             return
         expected, saved = (len(self._segments), self.topology.num_nodes), tuple(state["weights"].shape)
@@ -306,17 +261,13 @@ class Gossip(Scheme):
                 f" {expected[1]}. Resume with the same, or from the agreed parameters only."
             )
         self._weights = state["weights"].tolist()
-        if "arrived" in state:
-            arrived = zip(self._segments, state["arrived"], state["arrived_weights"].tolist(), strict=True)
-            self._exchanges = [
-                _Exchange(weights, change=change.to(bucket.device, copy=True)) for bucket, change, weights in arrived
-            ]
+        self._in_flight.load_state_dict(state["in_flight"], self.device)
 
-    def _reset(self) -> None:
+    def _begin_anew(self) -> None:
         """The replicas are equal: nothing is in flight and every node has the same weight."""
         self._weights = [[1.0] * self.topology.num_nodes for _ in self._segments]
-        self._exchanges = []
-        self._met = []
+        self._in_flight.drop()
+        self._peers.met.clear()
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -326,18 +277,10 @@ class Gossip(Scheme):
         return [weights[self.topology.node] for weights in self._weights]
 
     @property
-    def _pull(self) -> float:
+    def _share_of_updates(self) -> float:
         """How much this node's updates count, 1 on average over the nodes."""
-        assert self._given_topology is not None
-        if self.topology.weights != self._given_topology.weights:
-            self.topology.set_weights(self._given_topology.weights)
-        pull = self.topology.node_weight * self.topology.num_nodes
-        return 1.0 if abs(pull - 1.0) < 1e-9 else pull
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether x is z and updates count as they are, so that the user's step needs no help."""
-        return self._pull == 1.0 and all(weight == 1.0 for weight in self._own_weights)
+        share = self.topology.node_weight * self.topology.num_nodes
+        return 1.0 if abs(share - 1.0) < 1e-9 else share
 
     @torch.no_grad()
     def _scale(self, factors: Sequence[float]) -> None:
@@ -345,44 +288,11 @@ class Gossip(Scheme):
             if factor != 1.0:
                 bucket.unpack(bucket.pack().mul_(factor))
 
-    def _sample(self, carried: _Carried) -> tuple[Tensor, Tensor]:
-        """A few elements of this node's and of a peer's parameters."""
-        node = self.topology.node
-        every = -(-carried.share.numel() // _SAMPLES_PER_SEGMENT)
-        own, other = (
-            share[::every].float() / (carried.round.share(m) * carried.weights[m])
-            for m, share in ((node, carried.share), (carried.round.receive_from[node][0], carried.received[0]))
-        )
-        return own, other
-
     def _cut(self, replica: Replica) -> list[Bucket]:
         """The parameters as segments: flat, in an order that is the same on every rank."""
-        parameters = replica.parameters
         if self.segment_bytes is not None:
-            return Replica(parameters, bucket_bytes=self.segment_bytes).buckets
-        if isinstance(self.segments, int):
-            largest = max((parameter.element_size() for parameter in parameters), default=1)
-            elements = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / largest
-            return Replica(parameters, bucket_bytes=-int(-elements // self.segments) * largest).buckets
-        return self._cut_by_module(replica, self.segments)
-
-    @staticmethod
-    def _cut_by_module(replica: Replica, modules: Sequence[str]) -> list[Bucket]:
-        def is_below(name: str, module: str) -> bool:
-            return name == module or name.startswith(module + ".")
-
-        for module in modules:
-            if not any(is_below(name, module) for name in replica.names.values()):
-                names = ", ".join(list(replica.names.values())[:20]) or "not named"
-                raise ValueError(
-                    f"segments={list(modules)!r}: no parameter lies below {module!r}. The parameters are {names}"
-                )
-        groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
-        for parameter in replica.parameters:
-            name = replica.names.get(id(parameter), "")
-            index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
-            groups[index].append(parameter)
-        return [bucket for group in groups for bucket in Replica(group, bucket_bytes=2**62).buckets]
+            return Replica(replica.parameters, bucket_bytes=self.segment_bytes).buckets
+        return [bucket for part in replica.cut(self.segments) for bucket in part]
 
     def _compare_with_other_ranks(self) -> None:
         """Refuse a graph that tells different ranks different things: somebody would wait for ever."""
@@ -403,27 +313,6 @@ class Gossip(Scheme):
                     " would wait for what the other never sends. Give every rank the same arguments and seed, and"
                     " let send_to depend on its arguments only."
                 )
-
-
-@dataclass(frozen=True)
-class _Carried:
-    """One segment on its way between nodes: what this rank sent to each of its peers, and what it gets."""
-
-    round: Round
-    weights: list[float]
-    share: Tensor
-    received: list[Tensor]
-    handle: Handle
-
-
-@dataclass
-class _Exchange:
-    """One segment's exchange: all nodes' weights after it, what it adds and, if this rank carried it, what was met."""
-
-    weights: list[float]
-    handle: Handle = finished
-    change: Tensor | None = None
-    met: tuple[Tensor, Tensor] | None = None
 
 
 def _graph(graph: Graph | str, fair: Fairness, seed: int) -> Graph:

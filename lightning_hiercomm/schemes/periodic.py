@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.when import Every
 
-T = TypeVar("T")
 
-
-class PeriodicAveraging(Scheme):
+class PeriodicAveraging(Agreement):
     """Average gradients inside the node at every step, and parameters over all ranks every ``sync_every`` steps.
 
     With batch ``i = 1 .. K`` of an epoch, rank ``r`` of node ``m``::
@@ -24,7 +24,8 @@ class PeriodicAveraging(Scheme):
     With plain SGD and ``sync_every=1`` this is synchronous data-parallel training; on nodes of one rank, local SGD.
 
     Source: "Node-based communication" (eDNNcomm), Algorithm 2, Eq. 8 and 9. Paper settings: ``sync_every=50`` with
-    batches of 64 (ImageNet, RNN), ``sync_every=None`` for CIFAR.
+    batches of 64 (ImageNet, RNN); it gives no number for CIFAR. ``gradients="none"`` and ``node_sync_every``: Lin et
+    al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", Algorithms 1 and 5 (hierarchical local SGD).
 
     Args:
         sync_every: Optimizer steps between agreements, counted from the start of each epoch. None: epoch ends only.
@@ -32,9 +33,13 @@ class PeriodicAveraging(Scheme):
         order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after an agreement.
             ``"before_step"`` averages before it, as Algorithm 2 is printed; replicas then differ by one local step.
             With manual optimization the last step of an epoch is not known beforehand, so it is averaged after it.
+        gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged at all, so every rank trains alone
+            between agreements.
+        node_sync_every: With ``gradients="none"``, optimizer steps between averages of parameters inside the node,
+            counted as ``sync_every``. None: ranks of a node agree only when all do.
 
     Raises:
-        ValueError: If ``sync_every`` is not positive, or nothing would ever agree.
+        ValueError: If ``sync_every`` is not positive, nothing would ever agree, or arguments contradict each other.
     """
 
     def __init__(
@@ -42,48 +47,63 @@ class PeriodicAveraging(Scheme):
         sync_every: int | None = 50,
         at_epoch_end: bool = True,
         order: Literal["after_step", "before_step"] = "after_step",
+        gradients: Literal["node", "none"] = "node",
+        node_sync_every: int | None = None,
     ) -> None:
-        super().__init__()
         if sync_every is not None and sync_every < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never agree")
         if order not in ("after_step", "before_step"):
             raise ValueError(f"order={order!r} must be 'after_step' or 'before_step'")
+        if node_sync_every is not None and node_sync_every < 1:
+            raise ValueError(f"node_sync_every={node_sync_every} must be a positive number of steps, or None")
+        if node_sync_every is not None and gradients != "none":
+            raise ValueError(
+                f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
+            )
+        super().__init__(when=Every(sync_every, of="epoch"), gradients=gradients)
         self.sync_every = sync_every
         self.at_epoch_end = at_epoch_end
         self.order = order
+        self.node_sync_every = node_sync_every
         self._averaged_before_last = False
+        self._averages_before_step = False
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
         self._averaged_before_last = False
 
-    def step(self, run: Callable[[], T], last: bool = False) -> T:
-        if self.order == "after_step":
-            return super().step(run, last)
-        self._averaged_before_last = last and self.at_epoch_end
-        due = self._is_due(self.step_in_epoch + 1) or self._averaged_before_last
+    def before_step(self, last: bool) -> None:
+        if self.order == "before_step":
+            self._averaged_before_last = last and self.at_epoch_end
+            self._averages_before_step = self._is_due(self.step_in_epoch + 1) or self._averaged_before_last
 
-        def update(optimizer_step: Callable[[], object]) -> None:
-            if due:
-                self.average()
+    def has_update(self) -> bool:
+        return self.order == "before_step" and self._averages_before_step
+
+    def update(self, optimizer_step: Callable[[], object] | None) -> None:
+        self.average()
+        if optimizer_step is not None:
             optimizer_step()
 
-        result = self.run_with_update(run, update)
-        self.count_step()
-        return result
-
-    def after_step(self) -> None:
-        if self._is_due(self.step_in_epoch):
+    def after_step(self, last: bool) -> None:
+        if self.order == "after_step" and self._is_due(self.step_in_epoch):
             self.average()
+        elif self.node_sync_every is not None and self.step_in_epoch % self.node_sync_every == 0:
+            self._average_in_node()
 
     def end_epoch(self, loss: Tensor | None) -> None:
         if self.at_epoch_end and self.unagreed_steps and not self._averaged_before_last:
             self.average()
 
-    def scalars(self) -> dict[str, float]:
-        return {"sync_every": float(self.sync_every or 0)}
-
     def _is_due(self, step: int) -> bool:
-        return self.sync_every is not None and step % self.sync_every == 0
+        return bool(self.when.due(step, step, 1))
+
+    @torch.no_grad()
+    def _average_in_node(self) -> None:
+        topology = self.topology
+        for bucket in self.replica.buckets_of_parameters:
+            flat = bucket.pack().mul_(topology.weight_in_node)
+            topology.intra.all_reduce(flat).wait()
+            bucket.unpack(flat)

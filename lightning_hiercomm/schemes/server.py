@@ -6,23 +6,21 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, starmap
-from typing import Any, Literal, TypeGuard, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
-from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Piece, Replica
+from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.topology import Topology
 
 ShardOn = Literal["elements", "parameters"]
 T = TypeVar("T")
-
-NEEDS_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
-"""Optimizers, by lower-case class name, whose update of one element depends on the others of its tensor."""
 
 # A section's push follows its push before: the more sections, the less a link idles between pushes. Very small ones
 # cost the processors more time than the link.
@@ -102,7 +100,7 @@ class _Shard:
         optimizer: Of these weights.
         known: The weights that the other ranks hold since the last pull, where differences from them travel.
         stepped: That the last push has arrived, and the optimizer has stepped.
-        pull: The all-gather that the lane has launched after that, if it was told to.
+        pull: The all-gather that was launched after that, if it was told to.
         pulled: That it has ended.
     """
 
@@ -154,8 +152,8 @@ class ShardedServer:
     number (all ranks, if the nodes are equal). Besides its shard of the weights a rank holds one of mean gradients, its
     lane's part of the model for what travels and, on a narrow wire, a copy of its shard.
 
-    A push leaves the training thread on the topology's communicators. What comes after it happens on the lane, where
-    pulls have a communicator of their own. Everything else may be called while nothing is in flight.
+    A push leaves the training thread on the topology's communicators. What comes after it happens in the
+    background, where pulls have a communicator of their own. Everything else may be called while nothing is in flight.
 
     Args:
         parameters: What is trained; equal on all ranks. The server starts from their values.
@@ -163,7 +161,7 @@ class ShardedServer:
             its state lives here.
         topology: The nodes and their weights.
         pulls: This rank's lane, by a communicator that nobody else uses; None if it is in none.
-        lane: Where the server steps, and pulls.
+        background: Where the server steps, and pulls.
         wire: Payload type between nodes. Gradients are cast. Weights travel as the difference from those pulled last,
             unless the wire is raw.
         shard_on: ``"elements"`` cuts anywhere: all shards are equal. ``"parameters"`` never cuts a tensor, for
@@ -178,7 +176,7 @@ class ShardedServer:
         optimizer: Optimizer,
         topology: Topology,
         pulls: Communicator | None,
-        lane: Lane,
+        background: Background,
         wire: Wire,
         shard_on: ShardOn = "elements",
         bucket_bytes: int = 4 * 2**20,
@@ -187,7 +185,7 @@ class ShardedServer:
         self.wire = wire
         self._topology = topology
         self._pulls = pulls
-        self._lane = lane
+        self._background = background
         self._trained = {id(parameter) for parameter in parameters}
         shards = topology.lanes * topology.num_nodes
         self.sections = list(_sections(parameters, optimizer, shards, shard_on, bucket_bytes))
@@ -222,12 +220,12 @@ class ShardedServer:
             if pull:
                 shard.start_pull(pulls)
 
-        shard.stepped = self._lane.submit(step)
+        shard.stepped = self._background.submit(step)
 
     def expect_pulls(self) -> None:
         """Say that all sections of this iteration were pushed and told to pull; returns at once.
 
-        Only now does the lane wait for a pull: earlier, the pushes and steps behind it would have waited, too.
+        Only now does the background wait for a pull: earlier, the pushes and steps behind it would have waited, too.
         """
         if self._pulls is None:
             return
@@ -237,7 +235,7 @@ class ShardedServer:
                 stepped.wait()  # it has ended, but may have failed
                 shard.pull.wait()
 
-            shard.pulled = self._lane.submit(end_pull)
+            shard.pulled = self._background.submit(end_pull)
 
     @torch.no_grad()
     def arrivals(self, last: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -310,9 +308,9 @@ class ShardedServer:
             said: dict[int, dict[str, Any]] = defaultdict(dict)
             for each in shard.owned:
                 for name, value in shard.optimizer.state.get(each.parameter, {}).items():
-                    is_elementwise = _is_elementwise(name, value, each.parameter)
+                    told = value.dtype if is_elementwise(value, name, each.parameter) else _Value(value)
                     for overlap in each.overlaps:
-                        said[places[id(overlap.tensor)]][name] = value.dtype if is_elementwise else _Value(value)
+                        said[places[id(overlap.tensor)]][name] = told
             mine.append(dict(said))
         everyone = self._topology.world.all_gather_object(mine)
         known: list[dict[int, dict[str, Any]]] = [defaultdict(dict) for _ in self._shards]
@@ -353,7 +351,7 @@ class ShardedServer:
                 for overlap in each.overlaps:
                     for name, value in state.get(overlap.tensor, {}).items():
                         held = shard.optimizer.state[each.parameter]
-                        if not _is_elementwise(name, value, overlap.tensor):
+                        if not is_elementwise(value, name, overlap.tensor):
                             held.setdefault(name, _placed(name, value, each, shard.optimizer))
                             continue
                         if name not in held:
@@ -407,13 +405,13 @@ class ShardedServer:
     # ---- who owns what -------------------------------------------------------------------------------------------
 
     def _shard(self, section: Section, shard_on: ShardOn) -> _Shard:
-        compresses = self.wire.compresses(section.dtype)
+        payload_dtype = self.wire.codec.payload_dtype(section.dtype)
         values = self._own(section.pack(), section).clone()
-        mean = torch.empty_like(values, dtype=self.wire.dtype if compresses else None)
+        mean = torch.empty_like(values, dtype=payload_dtype)
         travelling = self._topology.lane_part(section.empty(mean.dtype)).clone()
         owned = list(self._own_parameters(section, values, shard_on))
         optimizer = _optimizer_of_same_class(self.optimizer, section.group, [each.parameter for each in owned])
-        known = values.clone() if compresses and not self.wire.raw else None
+        known = values.clone() if self.wire.compresses(section.dtype) and not self.wire.raw else None
         return _Shard(section, values, mean, travelling, owned, optimizer, known)
 
     def _own(self, flat: Tensor, section: Section) -> Tensor:
@@ -458,7 +456,7 @@ def _shard_of_state(shard: _Shard, name: str, dtype: torch.dtype) -> Tensor:
     flat = torch.zeros_like(shard.values, dtype=dtype)
     for each in shard.owned:
         value = shard.optimizer.state.get(each.parameter, {}).get(name)
-        if _is_elementwise(name, value, each.parameter):
+        if is_elementwise(value, name, each.parameter):
             flat[each.offset :][: value.numel()] = value.reshape(-1)
     return flat
 
@@ -537,11 +535,6 @@ def _optimizer_of_same_class(optimizer: Optimizer, group: int, parameters: list[
     twin.state = defaultdict(dict)
     twin.param_groups = [{**optimizer.param_groups[group], "params": parameters}]
     return twin
-
-
-def _is_elementwise(name: str, value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether a value of an optimizer's state has one number per element of the parameter."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
 
 
 def _placed(name: str, value: Any, owned: _Owned, optimizer: Optimizer) -> Any:

@@ -6,21 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_hiercomm.comm.lane import Lane
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.averaging import Average
 from lightning_hiercomm.schemes.base import Scheme
-from lightning_hiercomm.schemes.server import NEEDS_WHOLE_TENSORS, Section, ShardedServer, ShardOn
-from lightning_hiercomm.topology import Topology
-
-T = TypeVar("T")
+from lightning_hiercomm.schemes.optimizer_state import class_names, needs_whole_tensors
+from lightning_hiercomm.schemes.server import Section, ShardedServer, ShardOn
 
 
 @dataclass
@@ -235,30 +231,27 @@ class StepsDelay(Scheme):
         self._rule_state: list[dict[str, Tensor]] = []
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
+        self._was_warming_up = False
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
-    def bind(
-        self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
-    ) -> None:
-        self._check(optimizer)
-        assert optimizer is not None
-        is_first = self._server is None
+    def open(self) -> None:
+        self._check(self.required_optimizer)
+        if self.topology.num_nodes > 1:
+            self._beside = self.topology.twin()
+            self._background = self.background()
+
+    def follow(self, replica: Replica) -> None:
         server_state = {} if self._server is None else self._whole_optimizer_state(self._server)
-        super().bind(replica, topology, optimizer, wire)
-        if topology.num_nodes == 1:
+        super().follow(replica)
+        if self.topology.num_nodes == 1:
             return
-        if is_first:
-            self._beside = topology.twin()
-            self._lane = Lane(replica.device, topology.meter)
-            self.lanes = [self._lane]
-        self._average = Average(Replica((), replica.buffers, replica.bucket_bytes), topology)
         self._server = ShardedServer(
             replica.parameters,
-            optimizer,
-            topology,
+            self.required_optimizer,
+            self.topology,
             self._beside.inter,
-            self._lane,
+            self._background,
             self.wire,
             self.shard_on,
             replica.bucket_bytes,
@@ -272,16 +265,14 @@ class StepsDelay(Scheme):
             self._server.take_optimizer_state(self._server.optimizer.state)
             self._server.optimizer.state.clear()
 
-    def step(self, run: Callable[[], T], last: bool = False) -> T:
-        server = self._server
-        if server is None:
-            return super().step(run, last)
-        self._holds_final_weights = False
-        has_stepped, is_warming_up = False, self.phase == "warm-up"
+    def has_update(self) -> bool:
+        return self._server is not None
 
-        def update(optimizer_step: Callable[[], object]) -> None:
-            nonlocal has_stepped
-            has_stepped = True
+    def update(self, optimizer_step: Callable[[], object] | None) -> None:
+        if self._server is None:
+            return
+        self._holds_final_weights = False
+        if optimizer_step is not None:
             if hasattr(self.optimizer, "found_inf"):
                 raise ValueError(
                     "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
@@ -291,15 +282,12 @@ class StepsDelay(Scheme):
                 raise ValueError("StepsDelay cannot shard sparse gradients: use Embedding(..., sparse=False)")
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
-            self._iterate(server, has_gradient=True)
+        self._was_warming_up = self.phase == "warm-up"
+        self._iterate(self._server, has_gradient=optimizer_step is not None)
 
-        result = self.run_with_update(run, update)
-        if not has_stepped:  # a gradient scaler skipped the step
-            self._iterate(server, has_gradient=False)
-        self.count_step()
-        if is_warming_up:
+    def after_step(self, last: bool) -> None:
+        if self._server is not None and self._was_warming_up:
             self.unagreed_steps = 0
-        return result
 
     def finish(self) -> None:
         super().finish()
@@ -350,12 +338,11 @@ class StepsDelay(Scheme):
         """Move a section's weights by the local rule, from those that arrived if some did."""
         if gradients is None and arrived is None:
             return
-        assert self.optimizer is not None
         used = slice(section.bucket.numel)  # the rest is padding
         device_weights = section.bucket.pack()
         weights = device_weights if arrived is None else arrived[used].clone()
         if gradients is not None:
-            group = self.optimizer.param_groups[section.group]
+            group = self.required_optimizer.param_groups[section.group]
             learning_rate = float(group["lr"])
             self.rule(
                 LocalUpdate(
@@ -380,7 +367,8 @@ class StepsDelay(Scheme):
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
-        assert self._server is not None
+        if self._server is None:
+            return
         self._delayed_steps = 0
         self._has_pulled = False
         self._pulled = [section.pack() for section in self._server.sections]
@@ -402,13 +390,13 @@ class StepsDelay(Scheme):
             return
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
-        self._average(self.steps)
+        Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
 
     @property
     def is_agreed(self) -> bool:
         if self._server is None or self._holds_final_weights:
             return True
-        return self.unagreed_steps == 0 and not self.replica.buffers and self.wire.dtype is None
+        return self.unagreed_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
@@ -427,10 +415,9 @@ class StepsDelay(Scheme):
     def optimizer_state(self) -> dict[str, Any]:
         if self._server is None:
             return super().optimizer_state()
-        assert self.optimizer is not None
         whole = self._whole_optimizer_state(self._server)
-        state = self.optimizer.state_dict()
-        parameters = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
+        state = self.required_optimizer.state_dict()
+        parameters = dict.fromkeys(p for group in self.required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
         return state
 
@@ -469,23 +456,24 @@ class StepsDelay(Scheme):
         self.settle()
         return server.optimizer_state()
 
-    def _check(self, optimizer: Optimizer | None) -> None:
-        if optimizer is None:
-            raise ValueError("StepsDelay needs the optimizer that trains the replica")
+    def _check(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
-        classes = {base.__name__.lower() for base in type(optimizer).__mro__}
-        if "lbfgs" in classes:
+        if not self.wire.codec.adds:
+            raise ValueError(
+                "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
+            )
+        if "lbfgs" in class_names(optimizer):
             raise ValueError(f"StepsDelay cannot serve {kind}, which evaluates the loss several times per step")
         if any("lr" not in group for group in optimizer.param_groups):
             raise ValueError(f"StepsDelay reads the learning rate from param_groups[...]['lr'], which {kind} lacks")
-        needs_whole_tensors = bool(classes & NEEDS_WHOLE_TENSORS)
-        if self.local_update == "glu" and (needs_whole_tensors or not isinstance(optimizer, SGD)):
+        is_layerwise = needs_whole_tensors(optimizer)
+        if self.local_update == "glu" and (is_layerwise or not isinstance(optimizer, SGD)):
             raise ValueError(
                 f"local_update='glu' guesses the global gradient from the steps of momentum SGD; those of {kind} are"
                 " something else. Use torch.optim.SGD, or choose local_update='sgd', 'dc_asgd' or a function of your"
                 " own, with a local_lr_scale that suits it."
             )
-        if needs_whole_tensors and self.shard_on == "elements":
+        if is_layerwise and self.shard_on == "elements":
             raise ValueError(f"{kind} needs whole tensors: use StepsDelay(..., shard_on='parameters')")
 
 

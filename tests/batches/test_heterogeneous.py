@@ -14,7 +14,9 @@ from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveragin
 from lightning_hiercomm.batches.partition import StepCost, divide
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes.gradients import NodeMean, gradient_path
 from lightning_hiercomm.topology import Topology
 
 CPU = torch.device("cpu")
@@ -252,12 +254,11 @@ def test_weighted_gradients_are_the_gradient_of_the_global_mean_loss(counts, dat
     def work(rank, topology):
         batches = bound(topology, sum(sizes), [float(size) for size in sizes])
         assert batches.division.sizes == sizes
-        scheme = AllReduce()
-        scheme.bind(Replica([torch.nn.Parameter(weight.clone())]), topology)
+        path = gradient_path(AllReduce.gradients, topology, weight.device, Wire(), piece_bytes=2**22)
         own = parts(nodes, sizes)[rank]
         bucket = gradient(weight, x[own], y[own]).float()
-        scheme.reduce_gradients(bucket).wait()
-        scheme.close()
+        path.reduce(bucket).wait()
+        path.close()
         return bucket
 
     for bucket in on_ranks(nodes, work):
@@ -276,7 +277,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
         bound(topology, total, [float(size) for size in sizes])
         weight = torch.nn.Parameter(initial.clone())
         scheme = PeriodicAveraging(sync_every)
-        scheme.bind(Replica([weight]), topology, torch.optim.SGD([weight], lr))
+        scheme.attach(Replica([weight]), topology, torch.optim.SGD([weight], lr))
         scheme.begin_epoch(0, {})
         for step in range(steps):
 
@@ -284,7 +285,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
                 own = parts(nodes, sizes)[rank]
                 batch = slice(step * total + own.start, step * total + own.stop)
                 weight.grad = gradient(weight.detach(), x[batch], y[batch]).float()
-                scheme.reduce_gradients(weight.grad).wait()
+                NodeMean(topology).reduce(weight.grad).wait()
                 scheme.optimizer.step()
 
             scheme.step(user_step, last=step == steps - 1)

@@ -30,7 +30,7 @@ def after_steps_down(scheme, wire, nodes=((0, 1), (2, 3)), steps=100, step_size=
         x = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([x], lr=step_size)
         bound = scheme()
-        bound.bind(Replica([x]), topology, optimizer, wire)
+        bound.attach(Replica([x]), topology, optimizer, wire)
         bound.begin_run(10, None)
         bound.begin_epoch(0, {})
         x.grad = torch.ones(3)
@@ -84,7 +84,7 @@ def test_nodes_of_unequal_weight_mean_through_a_narrow_wire_what_they_mean_throu
         topology = Topology([[0, 1, 2], [3]], rank, world.connect(rank, meter), meter)
         x = torch.nn.Parameter(torch.ones(2))
         scheme = PeriodicAveraging(1)
-        scheme.bind(Replica([x]), topology, None, wire)
+        scheme.attach(Replica([x]), topology, None, wire)
         with torch.no_grad():
             x += 0.0 if rank < 3 else 2**-12
         scheme.average()
@@ -107,5 +107,5 @@ def test_only_wider_tensors_are_compressed():
 
 
 def test_an_unknown_payload_type_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"wire_dtype='int8' .*float32, bfloat16, float16"):
-        Wire.named("int8")
+    with pytest.raises(ValueError, match=r"wire_dtype='int2' .*float32, bfloat16, float16, int8, int4"):
+        Wire.named("int2")

@@ -13,6 +13,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import gradient_path
 from lightning_hiercomm.topology import Topology
 
 
@@ -49,13 +50,13 @@ def run_oracle(
         x = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
         optimizer = torch.optim.SGD([x], lr=learning_rate, momentum=momentum)
         trace.scheme = bound = scheme()
-        bound.bind(Replica([x]), topology, optimizer, wire)
+        bound.attach(Replica([x]), topology, optimizer, wire)
+        gradients = gradient_path(bound.gradients, topology, x.device, bound.wire, piece_bytes=2**22)
         bound.begin_run(epochs, None)
 
         def user_step() -> None:
             gradient = x.detach() - targets[rank]
-            if bound.gradients != "none":
-                bound.reduce_gradients(gradient).wait()
+            gradients.reduce(gradient).wait()
             x.grad = gradient
             optimizer.step()
 
@@ -67,6 +68,7 @@ def run_oracle(
             bound.end_epoch(torch.tensor(losses[epoch]) if losses else None)
             trace.after_epoch.append(x.item())
         bound.finish()
+        gradients.close()
         trace.finished = x.item()
         trace.meter = meter.snapshot()
         return trace

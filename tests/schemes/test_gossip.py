@@ -91,7 +91,7 @@ def simulate(
         parameters = list(module.parameters())
         optimizer = torch.optim.SGD(parameters, lr=lr)
         bound = copy.deepcopy(scheme)
-        bound.bind(Replica(parameters, named=module.named_parameters()), topology, optimizer, wire)
+        bound.attach(Replica(parameters, named=module.named_parameters()), topology, optimizer, wire)
         torch.nn.utils.vector_to_parameters(values.expand(sum(p.numel() for p in parameters)).clone(), parameters)
         bound.unagreed_steps = 1  # they differ
         try:
@@ -463,7 +463,7 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
         meter = Meter()
         topology = Topology([[0], [1], [2]], rank, world.connect(rank, meter), meter)
         with pytest.raises(ValueError, match="tells rank 2 to exchange other segments"):
-            schemes[rank].bind(Replica([torch.zeros(3)]), topology)
+            schemes[rank].attach(Replica([torch.zeros(3)]), topology)
 
     ThreadWorld(3).run(body)
 

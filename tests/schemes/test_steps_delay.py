@@ -24,6 +24,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
+from lightning_hiercomm.schemes.gradients import NodeMean
 from lightning_hiercomm.schemes.steps_delay import LocalUpdate, glu
 from lightning_hiercomm.topology import Topology
 
@@ -61,7 +62,7 @@ class Run:
         def user_step() -> None:
             for p, target in zip(self.parameters, self.targets, strict=True):
                 p.grad = p.detach() - target if gradient is None else torch.full_like(p, gradient)
-                self.scheme.reduce_gradients(p.grad.view(-1)).wait()
+                NodeMean(self.topology).reduce(p.grad.view(-1)).wait()
             if not skip:
                 self.optimizer.step()
 
@@ -106,7 +107,7 @@ def train(
         make = optimizer or (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
         run = Run(rank, topology, scheme(), parameters, make(parameters), goals)
         try:
-            run.scheme.bind(Replica(parameters, bucket_bytes=bucket_bytes), topology, run.optimizer, wire)
+            run.scheme.attach(Replica(parameters, bucket_bytes=bucket_bytes), topology, run.optimizer, wire)
             run.scheme.begin_run(1, None)
             run.scheme.begin_epoch(0, {})
             result = work(run)
@@ -544,7 +545,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
             flat = torch.tensor(saved["values"], dtype=torch.float64)
             for p, values in zip(run.parameters, flat.split([12, 7]), strict=True):
                 p.copy_(values.view(p.shape))
-        run.scheme.bind(Replica(run.parameters), run.topology, run.optimizer)
+        run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
         run.optimizer.load_state_dict(saved["optimizer"])
         run.scheme.load_state_dict({**run.scheme.state_dict(), "steps": 4, "exchange": None})
         run.scheme.begin_run(1, None)
@@ -649,7 +650,7 @@ def test_parameters_that_join_later_leave_the_others_state_alone():
         run.parameters.append(late)
         run.targets.append(torch.zeros(3, dtype=torch.float64))
         run.optimizer.add_param_group({"params": [late]})
-        run.scheme.bind(Replica(run.parameters), run.topology, run.optimizer)
+        run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
         steps(2)(run)
         return run.values(), run.scheme.optimizer_state()
 
@@ -753,7 +754,7 @@ def test_optimizers_it_cannot_serve_are_refused_with_the_way_out(nodes, optimize
         meter = Meter()
         x = torch.nn.Parameter(torch.zeros(1))
         topology = Topology(nodes, rank, world.connect(rank, meter), meter)
-        StepsDelay(**arguments).bind(Replica([x]), topology, optimizer([x]) if optimizer else None)
+        StepsDelay(**arguments).attach(Replica([x]), topology, optimizer([x]) if optimizer else None)
 
     with pytest.raises(ValueError, match=message):
         ThreadWorld(len(nodes)).run(bind)

@@ -1,4 +1,4 @@
-"""A lane keeps the order of its jobs, and whoever waits for one hears of its error."""
+"""A background thread keeps the order of its jobs, and whoever waits for one hears of its error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
-from lightning_hiercomm.comm.lane import Lane
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
@@ -22,23 +22,23 @@ def meter() -> Meter:
 
 
 @pytest.fixture
-def lane(meter: Meter) -> Iterator[Lane]:
-    lane = Lane(CPU, meter)
-    yield lane
-    lane.close()
+def background(meter: Meter) -> Iterator[Background]:
+    background = Background(CPU, meter)
+    yield background
+    background.close()
 
 
-def test_jobs_run_one_after_another_in_the_order_they_were_submitted(lane):
+def test_jobs_run_one_after_another_in_the_order_they_were_submitted(background):
     done: list[int] = []
-    handles = [lane.submit(lambda i=i: done.append(i)) for i in range(100)]
+    handles = [background.submit(lambda i=i: done.append(i)) for i in range(100)]
     handles[-1].wait()
     assert done == list(range(100))
     assert all(handle.is_done() for handle in handles)
 
 
-def test_submitting_does_not_wait_for_the_job(lane):
+def test_submitting_does_not_wait_for_the_job(background):
     may_end = threading.Event()
-    handle = lane.submit(may_end.wait)
+    handle = background.submit(may_end.wait)
     assert not handle.is_done()
     may_end.set()
     handle.wait()
@@ -46,11 +46,11 @@ def test_submitting_does_not_wait_for_the_job(lane):
     assert handle.is_done()
 
 
-def test_an_error_reaches_every_waiter_and_the_lane_goes_on(lane):
+def test_an_error_reaches_every_waiter_and_the_background_goes_on(background):
     def fail() -> None:
         raise ValueError("lost")
 
-    handle, after = lane.submit(fail), lane.submit(lambda: None)
+    handle, after = background.submit(fail), background.submit(lambda: None)
     for _ in range(2):
         with pytest.raises(ValueError, match="lost"):
             handle.wait()
@@ -59,14 +59,14 @@ def test_an_error_reaches_every_waiter_and_the_lane_goes_on(lane):
     after.wait()
 
 
-def test_a_future_completes_with_its_job_whenever_it_was_asked_for(lane):
+def test_a_future_completes_with_its_job_whenever_it_was_asked_for(background):
     may_end, value = threading.Event(), torch.zeros(1)
 
     def work() -> None:
         may_end.wait()
         value.fill_(3)
 
-    handle = lane.submit(work)
+    handle = background.submit(work)
     early = handle.future(value)
     assert not early.done()
     may_end.set()
@@ -74,12 +74,12 @@ def test_a_future_completes_with_its_job_whenever_it_was_asked_for(lane):
     assert handle.future(value).wait() is value
 
 
-def test_only_waiting_for_a_job_is_exposed_not_the_job(lane, meter):
+def test_only_waiting_for_a_job_is_exposed_not_the_job(background, meter):
     def work() -> None:
         with meter.waiting("inter", CPU):
             pass
 
-    handle = lane.submit(work)
+    handle = background.submit(work)
     while not handle.is_done():
         pass
     assert meter.seconds == {}
@@ -87,34 +87,34 @@ def test_only_waiting_for_a_job_is_exposed_not_the_job(lane, meter):
     assert meter.seconds["inter"] > 0
 
 
-def test_closing_ends_the_thread_after_what_was_submitted_and_a_lane_may_be_used_again(meter):
+def test_closing_ends_the_thread_after_what_was_submitted_and_a_background_may_be_used_again(meter):
     done: list[int] = []
-    lane = Lane(CPU, meter, "closing")
-    lane.close()  # nothing was ever submitted
+    background = Background(CPU, meter, "closing")
+    background.close()  # nothing was ever submitted
     for i in range(3):
-        lane.submit(lambda i=i: done.append(i))
-    lane.close()
+        background.submit(lambda i=i: done.append(i))
+    background.close()
     assert done == [0, 1, 2]
     assert not any(thread.name == "hiercomm-closing" for thread in threading.enumerate())
-    lane.submit(lambda: done.append(3)).wait()
+    background.submit(lambda: done.append(3)).wait()
     assert done == [0, 1, 2, 3]
-    lane.close()
+    background.close()
 
 
-def test_lanes_of_several_ranks_match_their_moves_up():
+def test_backgrounds_of_several_ranks_match_their_moves_up():
     def work(rank: int, world: ThreadWorld) -> list[float]:
         meter = Meter()
         group = world.connect(rank, meter)([range(world.size)], "inter")
-        lane = Lane(CPU, meter)
+        background = Background(CPU, meter)
         tensors = [torch.full((3,), float(rank + i)) for i in range(10)]
 
         def double_sum(tensor: torch.Tensor) -> None:
             group.all_reduce(tensor).wait()
             group.all_reduce(tensor).wait()
 
-        handles: list[Handle] = [lane.submit(lambda tensor=tensor: double_sum(tensor)) for tensor in tensors]
+        handles: list[Handle] = [background.submit(lambda tensor=tensor: double_sum(tensor)) for tensor in tensors]
         handles[-1].wait()
-        lane.close()
+        background.close()
         return [tensor[0].item() for tensor in tensors]
 
     expected = [4.0 * (6 + 4 * i) for i in range(10)]

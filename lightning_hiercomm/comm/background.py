@@ -1,4 +1,4 @@
-"""A lane runs moves one after another beside training: a thread on CPU, a stream on CUDA."""
+"""Moves one after another beside training: on a thread on CPU, on a stream on CUDA."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_hiercomm.comm.base import Completion, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 
 
-class Lane:
+class Background:
     """Work that waits for a move, then does the next one, without the training thread waiting for either.
 
-    Jobs run in the order they were submitted, which is the same on every rank, so moves that only one lane launches on
-    a communicator match up. A communicator used by a lane must be used by nobody else: take it from
+    Jobs run in the order they were submitted, which is the same on every rank, so moves that only one background
+    launches on a communicator match up. A communicator used by its jobs must be used by nobody else: take it from
     :meth:`lightning_hiercomm.topology.Topology.twin`.
 
-    On CPU a lane is a thread (gloo and MPI waits release the interpreter lock). On CUDA it is a stream: jobs are
-    enqueued at once from the calling thread and the device keeps their order.
+    On CPU it is a thread (gloo and MPI waits release the interpreter lock), started by the first job. On CUDA it is a
+    stream: jobs are enqueued at once from the calling thread and the device keeps their order.
 
     Args:
         device: Where the tensors live.
-        meter: Times the training thread's waits for the lane's jobs.
+        meter: Times the training thread's waits for the jobs.
         tier: What the meter files those waits under.
     """
 
@@ -51,7 +51,7 @@ class Lane:
         return Timed(job, self._meter, self._tier, self._device)
 
     def uses(self, tensor: Tensor) -> None:
-        """Say that jobs use a tensor made outside the lane, so that CUDA does not reuse its memory too early."""
+        """Say that jobs use a tensor made by training, so that CUDA does not reuse its memory too early."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 

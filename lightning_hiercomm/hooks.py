@@ -1,0 +1,346 @@
+"""The Lightning hooks of a strategy whose nodes agree by a scheme: each hands on to the room that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hiercomm import _lightning, traffic
+from lightning_hiercomm.batches.in_trainer import WeightedMeans, attach_batches, begin_batches, detach_batches
+from lightning_hiercomm.checkpoints import Checkpoints
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
+from lightning_hiercomm.epoch_clock import EpochClock
+from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.run_control import RunControl
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.settings import Settings
+from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.training_run import TrainingRun
+from lightning_hiercomm.world import check_equal_work, connect_world
+
+T = TypeVar("T")
+
+
+class HierarchicalHooks(ParallelStrategy):
+    """Stands before one of Lightning's strategies, which trains inside a node, and lets the nodes agree.
+
+    That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``, and what
+    ``super()`` means here. The constructor calls :meth:`_configure` after Lightning's own.
+
+    Attributes:
+        scheme: As the user configured it.
+        batches: Batch sizes by the ranks' speeds, or None.
+        topology: The nodes; None before a Trainer has started the processes.
+    """
+
+    topology: Topology | None
+    _timeout: timedelta | None
+
+    def _configure(self, settings: Settings) -> None:
+        self._settings = settings
+        self.scheme = settings.scheme
+        self.batches = settings.batches
+        self.wire = settings.wire
+        self._checkpoints = Checkpoints(settings.checkpoint_replicas)
+        self._control = RunControl()
+        self._means = WeightedMeans()
+        # these exist only inside a process that trains: a strategy is pickled by spawn
+        self.topology = None
+        self._run_or_none: TrainingRun | None = None
+        self._epoch_clock: EpochClock | None = None
+
+    def __repr__(self) -> str:
+        # the Trainer of the other tree of classes prints this when it refuses the strategy
+        return f"<{type(self).__name__} of {_lightning.name_tree(type(self).__name__)}>"
+
+    # ---- setting up ----------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._environment.creates_processes_externally:
+            _lightning.check_ranks_of_node(self._environment)
+            if isinstance(self._environment, MPIEnvironment):
+                abort_on_uncaught_exceptions()
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.topology is None or self.topology.is_closed:
+            self.topology = connect_world(
+                self.global_rank,
+                self.world_size,
+                (self.node_rank, self.local_rank),
+                self._settings.ranks_per_node,
+                self._settings.inter_node,
+                self._timeout,
+            )
+        self._control.start(self.topology, self._environment.main_address, self._settings.control_port, self.broadcast)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
+            attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
+        super().setup(trainer)
+        if is_fitting:
+            self._run_or_none = self._new_run()
+            self._epoch_clock = EpochClock(self._run, self.batches, self._control)
+            _lightning.put_callback_first(trainer, self._epoch_clock)
+            self._control.watch_over(trainer)
+
+    def _new_run(self) -> TrainingRun:
+        settings = self._settings
+        optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
+        replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        return TrainingRun(settings.scheme, replicas, self._topology, settings.wire, settings.average_optimizer_state)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.batches is not None and self._module.trainer.training:
+            return self.batches.process_dataloader(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._control.note_exception(exception)  # callbacks hear first, but ours is there only since `setup`
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        trainer = self._trainer_or_none
+        if trainer is not None:
+            if self._epoch_clock is not None:
+                _lightning.remove_callback(trainer, self._epoch_clock)
+            detach_batches(trainer)
+        if self._run_or_none is not None:
+            self._run_or_none.close(timeout=1.0)
+        self._control.stop(trainer)
+        super().teardown()
+        if self.topology is not None and not _lightning.is_interrupted(trainer):  # others may be gone, or stuck
+            self.topology.close()
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        trainer = self._module.trainer
+        check_equal_work(self._topology, trainer.num_training_batches)
+        if self.batches is not None:
+            begin_batches(self.batches, trainer)
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+        self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and _lightning.skips_backward(self._module.trainer):
+            self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
+        self._checkpoints.restore_random_state()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        self._run.watch_loss(output)
+        return output
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = super().optimizer_step
+        last = self._module.automatic_optimization and self._module.trainer.is_last_batch
+        raw = _lightning.raw_optimizer(optimizer)
+        return self._run.step(raw, lambda: step(optimizer, closure, model, **kwargs), last=last)
+
+    def on_train_end(self) -> None:
+        if self.schemes:  # callbacks have put their own averages into the module
+            self._run.agreed_model.average_module()
+
+    # ---- the agreed model ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def agreed_model(self) -> Iterator[None]:
+        """Inside, every rank's module holds the agreed parameters; afterwards training goes on from its own."""
+        if not self.schemes or not self._ranks_are_together:
+            yield
+            return
+        with self._run.agreed_model():
+            yield
+
+    def on_validation_start(self) -> None:
+        if self.batches is not None:
+            self.batches.pause()
+        if self._evaluates_agreed_model and self._ranks_are_together:
+            self._run.agreed_model.enter()
+
+    def on_validation_end(self) -> None:
+        if self._evaluates_agreed_model:
+            self._run.agreed_model.leave()
+
+    @property
+    def _evaluates_agreed_model(self) -> bool:
+        return bool(self.schemes) and self._settings.evaluate == "consensus"
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self.schemes or self._run.agreed_model.is_in_module:
+            return super().lightning_module_state_dict()
+        with self.agreed_model():
+            return {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in super().lightning_module_state_dict().items()
+            }
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if not self.schemes:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        together, run = self._ranks_are_together, self._run
+        with_companions = self._checkpoints.with_replicas and together
+        if together:
+            self._checkpoints.average_foreign_weights(checkpoint, run)
+        self._checkpoints.add_to(checkpoint, run, self.batches)
+        if with_companions:
+            self._checkpoints.announce_companions(checkpoint, lambda own: self.broadcast(own))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if with_companions:
+            mid_epoch = not self._module.trainer.is_last_batch
+            self._checkpoints.save_companion(checkpoint, run, mid_epoch, self.checkpoint_io, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        self._checkpoints.remove_companion(self.checkpoint_io, filepath, self.global_rank)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._checkpoints.take(checkpoint, checkpoint_path, self.batches)
+        return checkpoint
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self.schemes or not self._ranks_are_together:
+            return super().optimizer_state(optimizer)
+        return self._run.scheme_of(_lightning.raw_optimizer(optimizer)).optimizer_state()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._checkpoints.restore(self._run, self.checkpoint_io)
+
+    # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in what comes next) -----------------------
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+        if isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg"):
+            if not tensor.is_floating_point():
+                tensor = tensor.float()  # the mean of integers is seldom one
+            if self._means.apply_now and self.batches is not None and group is None:
+                return super().reduce(tensor * self.batches.share, group, "sum")  # type: ignore[safe-super]
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._ranks_are_together:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        return super().broadcast(obj, src) if self._ranks_are_together else obj  # type: ignore[safe-super]
+
+    # ---- what others may ask -------------------------------------------------------------------------------------
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """One scheme per optimizer, of the present or the last ``fit``; empty before the first."""
+        return self._run_or_none.schemes if self._run_or_none is not None else []
+
+    @property
+    def meter(self) -> Meter | None:
+        """Counts this rank's traffic; None before a Trainer has started the processes."""
+        return self.topology.meter if self.topology is not None else None
+
+    @property
+    def phase(self) -> str:
+        """What the (first) scheme is doing, such as ``"warm-up"``."""
+        return self.schemes[0].phase if self.schemes else "not training"
+
+    def communication(self) -> dict[str, float]:
+        """This rank's counters since the run began, and the schemes' present values; costs nothing.
+
+        Returns:
+            ``intra_bytes``, ``inter_bytes``, ``world_bytes`` (bytes sent by this rank), ``intra_messages``, ...,
+            ``exposed_seconds`` (the time training waited), ``agreements``, ``steps``, and the scheme's own scalars.
+        """
+        return traffic.communication(self.meter, self.schemes, self.batches)
+
+    def node_communication(self) -> dict[str, float]:
+        """:meth:`communication` with the meter's counters summed over this node's ranks. Collective over the node."""
+        topology = self._topology
+        return traffic.summed_over(topology.intra, topology.meter, self.communication(), self.root_device)
+
+    def total_communication(self) -> dict[str, float]:
+        """:meth:`communication` with the meter's counters summed over all ranks. Collective over the world."""
+        topology = self._topology
+        return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
+
+    def ddp_inter_bytes(self, steps: float) -> float:
+        """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps."""
+        return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)
+
+    # ---- what is there from some moment on -----------------------------------------------------------------------
+
+    @property
+    def _topology(self) -> Topology:
+        return required(self.topology, "topology", "Strategy.setup_environment, when a Trainer starts")
+
+    @property
+    def _run(self) -> TrainingRun:
+        return required(self._run_or_none, "training run", "Strategy.setup, when a Trainer starts to fit")
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        return required(self.lightning_module, "LightningModule", "Strategy.connect, when a Trainer starts")
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        return required(self.cluster_environment, "cluster environment", "the Trainer's constructor")
+
+    @property
+    def _trainer_or_none(self) -> pl.Trainer | None:
+        module = self.lightning_module
+        return None if module is None else module._trainer
+
+    @property
+    def _ranks_are_together(self) -> bool:
+        return self._control.ranks_are_together(self._trainer_or_none)
+
+
+def required(value: T | None, what: str, set_by: str) -> T:
+    """``value``, if it is there.
+
+    Raises:
+        RuntimeError: If not, naming what it is and what sets it up.
+    """
+    if value is None:
+        raise RuntimeError(f"there is no {what} yet: it is set up by {set_by}")
+    return value

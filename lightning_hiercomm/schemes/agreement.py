@@ -1,0 +1,339 @@
+"""A scheme is a sentence of five words: when, what, through whom, as what, merged how."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_hiercomm.replica import Bucket, Replica
+from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
+from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.carrier import Carrier
+from lightning_hiercomm.schemes.graphs import Graph
+from lightning_hiercomm.schemes.in_flight import Exchange, InFlight
+from lightning_hiercomm.schemes.merging import MERGES, Merge
+from lightning_hiercomm.schemes.outer import OuterOptimizer
+from lightning_hiercomm.schemes.peers import PeerMean
+from lightning_hiercomm.schemes.when import Every, When
+
+Through = Literal["mean", "rotating"] | Graph
+MergeName = Literal["replace", "eq1", "delta"]
+
+
+class Agreement(Scheme):
+    """Nodes train alone and agree on parameters every now and then; what that means is five choices.
+
+    ============  ====================================================  =========================================
+    word          question                                              argument
+    ============  ====================================================  =========================================
+    when          which parts leave, which are due, after this step?    ``when``, ``staleness``
+    what          which part of the model?                              ``what``
+    through whom  who carries it between nodes?                         ``through``
+    as what       what travels?                                         the strategy's ``wire_dtype``
+    merged how    what does the node make of what arrives?              ``merge``
+    ============  ====================================================  =========================================
+
+    ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such sentences under the names of their papers; any other is
+    written with this class. Streaming fragments with plain replacing::
+
+        Agreement(when=Staggered(100), what=4, staleness=5)
+
+    DiLoCo by gossip (NoLoCo: Kolehmainen et al. 2025, Algorithm 1; its alpha is the momentum here, and its beta = gamma
+    the learning rate)::
+
+        Agreement(when=50, through=RandomPermutation(), merge=OuterOptimizer())
+
+    After step t, with x the parameters of a part that is due::
+
+        sent after step t - staleness;  x := merge(x, what arrived)
+
+    **The agreed model** is the mean over all nodes; with an outer optimizer, the outer parameters.
+
+    Float buffers (BatchNorm statistics) agree when all parts do at once and training waits for it.
+
+    Args:
+        when: The schedule of the merges, or a number of optimizer steps between two of them.
+        what: Into how many equal parts the model is cut, or a list of module names: the parameters below each are one
+            part, all others the last one. All parts are exchanged in one go where the schedule says so.
+        through: ``"mean"``: over all nodes, each rank of a node carrying its part. ``"rotating"``: the same mean, but
+            one rank of each node carries everything, the next rank the next time. A
+            :class:`~lightning_hiercomm.schemes.graphs.Graph`: the mean with those nodes that the graph names.
+        merge: ``"replace"`` by what arrived, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
+            :class:`~lightning_hiercomm.schemes.outer.OuterOptimizer`, or another
+            :class:`~lightning_hiercomm.schemes.merging.Merge`.
+        staleness: Optimizer steps between sending and merging, in which training goes on. 0 waits.
+        gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
+            alone between agreements, which then average inside the node as well.
+
+    Raises:
+        ValueError: For arguments out of range, or that contradict each other.
+    """
+
+    def __init__(
+        self,
+        when: When | int = 100,
+        what: int | list[str] = 1,
+        through: Through = "mean",
+        merge: Merge | MergeName = "replace",
+        staleness: int = 0,
+        gradients: Literal["node", "none"] = "node",
+    ) -> None:
+        super().__init__()
+        if isinstance(when, int) and when < 1:
+            raise ValueError(
+                f"when={when} must be a positive number of optimizer steps, or a schedule such as Every(50)"
+            )
+        if isinstance(what, str) or (isinstance(what, int) and what < 1) or not what:
+            raise ValueError(f"what={what!r} must be a positive number of parts, or a list of module names")
+        if not isinstance(through, Graph) and through not in ("mean", "rotating"):
+            raise ValueError(f"through={through!r} must be 'mean', 'rotating' or a Graph such as RandomPermutation()")
+        if not isinstance(merge, Merge) and merge not in MERGES:
+            raise ValueError(f"merge={merge!r} must be one of {', '.join(map(repr, MERGES))}, or a Merge")
+        if staleness < 0:
+            raise ValueError(f"staleness={staleness} must not be negative; 0 waits for the exchange")
+        if gradients not in ("node", "none"):
+            raise ValueError(f"gradients={gradients!r} must be 'node' or 'none'")
+        self.gradients = gradients
+        self.when = Every(when) if isinstance(when, int) else when
+        self.what = what
+        self.through = through
+        self.merge = merge if isinstance(merge, Merge) else MERGES[merge]()
+        self.staleness = staleness
+        self.synchronizations = 0
+        self._in_flight = InFlight()
+        if self.outer is not None and through == "rotating":
+            raise ValueError(
+                "through='rotating' does not go with an outer optimizer, whose state lies with the rank that carries"
+                " a part: use through='mean'"
+            )
+
+    @property
+    def can_average_optimizer_state(self) -> bool:
+        """Whether all parts ever agree at once."""
+        return self.staleness == 0 and self.what == 1
+
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """The outer optimizer, if the merge is one."""
+        return self.merge if isinstance(self.merge, OuterOptimizer) else None
+
+    # ---- life of a run -------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        if self.is_alone:
+            return
+        # every move between nodes, waited for or not, takes the same communicators, in the order of the program
+        self._beside = self.topology.twin()
+        self._second = None if self.wire.codec.adds else self.topology.twin()
+        self._inbound = self.background()
+        self._outbound = None if self.equal_in_node else self.background()
+
+    def follow(self, replica: Replica) -> None:
+        super().follow(replica)
+        self._in_flight.drop()
+        if self.is_alone:
+            return
+        cut = [replica.buckets_of_parameters] if self.what == 1 else replica.cut(self.what, replica.bucket_bytes)
+        ends = list(accumulate(map(len, cut)))
+        self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
+        self._check_staleness(len(cut))
+        self._carrier = self._carrier_of([bucket for part in cut for bucket in part])
+        if self.outer is not None:
+            self.outer.attach(self._carrier)
+
+    def _carrier_of(self, buckets: list[Bucket]) -> Carrier:
+        land = None if self.outer is None else self.outer.land
+        if isinstance(self.through, Graph):
+            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, self.wire, land)
+        carrier = RotatingAverage if self.through == "rotating" else Average
+        return carrier(
+            self.replica,
+            self.topology,
+            self.wire,
+            self._beside,
+            self._second,
+            buckets=buckets + self._buffers_with_parameters,
+            equal_in_node=self.equal_in_node,
+            land=land,
+        )
+
+    @property
+    def _buffers_with_parameters(self) -> list[Bucket]:
+        """Float buffers that go the way of the parameters whenever training waits for all of them."""
+        return [] if self.outer is not None or isinstance(self.through, Graph) else self.replica.buckets_of_buffers
+
+    def after_step(self, last: bool) -> None:
+        if self.is_alone:
+            return
+        parts = len(self._parts)
+        ahead = self.staleness
+        leaving = self.when.due(self.steps + ahead, self.step_in_epoch + ahead, parts)
+        if not ahead:
+            if leaving:
+                self._agree_now(leaving)
+            return
+        arrived = self._in_flight.take(self.steps)
+        if arrived is not None or leaving:
+            self._turn(arrived, leaving)
+
+    # ---- exchanges -----------------------------------------------------------------------------------------------
+
+    def average(self) -> None:
+        """Agree on everything and wait for it; what is in flight is dropped."""
+        self._in_flight.drop()
+        if self.is_alone:
+            self.nodes_agree()
+        else:
+            self._agree_now(self.all_parts)
+
+    @property
+    def all_parts(self) -> Sequence[int]:
+        """The parts of the model."""
+        return range(len(self._parts))
+
+    def _agree_now(self, parts: Sequence[int]) -> None:
+        """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
+        is_all = len(parts) == len(self._parts)
+        self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        if is_all and not self._buffers_with_parameters:
+            self._average_buffers()
+        self._has_merged(parts)
+        if is_all and self.merge.ends_in_agreement and not isinstance(self.through, Graph):
+            self.nodes_agree()
+        else:
+            self.agreements += 1
+
+    def _take(self, bucket: Bucket, arrived: Tensor) -> None:
+        if bucket.equal_in_node:
+            self.merge.at_once(bucket, arrived)
+        else:
+            bucket.unpack(arrived)
+
+    def _turn(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
+        """Merge what was sent a while ago, and send the next.
+
+        Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
+        have another carrier, and would take their share of the link from those that training waits for.
+        """
+        sent: Exchange | None = None
+        if leaving:
+            check = self._carrier.begin(self.steps, self._take_turn())
+            sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
+        if arrived is not None:
+            arrived.check.wait()
+        waiting: deque[int] = deque()
+        for index in self._buckets_of(leaving):
+            if arrived is not None and arrived.holds(index):
+                self._merge_up_to(index, arrived)
+            waiting.append(index)
+            if arrived is None or arrived.is_nearly_done():
+                self._send(waiting, sent)
+        if arrived is not None:
+            self._merge_up_to(None, arrived)
+            self._has_merged(arrived.parts)
+            self.agreements += 1
+        self._send(waiting, sent)
+
+    def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
+        while waiting and exchange is not None:
+            move = self._carrier.start(waiting.popleft(), self._inbound, self.merge.needs_sent, self._outbound)
+            exchange.moves.append(move)
+
+    def _merge_up_to(self, last: int | None, arrived: Exchange) -> None:
+        """Merge the buckets that are left of an exchange, in their order, up to one of them, or all."""
+        while arrived.moves:
+            move = arrived.moves.popleft()
+            move.arrived.wait()
+            self._inbound.hands_out(move.flat)
+            self.merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
+            if move.index == last:
+                return
+
+    def _has_merged(self, parts: Sequence[int]) -> None:
+        if self.outer is not None and parts[-1] == len(self._parts) - 1:
+            self.outer.end_round()
+
+    def _take_turn(self) -> int:
+        self.synchronizations += 1
+        return self.synchronizations - 1
+
+    def _buckets_of(self, parts: Sequence[int]) -> list[int]:
+        return [index for part in parts for index in self._parts[part]]
+
+    def _check_staleness(self, parts: int) -> None:
+        longest = self.when.longest_staleness(parts)
+        if self.staleness > longest:
+            raise ValueError(
+                f"staleness={self.staleness} is too long for {self.when} with {parts} parts: one exchange is in flight"
+                f" at a time, so at most {longest} steps"
+            )
+
+    # ---- the agreed model ----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        self._in_flight.settle()
+
+    def agree(self) -> None:
+        """Write the agreed parameters to the replica: the outer ones, or the weighted mean over all ranks."""
+        if self.outer is None or isinstance(self.through, Graph) or self.is_alone:
+            super().agree()
+            return
+        self.settle()
+        if self.unagreed_steps:
+            for index, (bucket, anchor) in enumerate(zip(self._carrier.buckets, self._carrier.anchors, strict=True)):
+                bucket.unpack(self._carrier.whole(index, anchor))
+            self._average_buffers()
+
+    def finish(self) -> None:
+        if self.outer is not None and self.unagreed_steps and not self.is_alone:
+            self.average()  # or the steps since the last agreement would count for nothing
+        super().finish()
+        self._in_flight.drop()
+
+    def _average_buffers(self) -> None:
+        if self.replica.buffers:
+            Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
+
+    # ---- state and what a person may watch -----------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        """``sync_every``, ``staleness`` and, with an outer optimizer, its learning rate ``outer_lr``."""
+        values = {"sync_every": float(self.when.period or 0), "staleness": float(self.staleness)}
+        return values if self.outer is None else {**values, "outer_lr": self.outer.learning_rate}
+
+    def schedule(self) -> dict[str, Any]:
+        state = {**super().schedule(), "synchronizations": self.synchronizations}
+        if self.outer is not None:
+            self.settle()
+            state["outer"] = self.outer.state_dict(self.replica.parameters)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state. What is still in flight is not in it: call :meth:`settle` first."""
+        state = super().state_dict()
+        if not self.is_alone:
+            state["carrier"] = self._carrier.state_dict()
+            state["in_flight"] = self._in_flight.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, or :meth:`schedule`.
+
+        With the latter, what was in flight is dropped, and the nodes go on from the agreed parameters.
+        """
+        super().load_state_dict(state)
+        self.synchronizations = state["synchronizations"]
+        self._in_flight.drop()
+        if self.is_alone:
+            return
+        if "carrier" in state:
+            self._carrier.load_state_dict(state["carrier"])
+            self._in_flight.load_state_dict(state["in_flight"], self.device)
+        else:
+            self._carrier.anchor()
+        if self.outer is not None and "outer" in state:
+            self.outer.load_state_dict(state["outer"], self.replica.parameters)

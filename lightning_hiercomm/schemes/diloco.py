@@ -1,0 +1,90 @@
+"""DiLoCo: many local steps, then an outer optimizer takes the way the nodes went for a gradient."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
+from lightning_hiercomm.schemes.when import Staggered
+
+
+class DiLoCo(Agreement):
+    """Train alone with any optimizer, and every ``sync_every`` steps take an outer step along the nodes' mean way.
+
+    With x_m the parameters of node m, a the outer parameters (equal on all nodes), H = ``sync_every``, P ``fragments``
+    of the model, tau = ``staleness`` and alpha = ``keep_local``, after the t-th step (t = 1, 2, ...)::
+
+        fragment p is due if t % H == ((p + 1) H // P) % H
+        if p is due at t + tau:   send d_m = a_p - x_m,p
+        if p is due at t:         a_p   := outer(a_p, sum_m W_m d_m)
+                                  x_m,p := alpha x_m,p + (1 - alpha) a_p
+
+    Training waits for nothing but the merge. ``staleness=0, fragments=1, keep_local=0`` is DiLoCo; fragments that
+    overlap with training are Streaming DiLoCo. An outer SGD with learning rate 1 and no momentum averages parameters.
+
+    Every rank holds a, and the outer optimizer's state, for its own part of the model, so both take the memory of one
+    model per *node*. Between nodes ``2 (M - 1) / M`` of the model travel per node and period, or an eighth of that with
+    ``wire_dtype="int4"``.
+
+    **The agreed model** is a; a run ends with an agreement on all fragments. A plain checkpoint keeps the outer
+    optimizer's state, laid out as one process would have it, so a run goes on from it on any number of nodes.
+    Schedulers of the outer learning rate count periods.
+
+    NoLoCo exchanges with one random other node instead of all: see
+    :class:`~lightning_hiercomm.schemes.agreement.Agreement`.
+
+    On one node this is plain data-parallel training.
+
+    Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", Algorithm 1;
+    Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", Algorithm 2. Paper settings:
+    ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads.
+
+    Args:
+        sync_every: H, optimizer steps between two agreements on the same fragment.
+        outer_optimizer: Makes the outer optimizer: any of ``torch.optim`` that treats every element by itself. Default:
+            SGD with learning rate 0.7 and Nesterov momentum 0.9.
+        fragments: P, into how many equal parts the model is cut, or a list of module names such as ``["net.layer1",
+            "net.layer2"]``: the parameters below each are one fragment, all others the last one.
+        staleness: tau, steps between sending a fragment and merging it; less than ``sync_every / fragments``.
+        keep_local: alpha, the weight of what a node has become by itself when a fragment is merged, from 0 to 1.
+        gradients: ``"node"``: the ranks of a node share gradients at every step, so a node is one of the papers'
+            replicas. ``"none"``: every rank is one.
+        outer_scheduler: Makes a learning-rate scheduler of the outer optimizer; it steps once per period.
+
+    Raises:
+        ValueError: For arguments out of range, or an outer optimizer that needs whole tensors.
+    """
+
+    def __init__(
+        self,
+        sync_every: int = 100,
+        outer_optimizer: OptimizerFactory | None = None,
+        fragments: int | list[str] = 1,
+        staleness: int = 0,
+        keep_local: float = 0.0,
+        gradients: Literal["node", "none"] = "node",
+        outer_scheduler: SchedulerFactory | None = None,
+    ) -> None:
+        if sync_every < 1:
+            raise ValueError(f"sync_every={sync_every} must be a positive number of optimizer steps")
+        if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
+            raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
+        if isinstance(fragments, int) and fragments > sync_every:
+            raise ValueError(
+                f"fragments={fragments} must not exceed sync_every={sync_every}: one fragment is due after a step"
+            )
+        if isinstance(fragments, int) and not 0 <= staleness < sync_every / fragments:
+            raise ValueError(
+                f"staleness={staleness} must be from 0 to {-(-sync_every // fragments) - 1}: less than sync_every /"
+                f" fragments = {sync_every / fragments:g} steps, because one fragment is in flight at a time"
+            )
+        super().__init__(
+            when=Staggered(sync_every),
+            what=fragments,
+            merge=OuterOptimizer(outer_optimizer, outer_scheduler, keep_local),
+            staleness=staleness,
+            gradients=gradients,
+        )
+        self.sync_every = sync_every
+        self.fragments = fragments

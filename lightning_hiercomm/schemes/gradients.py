@@ -1,0 +1,182 @@
+"""The way of a model's gradients: over the node, over the world, or nowhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.encoded_sum import Feedback
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.schemes.base import Gradients
+from lightning_hiercomm.schemes.lane_sum import LaneSum
+from lightning_hiercomm.topology import Topology
+
+
+class GradientPath(ABC):
+    """Averages the gradients of one model, whatever the number of its optimizers, while the backward pass goes on.
+
+    Attributes:
+        tier: What waiting for gradients is filed under: ``"intra"``, or ``"inter"`` if they cross nodes.
+    """
+
+    tier = "intra"
+
+    @abstractmethod
+    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+        """Average a bucket of gradients in place.
+
+        Args:
+            bucket: 1-D, of any floating dtype; the same on every rank but for the values.
+            index: Its place among the model's buckets.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must know for an exact resume."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
+
+    def close(self, timeout: float = 10.0) -> None:
+        """End background threads, also after an error."""
+
+
+class Untouched(GradientPath):
+    """Every rank trains with its own gradients."""
+
+    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+        return finished
+
+
+class NodeMean(GradientPath):
+    """The mean over the node, each rank contributing with its share ``w_r / W_m``.
+
+    Args:
+        topology: The nodes and the ranks' weights.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+        topology = self._topology
+        if topology.intra.size > 1:
+            bucket.mul_(topology.weight_in_node)
+        return topology.intra.all_reduce(bucket)
+
+
+class WorldSum(GradientPath):
+    """The mean over all ranks: summed inside the node by parts, part ``l`` between the nodes over lane ``l``.
+
+    Between nodes ``2 (M - 1) / M`` of the gradients travel per node, against ``2 (R - 1) / R`` in a ring over all
+    ranks. The three stages of successive pieces of a bucket overlap with each other and with the backward pass.
+
+    Args:
+        topology: The nodes and the ranks' weights.
+        device: Where the gradients live.
+        wire: What they look like between nodes.
+        piece_bytes: Upper bound of a piece's size: DDP's buckets are too large for their stages to overlap.
+    """
+
+    tier = "inter"
+
+    def __init__(self, topology: Topology, device: torch.device, wire: Wire, piece_bytes: int) -> None:
+        self._topology = topology
+        self._beside = topology.twin()
+        second = None if wire.codec.adds else topology.twin().inter
+        self._lane_sum = LaneSum(wire.codec, self._beside.inter, second)
+        self._feedback: dict[tuple[int, int], Feedback] = {}
+        self._piece_bytes = piece_bytes
+        self._outbound = Background(device, topology.meter, "inter")
+        self._inbound = Background(device, topology.meter, "intra")
+
+    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+        topology = self._topology
+        bucket.mul_(topology.rank_weight)
+        piece = max(1, self._piece_bytes // bucket.element_size())
+        piece += -piece % topology.lanes
+        *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
+        return last
+
+    def close(self, timeout: float = 10.0) -> None:
+        self._outbound.close(timeout)
+        self._inbound.close(timeout)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"feedback": [(*key, feedback.state_dict()) for key, feedback in self._feedback.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for bucket, piece, saved in state["feedback"]:
+            self._feedback[bucket, piece] = Feedback(saved["sender"].clone(), saved["reducer"].clone())
+
+    def _sum_over_world(self, piece: Tensor, key: tuple[int, int]) -> Handle:
+        topology, beside = self._topology, self._beside
+        flat = piece if piece.numel() % topology.lanes == 0 else _padded(piece, topology.lanes)
+        part = topology.lane_part(flat)
+        if topology.ranks_on_node == topology.lanes:
+            node_sum = torch.empty_like(part)
+            summed_in_node = topology.intra.reduce_scatter(node_sum, flat)
+        else:  # a node with more ranks than there are lanes: everyone gets the sum, the first ranks carry it
+            node_sum = part
+            summed_in_node = topology.intra.all_reduce(flat)
+        self._outbound.uses(node_sum)
+        self._inbound.uses(node_sum)
+        self._inbound.uses(flat)
+        on_the_wire: list[Callable[[], None]] = []
+
+        def between_nodes() -> None:  # launched, not waited for: the next piece follows it onto the link
+            summed_in_node.wait()
+            on_the_wire.append(self._lane_sum.launch(node_sum, self._feedback_of(node_sum, key)))
+
+        launched = self._outbound.submit(between_nodes)
+
+        def inside_nodes() -> None:
+            launched.wait()
+            on_the_wire.pop()()
+            if node_sum is not part:
+                part.copy_(node_sum)
+            beside.share_lane_parts(flat).wait()
+            if flat is not piece:
+                piece.copy_(flat[: piece.numel()])
+
+        return self._inbound.submit(inside_nodes)
+
+    def _feedback_of(self, part: Tensor, key: tuple[int, int]) -> Feedback | None:
+        """What was kept back of a piece, by its bucket and place: DDP cuts its buckets anew after the first step."""
+        known = self._feedback.get(key)
+        if known is None or known.sender.numel() != part.numel():
+            known = self._lane_sum.feedback(part)
+            if known is not None:
+                self._feedback[key] = known
+        return known
+
+
+def gradient_path(
+    gradients: Gradients, topology: Topology, device: torch.device, wire: Wire, piece_bytes: int
+) -> GradientPath:
+    """The path that a scheme asks for. Collective, for it may open communicators.
+
+    Args:
+        gradients: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.gradients`.
+        topology: The nodes.
+        device: Where the gradients live.
+        wire: What they look like between nodes.
+        piece_bytes: Upper bound in bytes of what travels between nodes at once.
+    """
+    if gradients == "none":
+        return Untouched()
+    if gradients == "world" and topology.num_nodes > 1:
+        return WorldSum(topology, device, wire, piece_bytes)
+    return NodeMean(topology)
+
+
+def _padded(flat: Tensor, multiple_of: int) -> Tensor:
+    padded = flat.new_zeros(-(-flat.numel() // multiple_of) * multiple_of)
+    padded[: flat.numel()].copy_(flat)
+    return padded

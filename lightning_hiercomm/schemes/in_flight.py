@@ -1,0 +1,135 @@
+"""What is on its way between the nodes while training goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.base import Handle, finished
+
+_OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
+
+
+@dataclass
+class Move:
+    """One bucket on its way.
+
+    Attributes:
+        index: Of the bucket, among its carrier's.
+        arrived: What to wait for before ``flat`` is touched.
+        flat: What arrives, packed.
+        sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
+    """
+
+    index: int
+    flat: Tensor
+    sent: Tensor
+    arrived: Handle = finished
+
+
+@dataclass
+class Exchange:
+    """Buckets that were sent after one step and are merged after one step.
+
+    Attributes:
+        started: Optimizer steps after which it was sent.
+        due: Optimizer steps after which it is merged.
+        parts: Of the model, that it holds.
+        check: That all nodes had taken the same number of steps.
+        moves: Its buckets, in the order in which they arrive.
+    """
+
+    started: int
+    due: int
+    parts: Sequence[int]
+    check: Handle = finished
+    moves: deque[Move] = field(default_factory=deque)
+
+    @property
+    def staleness(self) -> int:
+        """Steps between sending and merging, S."""
+        return self.due - self.started
+
+    def holds(self, index: int) -> bool:
+        """Whether a bucket is part of it, and not merged yet."""
+        return any(move.index == index for move in self.moves)
+
+    def wait(self) -> None:
+        """Return when all of it has arrived."""
+        self.check.wait()
+        for move in self.moves:
+            move.arrived.wait()
+
+    def is_nearly_done(self) -> bool:
+        """Whether no more than the last buckets have not arrived yet: they do so in their order."""
+        return len(self.moves) <= _OVERLAP or self.moves[-1 - _OVERLAP].arrived.is_done()
+
+
+class InFlight:
+    """The exchanges of one scheme that have been started and not been merged, oldest first."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.exchanges)
+
+    def start(self, started: int, due: int, parts: Sequence[int] = (0,), check: Handle = finished) -> Exchange:
+        """A new exchange, whose moves the caller adds."""
+        exchange = Exchange(started, due, parts, check)
+        self.exchanges.append(exchange)
+        return exchange
+
+    def take(self, step: int) -> Exchange | None:
+        """The exchange that is due after ``step`` optimizer steps, if there is one; it is no longer in flight."""
+        due = next((exchange for exchange in self.exchanges if exchange.due == step), None)
+        if due is not None:
+            self.exchanges.remove(due)
+        return due
+
+    def take_all(self) -> list[Exchange]:
+        """All exchanges; they are no longer in flight."""
+        taken, self.exchanges = self.exchanges, []
+        return taken
+
+    def settle(self) -> None:
+        """Wait until all has arrived, and keep it."""
+        for exchange in self.exchanges:
+            exchange.wait()
+
+    def drop(self) -> None:
+        """Wait until all has arrived, and forget it."""
+        self.settle()
+        self.exchanges.clear()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What has arrived; :meth:`settle` comes first."""
+        return [
+            {
+                "started": exchange.started,
+                "due": exchange.due,
+                "parts": list(exchange.parts),
+                "buckets": [move.index for move in exchange.moves],
+                "arrived": [move.flat.clone() for move in exchange.moves],
+                "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
+            }
+            for exchange in self.exchanges
+        ]
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and buckets)."""
+        self.drop()
+        for saved in state:
+            exchange = self.start(saved["started"], saved["due"], saved["parts"])
+            arrived = _on(device, saved["arrived"])
+            sent = _on(device, saved["sent"]) or arrived
+            exchange.moves.extend(map(Move, saved["buckets"], arrived, sent))
+
+
+def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to(device, copy=True) for tensor in tensors]

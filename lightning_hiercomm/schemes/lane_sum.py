@@ -1,0 +1,63 @@
+"""As what: a sum over the ranks of a lane, in whatever form its parts travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.comm.codec import Codec
+from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
+
+
+class LaneSum:
+    """Sums parts over a lane: as they are or cast by all-reduce, codes that do not add by an :class:`EncodedSum`.
+
+    Args:
+        codec: What travels.
+        first: The ranks of the lane; None on a rank that is in none.
+        second: The same ranks by another communicator, for sums that are completed on another thread than launched.
+    """
+
+    def __init__(self, codec: Codec, first: Communicator | None, second: Communicator | None = None) -> None:
+        self._codec = codec
+        self._lane = first
+        self._encoded = None if codec.adds or first is None else EncodedSum(codec, first, second or first)
+
+    def feedback(self, part: Tensor) -> Feedback | None:
+        """What encoding has kept back of a part like this one, nothing yet; None if nothing ever will be."""
+        return None if self._encoded is None else self._encoded.feedback(part)
+
+    def launch(self, part: Tensor, feedback: Feedback | None = None, waiting: bool = False) -> Callable[[], None]:
+        """Start to sum a part.
+
+        Args:
+            part: 1-D; not to be touched meanwhile.
+            feedback: What was kept back of this part so far.
+            waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
+
+        Returns:
+            A function that waits, and leaves the sum in ``part``.
+        """
+        if self._lane is None:
+            return _nothing
+        if not self._codec.narrows(part.dtype):
+            return self._lane.all_reduce(part, waiting=waiting).wait
+        if self._encoded is not None:
+            return self._encoded.launch(part, feedback)
+        payload = self._codec.encode(part)
+        summed = self._lane.all_reduce(payload, waiting=waiting)
+
+        def complete() -> None:
+            summed.wait()
+            if payload.is_cuda:  # made on the stream that launched
+                payload.record_stream(torch.cuda.current_stream(payload.device))
+            self._codec.decode(payload, part)
+
+        return complete
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,104 @@
+"""Merged how: what a node makes of what arrives from the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.replica import Bucket
+from lightning_hiercomm.schemes.in_flight import Move
+
+
+class Merge(ABC):
+    """Brings one bucket of the replica and what has arrived for it together.
+
+    Attributes:
+        needs_sent: Whether what the node sent must be kept apart from what arrives.
+        ends_in_agreement: Whether nodes that merge what they have just sent all hold the same values.
+    """
+
+    needs_sent: bool = False
+    ends_in_agreement: bool = True
+
+    @abstractmethod
+    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+        """Change the bucket's tensors.
+
+        Args:
+            bucket: What is merged into; its values are those of now.
+            move: What arrived, packed: the mean over the nodes. Its memory may be used up.
+            staleness: S, optimizer steps since it was sent.
+            nodes: M, over how many nodes the mean was taken.
+        """
+
+    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
+        """The same for what was sent just now: here, the mean takes the place of the bucket's values.
+
+        Args:
+            bucket: What is merged into.
+            mean: Packed.
+        """
+        bucket.unpack(mean)
+
+
+class Replace(Merge):
+    """The mean takes the place of the node's own values: ``x := mean``.
+
+    Args:
+        keep_local: Weight of the node's own values, from 0 to 1: ``x := keep_local x + (1 - keep_local) mean``.
+            Streaming DiLoCo's alpha (Douillard et al. 2025, Eq. 2).
+
+    Raises:
+        ValueError: If ``keep_local`` is not a number from 0 to 1.
+    """
+
+    def __init__(self, keep_local: float = 0.0) -> None:
+        if not 0.0 <= keep_local <= 1.0:
+            raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take what arrives) to 1 (ignore it)")
+        self.keep_local = keep_local
+        self.ends_in_agreement = keep_local == 0.0
+
+    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+        self.at_once(bucket, move.flat)
+
+    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
+        if self.keep_local == 0.0:
+            bucket.unpack(mean)
+        else:
+            bucket.mix(mean, 1.0 - self.keep_local)
+
+
+class StaleSum(Merge):
+    """DASO's Eq. 1: the node's own values weigh 2 S, what each of the P nodes sent S steps ago weighs 1.
+
+    That is::
+
+        x := (2 S x_local + sum of sent x) / (2 S + P)
+
+    Local progress keeps the weight ``2 S / (2 S + P)``: half with 2 nodes, 3 % with 64 (S = 1).
+    """
+
+    @torch.no_grad()
+    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+        local_weight = 2 * staleness
+        local = bucket.pack(move.flat.new_empty(move.flat.numel()))
+        merged = move.flat.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes)
+        bucket.unpack(merged)
+
+
+class Delta(Merge):
+    """All local progress is kept, and with it the mean over the nodes: ``x := x_local + mean of sent x - own sent``."""
+
+    needs_sent = True
+
+    @torch.no_grad()
+    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+        local = bucket.pack(move.flat.new_empty(move.flat.numel()))
+        bucket.unpack(local.add_(move.flat).sub_(move.sent))
+
+
+MERGES: dict[str, Callable[[], Merge]] = {"replace": Replace, "eq1": StaleSum, "delta": Delta}
+"""The merges that have a name."""

@@ -1,0 +1,25 @@
+"""What can be said of any optimizer's state without knowing the optimizer."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+_NEED_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
+
+
+def class_names(optimizer: Optimizer) -> set[str]:
+    """The names of an optimizer's class and its bases, in lower case."""
+    return {base.__name__.lower() for base in type(optimizer).__mro__}
+
+
+def needs_whole_tensors(optimizer: Optimizer) -> bool:
+    """Whether the update of one element depends on the others of its tensor, as far as is known of the class."""
+    return bool(class_names(optimizer) & _NEED_WHOLE_TENSORS)
+
+
+def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
+    """Whether a value of an optimizer's state has one number per element of the parameter."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"

@@ -1,0 +1,219 @@
+"""Through whom: segments are exchanged with those nodes that a graph names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Bucket
+from lightning_hiercomm.schemes.carrier import Carrier, Land
+from lightning_hiercomm.schemes.graphs import Graph, Round, round_of
+from lightning_hiercomm.schemes.in_flight import Move
+from lightning_hiercomm.topology import Topology
+
+_SAMPLES_PER_SEGMENT = 4096
+
+
+class Peers:
+    """Sends shares of segments to other nodes, and takes theirs.
+
+    Local rank ``s mod L`` carries segment ``s``, so all links of a node work, and shares what arrived with its node.
+
+    Args:
+        segments: What is exchanged, each as a whole.
+        graph: Who sends to whom.
+        topology: The nodes.
+        beside: Its twin, on whose communicators nodes share what arrived, beside training.
+        wire: What travels. Its sender subtracts from its own value what it really sent.
+
+    Attributes:
+        met: By segment that this rank carries, a few elements of this node's parameters and of one peer's, as they were
+            at the last exchange.
+    """
+
+    def __init__(
+        self, segments: Sequence[Bucket], graph: Graph, topology: Topology, beside: Topology, wire: Wire
+    ) -> None:
+        self.segments = segments
+        self.graph = graph
+        self.met: dict[int, tuple[Tensor, Tensor]] = {}
+        self._topology = topology
+        self._beside = beside
+        self._codec = wire.codec
+
+    def round(self, step: int, index: int) -> Round:
+        """Who exchanges a segment with whom after ``step`` optimizer steps."""
+        return round_of(self.graph, self._topology.num_nodes, step - 1, index)
+
+    def carrier(self, index: int) -> int:
+        """The local rank that carries a segment."""
+        return index % self._topology.lanes
+
+    def carries(self, index: int) -> bool:
+        """Whether this rank carries a segment."""
+        return self.carrier(index) == self._topology.local_rank
+
+    @torch.no_grad()
+    def start(
+        self,
+        index: int,
+        step: int,
+        weights: Sequence[float],
+        background: Background,
+        then: Callable[[Tensor], None] | None = None,
+    ) -> Move:
+        """Send a share of a segment, and make room for what comes.
+
+        Args:
+            index: Of the segment.
+            step: Optimizer steps that this, and every other, rank has taken.
+            weights: The nodes' push-sum weights of this segment.
+            background: Where the node gets what arrives, after what was started before.
+            then: Does something to what arrived, on the rank that carried it, before the node shares it.
+
+        Returns:
+            A move that brings what arrived less what was sent: what is to be added to the segment's x.
+        """
+        bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
+        if not self.carries(index) or inter is None:
+            flat = bucket.empty()
+            background.uses(flat)
+            return Move(index, flat, flat, background.submit(lambda: self._share(index, flat)))
+        round_ = self.round(step, index)
+        share = bucket.pack().mul_(weights[node] * round_.share(node))
+        payload = self._codec.encode(share)
+        received = [torch.empty_like(payload) for _ in round_.receive_from[node]]
+        arrived = inter.exchange(
+            [(payload, peer) for peer in round_.send_to[node]],
+            list(zip(received, round_.receive_from[node], strict=True)),
+        )
+        travels_as_it_is = payload is share
+        flat = received[0] if travels_as_it_is else torch.empty_like(share)
+        for tensor in (share, payload, flat, *received):
+            background.uses(tensor)
+
+        def collect() -> None:
+            arrived.wait()
+            own = share if travels_as_it_is else self._codec.decode(payload, share)
+            change = flat if travels_as_it_is else self._codec.decode(received[0], flat)
+            self.met[index] = self._sample(round_, weights, own, change)
+            change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
+            for other in received[1:]:
+                theirs = other if travels_as_it_is else self._codec.decode(other, torch.empty_like(own))
+                change.add_(theirs.sub_(own))
+            more_came = len(received) - len(round_.send_to[node])
+            if more_came:
+                change.add_(own, alpha=more_came)
+            if then is not None:
+                then(change)
+            self._share(index, change)
+
+        return Move(index, flat, flat, background.submit(collect))
+
+    def _share(self, index: int, flat: Tensor) -> None:
+        self._beside.intra.broadcast(flat, source=self.carrier(index)).wait()
+
+    def _sample(self, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """A few elements of this node's and of a peer's parameters."""
+        node = self._topology.node
+        peer = round_.receive_from[node][0]
+        every = -(-own.numel() // _SAMPLES_PER_SEGMENT)
+        return (
+            own[::every].float() / (round_.share(node) * weights[node]),
+            theirs[::every].float() / (round_.share(peer) * weights[peer]),
+        )
+
+
+class PeerMean(Carrier):
+    """The mean of this node's and its peers' parts, for a graph in which everyone sends as much as it receives.
+
+    All nodes count alike, whatever their weights.
+
+    Args:
+        buckets: What is carried, each as a whole.
+        graph: Who exchanges with whom.
+        topology: The nodes.
+        through: Its twin.
+        wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
+        land: As for :class:`~lightning_hiercomm.schemes.averaging.Average`.
+    """
+
+    parts_per_bucket = 1
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        graph: Graph,
+        topology: Topology,
+        through: Topology,
+        background: Background,
+        wire: Wire,
+        land: Land | None = None,
+    ) -> None:
+        self.buckets = buckets
+        self.topology = topology
+        self.through = through
+        self._peers = Peers(buckets, graph, topology, through, wire)
+        self._background = background
+        self._land = land
+        self._step = 0
+        self.anchor()
+
+    def anchor(self) -> None:
+        if self._land is not None:
+            self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
+
+    def begin(self, step: int, turn: int) -> Handle:
+        self._step = step
+        return finished  # ranks that come after different numbers of steps wait for others than those that come
+
+    def start(
+        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
+    ) -> Move:
+        self._check(self._peers.round(self._step, index))
+        own = self.buckets[index].pack() if self._peers.carries(index) or keep_sent else None
+
+        def add_own(change: Tensor) -> None:
+            if own is None:
+                return
+            mean = change.add_(own)
+            if self._land is not None:
+                anchor = self.anchors[index]
+                self._land(index, anchor, mean.sub(anchor))
+                mean.copy_(anchor)
+
+        equal_weights = [1.0] * self.topology.num_nodes
+        move = self._peers.start(index, self._step, equal_weights, background, add_own)
+        return move if not keep_sent or own is None else Move(index, move.flat, own, move.arrived)
+
+    def __call__(
+        self,
+        step: int = 0,
+        turn: int = 0,
+        only: Sequence[int] | None = None,
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+    ) -> None:
+        self.begin(step, turn)
+        moves = [self.start(index, self._background) for index in (range(len(self.buckets)) if only is None else only)]
+        for move in moves:
+            move.arrived.wait()
+            self._background.hands_out(move.flat)
+            take(self.buckets[move.index], move.flat)
+
+    def carried(self, flat: Tensor, index: int) -> Tensor:
+        return flat if self._peers.carries(index) else flat[:0]
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        return self.through.intra.broadcast(flat, source=self._peers.carrier(index))
+
+    def _check(self, round_: Round) -> None:
+        if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):
+            raise ValueError(
+                f"{self._peers.graph!r} lets nodes receive more than they send, so what arrives has no mean: use a"
+                " graph in which everyone sends as much as it receives, or Gossip, which keeps push-sum weights"
+            )

@@ -1,0 +1,149 @@
+"""What runs the schemes, from the start of a ``fit`` to its end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.agreed_model import AgreedModel
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import gradient_path
+from lightning_hiercomm.topology import Topology
+
+T = TypeVar("T")
+
+
+class TrainingRun:
+    """One ``fit``: a deep copy of the configured scheme for every optimizer, and who calls it when.
+
+    It knows no Trainer: whoever drives the training tells it where a run, an epoch and a step begin and end.
+
+    Args:
+        scheme: As the user configured it.
+        replicas: Which tensors agree, under which optimizer; equal on all ranks.
+        topology: The nodes.
+        wire: Payload type between nodes.
+        average_optimizer_state: Whether agreements also average the optimizers' state.
+
+    Attributes:
+        schemes: One per optimizer, in their order.
+        gradients: The way of the module's gradients, whichever optimizer uses them.
+        agreed_model: What all ranks agree on, while they differ.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        replicas: Replicas,
+        topology: Topology,
+        wire: Wire | None = None,
+        average_optimizer_state: bool = False,
+    ) -> None:
+        self.replicas = replicas
+        self.topology = topology
+        self.wire = wire or Wire()
+        self.schemes = [copy.deepcopy(scheme) for _ in replicas.optimizers]
+        self.gradients = gradient_path(
+            scheme.gradients, topology, replicas.device, self.wire, piece_bytes=replicas.bucket_bytes
+        )
+        self.agreed_model = AgreedModel(self.schemes, replicas, topology)
+        self._loss_sum: Tensor | None = None
+        self._loss_count = 0
+        for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
+            own.averages_optimizer_state = average_optimizer_state
+            own.attach(replicas.of(optimizer), topology, optimizer, self.wire)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What trains."""
+        return self.replicas.module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's own, outside of any wrapper."""
+        return self.replicas.optimizers
+
+    def scheme_of(self, optimizer: Optimizer) -> Scheme:
+        """The scheme of an optimizer."""
+        return next(s for s, other in zip(self.schemes, self.optimizers, strict=True) if other is optimizer)
+
+    def begin(self, epochs: int | None, steps: int | None) -> None:
+        """Training starts or resumes.
+
+        Args:
+            epochs: The number of epochs the run will have, or None if that is not known.
+            steps: The number of optimizer steps after which the run ends, or None if that is not known.
+        """
+        for scheme in self.schemes:
+            scheme.begin_run(epochs, steps)
+
+    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+        """An epoch starts.
+
+        Args:
+            epoch: Its number, from 0.
+            metrics: What the user logged so far.
+        """
+        self._loss_sum, self._loss_count = None, 0
+        for scheme in self.schemes:
+            scheme.begin_epoch(epoch, metrics)
+
+    def watch_loss(self, output: Any) -> None:
+        """Take what a training step returned: the loss, a mapping that holds it, or anything else."""
+        if self.schemes and self.schemes[0].watches_loss:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if isinstance(loss, Tensor):
+                loss = loss.detach().float().mean()
+                self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+                self._loss_count += 1
+
+    def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
+        """One attempt of an optimizer to step.
+
+        Args:
+            optimizer: Which one.
+            run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
+            last: Whether it is known to be the last one of the epoch.
+
+        Returns:
+            What ``run`` returns.
+        """
+        scheme = self.scheme_of(optimizer)
+        if self.replicas.has_changed(scheme.replica, optimizer):
+            scheme.agree()
+            scheme.follow(self.replicas.of(optimizer))
+        return scheme.step(run, last=last)
+
+    def end_epoch(self) -> None:
+        """The epoch's last batch is done; validation and checkpoints come next."""
+        loss = self._loss_sum / self._loss_count if self._loss_sum is not None else None
+        for scheme in self.schemes:
+            scheme.end_epoch(loss)
+
+    def finish(self) -> None:
+        """The run is over: every rank holds the agreed parameters."""
+        for scheme in self.schemes:
+            scheme.finish()
+
+    def begin_anew(self) -> None:
+        """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
+        self.agreed_model.average_module()
+        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
+            scheme.follow(self.replicas.of(optimizer))
+
+    def close(self, timeout: float) -> None:
+        """End background threads, also after an error; not collective.
+
+        Args:
+            timeout: Seconds to wait for each.
+        """
+        for scheme in self.schemes:
+            scheme.close(timeout)
+        self.gradients.close(timeout)

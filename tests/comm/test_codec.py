@@ -1,0 +1,303 @@
+"""What encoding does to values: exact small cases, a calculation in plain Python, and what must hold for any values."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_hiercomm.comm.codec as codec_module
+from lightning_hiercomm.comm.codec import AsIs, Cast, Quantized, codec_named
+
+CODECS = [AsIs(), Cast(torch.bfloat16), Cast(torch.float16), Quantized(8), Quantized(4), Quantized(4, block=64)]
+QUANTIZED = [Quantized(8), Quantized(4), Quantized(8, block=2), Quantized(4, block=6)]
+LENGTHS = [0, 1, 2, 3, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1025]
+
+numbers = st.floats(min_value=-(1.75 * 2.0**127), max_value=1.75 * 2.0**127, width=32)
+"""Finite in float32 however their scale is rounded; with denormal numbers and both zeros."""
+vectors = st.one_of(
+    st.lists(numbers, max_size=40),
+    st.tuples(st.lists(numbers, min_size=1, max_size=9), st.sampled_from(LENGTHS)).map(
+        lambda pair: (pair[0] * (pair[1] // len(pair[0]) + 1))[: pair[1]]
+    ),
+)
+
+
+def decoded(codec, values):
+    return codec.decode(codec.encode(values), torch.empty_like(values))
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def scales_of(codec, payload, numel):
+    """The scale of every element."""
+    blocks = -(-numel // codec.block)
+    return payload[: 2 * blocks].view(torch.bfloat16).double().repeat_interleave(codec.block)[:numel]
+
+
+# ---- exact ----------------------------------------------------------------------------------------------------------
+
+
+def test_eight_bits_are_a_scale_and_codes_rounded_to_even():
+    codec = Quantized(8, block=4)
+    values = torch.tensor([127.0, -1.0, 0.5, 1.5, -254.0, 3.0])  # scales 1 and 2
+    payload = codec.encode(values)
+    assert payload.tolist() == [0x80, 0x3F, 0x00, 0x40, 127, 255, 0, 2, 256 - 127, 2]
+    assert decoded(codec, values).tolist() == [127.0, -1.0, 0.0, 2.0, -254.0, 4.0]
+
+
+def test_four_bits_put_a_block_s_halves_into_the_halves_of_bytes():
+    codec = Quantized(4, block=4)
+    values = torch.tensor([7.0, -7.0, 1.0, 2.5, -14.0, 6.0, 2.0])  # scales 1 and 2; an odd last block
+    payload = codec.encode(values)
+    codes = [7 + 16 * 1, -7 + 16 * 2, -7 + 16 * 1, 3]
+    assert payload.tolist() == [0x80, 0x3F, 0x00, 0x40, *(code % 256 for code in codes)]
+    assert decoded(codec, values).tolist() == [7.0, -7.0, 1.0, 2.0, -14.0, 6.0, 2.0]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_byte_left_over_is_zero(bits):
+    payload = torch.full((4,), 255, dtype=torch.uint8)
+    Quantized(bits).encode(torch.ones(1), payload)
+    assert payload[3] == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_code_is_kept(bits):
+    top = 127 if bits == 8 else 7
+    codes = torch.arange(-top, top + 1).float()
+    pairs = torch.cartesian_prod(codes, codes[-1:]).reshape(-1) if bits == 8 else torch.cartesian_prod(codes, codes)
+    blocks = pairs.reshape(-1, 2) * 0.75
+    blocks = torch.cat([blocks, torch.full((len(blocks), 2), 0.75 * top)], dim=1).reshape(-1)
+    assert same_bits(decoded(Quantized(bits, block=4), blocks), blocks)
+
+
+def float32(x):
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def bfloat16(x):
+    """The nearest bfloat16 of a float32, ties to even, from its bits."""
+    bits = struct.unpack("I", struct.pack("f", x))[0]
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    return struct.unpack("f", struct.pack("I", bits))[0]
+
+
+def quantized_in_plain_python(values, bits, block):
+    top = {8: 127, 4: 7}[bits]
+    result = []
+    for start in range(0, len(values), block):
+        own = values[start : start + block]
+        scale = bfloat16(max(float32(max(abs(v) for v in own) / top), 2.0**-126))
+        result += [scale * round(float32(v / scale)) for v in own]
+    return result
+
+
+@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+@given(values=vectors)
+@settings(deadline=None)
+def test_values_decode_to_what_a_loop_over_blocks_makes_of_them(codec, values):
+    expected = quantized_in_plain_python(values, codec.bits, codec.block)
+    assert decoded(codec, torch.tensor(values, dtype=torch.float32)).tolist() == expected
+
+
+# ---- whatever the values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+@given(values=vectors)
+@settings(deadline=None)
+def test_no_element_is_off_by_more_than_half_a_scale(codec, values):
+    tensor = torch.tensor(values, dtype=torch.float32)
+    payload = codec.encode(tensor)
+    error = codec.decode(payload, torch.empty_like(tensor)).double() - tensor.double()
+    assert (error.abs() <= scales_of(codec, payload, len(values)) / 2 * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+@given(values=vectors)
+@settings(deadline=None)
+def test_encoding_decoded_values_again_changes_no_bit(codec, dtype, values):
+    once = decoded(codec, torch.tensor(values, dtype=dtype))
+    assert same_bits(decoded(codec, once), once)
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_any_length_fits_its_payload_and_neither_side_s_neighbours_change(codec, numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    before, room = values.clone(), codec.payload_numel(numel, values.dtype)
+    payloads = torch.full((room + 4,), 7).to(codec.payload_dtype(values.dtype))
+    payload = codec.encode(values, payloads[2 : room + 2])
+    assert payloads[[0, 1, -2, -1]].tolist() == [7] * 4
+    assert same_bits(payload, codec.encode(values))
+    outs = torch.full((numel + 2,), 7.0)
+    out = codec.decode(payload, outs[1:-1])
+    assert outs[[0, -1]].tolist() == [7.0, 7.0]
+    torch.testing.assert_close(out, values, rtol=0.01, atol=0.3 if not codec.adds else 0)
+    assert same_bits(values, before)
+
+
+@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+def test_long_tensors_are_encoded_like_their_pieces(codec, monkeypatch):
+    values = torch.randn(100 * codec.block + 1, generator=torch.Generator().manual_seed(0))
+    at_once = codec.encode(values)
+    monkeypatch.setattr(codec_module, "_TILE_ON_CPU", 7 * codec.block)
+    assert same_bits(codec.encode(values), at_once)
+    assert same_bits(decoded(codec, values), torch.cat([decoded(codec, piece) for piece in values.split(codec.block)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+def test_other_floats_are_quantised_as_float32_ones_and_rounded_back(codec, dtype):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert same_bits(codec.encode(values), codec.encode(values.float()))
+    assert same_bits(decoded(codec, values), decoded(codec, values.float()).to(dtype))
+
+
+# ---- nothing that is not finite vanishes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 3, 255])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_element_of_a_block_with_a_value_that_is_not_finite_decodes_to_a_finite_one_but_other_blocks_do(
+    bad, place, bits
+):
+    values = torch.ones(256 + 256 + 3)
+    for start, length in ((256, 256), (512, 3)):
+        values[start + min(place, length - 1)] = bad
+        out = decoded(Quantized(bits), values)
+        assert out[:start].isfinite().all()
+        assert out[start + length :].isfinite().all()
+        assert not out[start : start + 256].isfinite().any()
+        values[start : start + 256] = 1.0
+
+
+def test_values_beyond_every_scale_do_not_decode_to_finite_ones():
+    values = torch.tensor([1e300, 1.0], dtype=torch.float64)
+    assert not decoded(Quantized(8), values).isfinite().any()
+
+
+def test_the_largest_numbers_stay_seen():
+    largest = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, 1.0])
+    for codec in (Quantized(8), Quantized(4)):
+        out = decoded(codec, largest)
+        assert (out[:2].abs() > 3.3e38).all()  # or infinite
+
+
+def test_what_float16_cannot_hold_becomes_infinite():
+    out = decoded(Cast(torch.float16), torch.tensor([1e5, -1e5, float("nan"), 1.0]))
+    assert out[:2].tolist() == [float("inf"), float("-inf")]
+    assert out[2].isnan()
+    assert out[3] == 1
+
+
+def test_zeros_and_denormal_numbers_need_no_case_of_their_own():
+    smallest = 2.0**-126
+    for codec in (Quantized(8), Quantized(4)):
+        assert decoded(codec, torch.zeros(300)).tolist() == [0.0] * 300
+        assert decoded(codec, torch.full((3,), 1e-45)).tolist() == [0.0] * 3
+        assert decoded(codec, torch.tensor([smallest, 0.9 * smallest])).tolist() == [smallest] * 2
+
+
+# ---- sizes, names, checks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "share"), [(Quantized(8), 1 / 4), (Quantized(4), 1 / 8), (Cast(torch.bfloat16), 1 / 2)]
+)
+@pytest.mark.parametrize("numel", [10_000, 11_000_001])
+def test_payloads_are_within_two_per_cent_of_a_fraction_of_float32(codec, share, numel):
+    assert 1 <= codec.payload_bytes(numel, torch.float32) / (4 * numel * share) < 1.02
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("numel", [0, 5, 257])
+def test_the_bytes_of_a_payload_are_those_that_are_told(codec, dtype, numel):
+    values = torch.ones(numel, dtype=dtype)
+    payload = codec.encode(values)
+    assert payload.is_contiguous()
+    assert payload.dim() == 1
+    assert payload.dtype == codec.payload_dtype(dtype)
+    assert payload.numel() == codec.payload_numel(numel, dtype)
+    assert payload.numel() * payload.element_size() == codec.payload_bytes(numel, dtype)
+    assert (payload.dtype != dtype) == codec.narrows(dtype)
+
+
+def test_nothing_fits_anywhere():
+    nowhere = torch.zeros(3, dtype=torch.uint8)[1:1]
+    assert Quantized(8).decode(Quantized(8).encode(torch.empty(0), nowhere), torch.empty(0)).tolist() == []
+
+
+def test_only_wider_floats_are_narrowed():
+    assert Cast(torch.bfloat16).narrows(torch.float32)
+    assert not Cast(torch.bfloat16).narrows(torch.float16)
+    assert Cast(torch.float32).narrows(torch.float64)
+    assert not Cast(torch.float32).narrows(torch.float32)
+    assert not AsIs().narrows(torch.float64)
+    assert Quantized(8).narrows(torch.bfloat16)
+    assert not Quantized(8).narrows(torch.int64)
+
+
+def test_what_travels_as_it_is_is_not_copied_unless_somewhere_else():
+    values, elsewhere = torch.ones(3), torch.zeros(3)
+    assert AsIs().encode(values) is values
+    assert AsIs().decode(values, values) is values
+    assert AsIs().encode(values, elsewhere) is elsewhere
+    assert elsewhere.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_codec_is_a_value(codec):
+    assert pickle.loads(pickle.dumps(codec)) == codec
+    assert len({codec, pickle.loads(pickle.dumps(codec))}) == 1
+    assert codec.adds == (not isinstance(codec, Quantized))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        (None, AsIs()),
+        ("float32", Cast(torch.float32)),
+        ("bfloat16", Cast(torch.bfloat16)),
+        (torch.bfloat16, Cast(torch.bfloat16)),
+        ("torch.float16", Cast(torch.float16)),
+        ("int8", Quantized(8)),
+        ("int4", Quantized(4)),
+    ],
+)
+def test_codecs_have_names(name, codec):
+    assert codec_named(name) == codec
+
+
+@pytest.mark.parametrize("name", ["int7", "fp8", torch.int64, 8])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(ValueError, match=r"wire_dtype=.* one of float32, bfloat16, float16, int8, int4, or None"):
+        codec_named(name)
+
+
+def test_what_cannot_be_a_codec_is_refused():
+    with pytest.raises(ValueError, match="bits=5"):
+        Quantized(5)
+    with pytest.raises(ValueError, match="block=7"):
+        Quantized(4, block=7)
+    with pytest.raises(ValueError, match=r"dtype=torch\.int8"):
+        Cast(torch.int8)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_payload_of_another_length_is_refused(codec):
+    payload = codec.encode(torch.ones(300))
+    with pytest.raises(ValueError, match="elements"):
+        codec.decode(payload, torch.empty(295))
+    with pytest.raises(ValueError, match="elements"):
+        codec.encode(torch.ones(1), payload)

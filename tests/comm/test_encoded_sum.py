@@ -1,0 +1,377 @@
+"""Sums of encoded parts: what arrives, that it is the same everywhere, and that nothing is lost for good."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.codec import AsIs, Cast, Quantized
+from lightning_hiercomm.comm.encoded_sum import EncodedSum
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+
+CODECS = [Quantized(8), Quantized(4), Quantized(8, block=4), Cast(torch.bfloat16), Cast(torch.float16), AsIs()]
+MEMBERS = [2, 3, 4, 5]
+
+
+def on_members(members, codec, work):
+    """``work(rank, sum, meter)`` on every member, as a thread."""
+
+    def on_rank(rank, world):
+        meter = Meter()
+        connect = world.connect(rank, meter)
+        group = [range(members)]
+        return work(rank, EncodedSum(codec, connect(group, "inter"), connect(group, "inter")), meter)
+
+    return ThreadWorld(members).run(on_rank)
+
+
+def values_of(rank, numel, dtype=torch.float32, round_=0):
+    """Of very different sizes."""
+    generator = torch.Generator().manual_seed(1000 * round_ + rank)
+    sizes = 10.0 ** torch.randint(-6, 3, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator) * sizes).to(dtype)
+
+
+def decoded(codec, values):
+    """What arrives of ``values``."""
+    return codec.decode(codec.encode(values), torch.empty_like(values))
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def plainly(codec, everyones, kept_back=None, kept_back_of_sums=None):
+    """The sum of ``everyones`` parts, calculated in one place; changes the residues."""
+    members, numel = len(everyones), everyones[0].numel()
+    length = numel if members == 2 else -(-numel // members)
+    if length >= 64 * codec.block:
+        length = -(-length // codec.block) * codec.block
+    chunks = []
+    for start in range(0, numel, length):
+        chunk = slice(start, start + length)
+        total = None
+        for m, values in enumerate(everyones):
+            wanted = values[chunk] if kept_back is None else values[chunk] + kept_back[m][chunk]
+            arrived = decoded(codec, wanted)
+            if kept_back is not None:
+                kept_back[m][chunk] = wanted - arrived
+            total = arrived if total is None else total + arrived
+        if members > 2:
+            if kept_back_of_sums is not None:
+                total = total + kept_back_of_sums[chunk]
+            arrived = decoded(codec, total)
+            if kept_back_of_sums is not None:
+                kept_back_of_sums[chunk] = total - arrived
+            total = arrived
+        chunks.append(total)
+    return torch.cat(chunks)
+
+
+# ---- what arrives ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("members", MEMBERS)
+def test_everyone_gets_the_bits_that_a_plain_calculation_gives(members, codec):
+    lengths = [1, 2, 3, 5, 7, 255, 256, 257, 1000, 64 * 4 * members + 1, 5000]
+
+    def work(rank, encoded_sum, meter):
+        parts = [values_of(rank, numel) for numel in lengths]
+        for part in parts:
+            encoded_sum.launch(part)()
+        return parts
+
+    for parts in zip(*on_members(members, codec, work), strict=True):
+        expected = plainly(codec, [values_of(rank, parts[0].numel()) for rank in range(members)])
+        for part in parts:
+            assert same_bits(part, expected), part.numel()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("members", MEMBERS)
+def test_with_feedback_every_round_s_bits_are_those_of_a_plain_calculation(members, codec):
+    numel, rounds = 1003, 4
+
+    def work(rank, encoded_sum, meter):
+        feedback = encoded_sum.feedback(torch.empty(numel))
+        parts = [values_of(rank, numel, round_=i) for i in range(rounds)]
+        for part in parts:
+            encoded_sum.launch(part, feedback)()
+        return parts
+
+    kept_back, of_sums = torch.zeros(members, numel), torch.zeros(numel)
+    for i, parts in enumerate(zip(*on_members(members, codec, work), strict=True)):
+        everyones = [values_of(rank, numel, round_=i) for rank in range(members)]
+        expected = plainly(codec, everyones, kept_back, of_sums)
+        for part in parts:
+            assert same_bits(part, expected), i
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("members", MEMBERS)
+def test_a_sum_is_within_half_of_every_scale_of_the_exact_one(members, bits):
+    top = 127 if bits == 8 else 7
+
+    def work(rank, encoded_sum, meter):
+        part = torch.randn(100_000, generator=torch.Generator().manual_seed(rank))
+        before = part.clone()
+        encoded_sum.launch(part)()
+        return before, part
+
+    results = on_members(members, Quantized(bits), work)
+    exact = sum(before.double() for before, _ in results)
+    scales = [before.abs().max() / top for before, _ in results]
+    scales += [results[0][1].abs().max() / top] if members > 2 else []
+    assert (results[0][1] - exact).abs().max() <= 1.005 / 2 * sum(scales)  # a scale is rounded itself
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+def test_bfloat16_payloads_are_summed_in_float32(members):
+    def work(rank, encoded_sum, meter):
+        part = torch.tensor([1.0 if rank == 0 else 2.0**-8] * 6)
+        encoded_sum.launch(part)()
+        return part.tolist()
+
+    exact = 1 + (members - 1) * 2**-8
+    expected = exact if members == 2 else torch.tensor(exact).bfloat16().item()
+    assert on_members(members, Cast(torch.bfloat16), work) == [[expected] * 6] * members
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("codec", [Quantized(8), AsIs()], ids=str)
+@pytest.mark.parametrize("members", [2, 4])
+def test_parts_of_other_floats_are_summed_in_float32_or_wider_and_rounded_once(members, codec, dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def work(rank, encoded_sum, meter):
+        part = values_of(rank, 3000, dtype)
+        feedback = encoded_sum.feedback(part)
+        assert feedback.sender.dtype == feedback.reducer.dtype == wide
+        encoded_sum.launch(part, feedback)()
+        return part
+
+    expected = plainly(codec, [values_of(rank, 3000, dtype).to(wide) for rank in range(members)]).to(dtype)
+    assert all(same_bits(part, expected) for part in on_members(members, codec, work))
+
+
+@pytest.mark.parametrize("codec", [AsIs(), Cast(torch.bfloat16), Quantized(8)], ids=str)
+@pytest.mark.parametrize("members", MEMBERS)
+def test_everyone_has_the_same_bits_even_of_sums_of_different_nans(members, codec):
+    def work(rank, encoded_sum, meter):
+        bits = torch.full((100,), 0x7FC00000 + (rank << 16), dtype=torch.int32)
+        part = bits.view(torch.float32) * (-1 if rank % 2 else 1)
+        encoded_sum.launch(part)()
+        assert part.isnan().all()
+        return part
+
+    first, *others = on_members(members, codec, work)
+    assert all(same_bits(other, first) for other in others)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_the_sum_does_not_depend_on_who_comes_first(members):
+    def work(rank, encoded_sum, meter, late=0):
+        time.sleep(0.02 * ((rank + late) % members))
+        part = values_of(rank, 1000)
+        complete = encoded_sum.launch(part)
+        time.sleep(0.02 * ((rank + 2 * late + 1) % members))
+        complete()
+        return part
+
+    runs = [
+        on_members(members, Cast(torch.bfloat16), lambda *rank, late=late: work(*rank, late=late)) for late in range(2)
+    ]
+    assert all(same_bits(part, runs[0][0]) for run in runs for part in run)
+
+
+def test_alone_nothing_moves_and_nothing_changes():
+    def work(rank, encoded_sum, meter):
+        part = values_of(rank, 300)
+        before, feedback = part.clone(), encoded_sum.feedback(part)
+        encoded_sum.launch(part, feedback)()
+        assert same_bits(part, before)
+        assert not feedback.sender.any()
+        assert not meter.messages["inter"]
+
+    on_members(1, Quantized(4), work)
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+def test_a_part_without_elements_sums_to_one(members):
+    def work(rank, encoded_sum, meter):
+        part = torch.empty(0)
+        encoded_sum.launch(part, encoded_sum.feedback(part))()
+
+    on_members(members, Quantized(8), work)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_parts_are_completed_in_a_lane_while_others_are_launched(members):
+    def work(rank, encoded_sum, meter):
+        background = Background(torch.device("cpu"), meter)
+        parts = [values_of(rank, 500 * i) for i in range(1, 8)]
+        feedback = [encoded_sum.feedback(part) for part in parts]
+        handles = [background.submit(encoded_sum.launch(*pair)) for pair in zip(parts, feedback, strict=True)]
+        for handle in handles:
+            handle.wait()
+        background.close()
+        return parts
+
+    for parts in zip(*on_members(members, Quantized(8), work), strict=True):
+        expected = plainly(
+            Quantized(8),
+            [values_of(rank, parts[0].numel()) for rank in range(members)],
+        )
+        for part in parts:
+            assert same_bits(part, expected)
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("members", MEMBERS)
+def test_every_member_sends_what_an_all_reduce_of_the_payload_would(members, codec):
+    numel = members * 64 * 256
+
+    def work(rank, encoded_sum, meter):
+        part = values_of(rank, numel)
+        encoded_sum.launch(part, encoded_sum.feedback(part))()
+        return meter.bytes["inter"]
+
+    expected = 2 * (members - 1) / members * codec.payload_bytes(numel, torch.float32)
+    assert on_members(members, codec, work) == pytest.approx([expected] * members, rel=1e-12)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 1 / 4), (4, 1 / 8)])
+@pytest.mark.parametrize("members", MEMBERS)
+def test_quantised_sums_send_within_two_per_cent_of_a_fraction_of_float32(members, bits, share):
+    numel = 300_007
+
+    def work(rank, encoded_sum, meter):
+        encoded_sum.launch(values_of(rank, numel))()
+        return meter.bytes["inter"]
+
+    for sent in on_members(members, Quantized(bits), work):
+        assert sent <= 1.02 * share * 2 * (members - 1) / members * 4 * numel
+
+
+# ---- feedback -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("members", MEMBERS)
+def test_the_running_mean_of_what_arrives_tends_to_what_is_sent(members, codec):
+    rounds, numel = 64, 700
+
+    def work(rank, encoded_sum, meter):
+        value = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+        feedback, total, errors = encoded_sum.feedback(value), torch.zeros(numel, dtype=torch.float64), []
+        for n in range(1, rounds + 1):
+            part = value.clone()
+            encoded_sum.launch(part, feedback)()
+            total += part
+            errors.append(total / n)
+        return value.double(), errors
+
+    results = on_members(members, codec, work)
+    exact = sum(value for value, _ in results)
+    # what has not arrived yet is at most half a scale of everyone's, and of the sum
+    scale = {Quantized(8): 1 / 127, Quantized(4): 1 / 7}.get(codec, 2**-8)
+    largest = [*(value.abs().max() for value, _ in results), exact.abs().max()]
+    bound = 1.2 * scale / 2 * sum(largest)  # values plus residues are larger than values
+    for n, mean in enumerate(results[0][1], start=1):
+        assert (mean - exact).abs().max() <= bound / n + 1e-6, n
+    assert (results[0][1][0] - exact).abs().max() > 2 * bound / rounds  # the first alone is not that close
+
+
+@pytest.mark.parametrize("members", [2, 3])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.float16)], ids=str)
+def test_what_is_not_finite_reaches_everyone_and_does_not_stay(codec, bad, members):
+    def work(rank, encoded_sum, meter):
+        feedback = encoded_sum.feedback(torch.empty(1000))
+        parts = [torch.full((1000,), 1.0), torch.full((1000,), 1.0)]
+        if rank == members - 1:
+            parts[0][700] = bad
+        for part in parts:
+            encoded_sum.launch(part, feedback)()
+        assert feedback.sender.isfinite().all()
+        assert feedback.reducer.isfinite().all()
+        return parts
+
+    for first, second in on_members(members, codec, work):
+        assert not first[700].isfinite()
+        assert first[:100].isfinite().all()
+        torch.testing.assert_close(second, torch.full((1000,), float(members)), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+def test_a_restored_feedback_goes_on_bit_by_bit(members):
+    def work(rank, encoded_sum, meter):
+        feedback = encoded_sum.feedback(torch.empty(1003))
+        for i in range(3):
+            encoded_sum.launch(values_of(rank, 1003, round_=i), feedback)()
+        state = feedback.state_dict()
+        copies = {name: tensor.clone() for name, tensor in state.items()}
+        part = values_of(rank, 1003, round_=3)
+        encoded_sum.launch(part, feedback)()
+        assert all(same_bits(state[name], copies[name]) for name in copies)
+        restored = encoded_sum.feedback(torch.empty(1003))
+        restored.load_state_dict(state)
+        again = values_of(rank, 1003, round_=3)
+        encoded_sum.launch(again, restored)()
+        fresh = values_of(rank, 1003, round_=3)
+        encoded_sum.launch(fresh, encoded_sum.feedback(fresh))()
+        assert same_bits(again, part)
+        assert same_bits(restored.sender, feedback.sender)
+        assert same_bits(restored.reducer, feedback.reducer)
+        assert not same_bits(fresh, part)
+
+    on_members(members, Quantized(4), work)
+
+
+def test_a_feedback_of_another_part_is_refused():
+    def work(rank, encoded_sum, meter):
+        state = encoded_sum.feedback(torch.empty(12)).state_dict()
+        with pytest.raises(ValueError, match="saved sender's feedback has 12 elements, this one 1:"):
+            encoded_sum.feedback(torch.empty(1)).load_state_dict(state)
+        with pytest.raises(ValueError, match="saved reducer's feedback has 1 elements, this one 4:"):
+            encoded_sum.feedback(torch.empty(12)).load_state_dict({**state, "reducer": torch.zeros(1)})
+
+    on_members(3, Quantized(8), work)
+
+
+# ---- over processes, too --------------------------------------------------------------------------------------------
+
+
+def sum_among_three(rank):
+    groups = ((0, 1, 2), (3,))
+    encoded_sum = EncodedSum(Quantized(4), rank.group(groups, "inter"), rank.group(groups, "inter", twin=1))
+    background = Background(torch.device("cpu"), rank.meter)
+    feedback = encoded_sum.feedback(torch.empty(300_001))
+    parts, handles = [], []
+    for i in range(3):
+        parts.append(values_of(rank.rank, 300_001, round_=i))
+        handles.append(background.submit(encoded_sum.launch(parts[-1], feedback)))
+    for handle in handles:
+        handle.wait()
+    background.close()
+    return parts
+
+
+@pytest.mark.parametrize("world", ["threads", "gloo"], indirect=True)
+def test_three_of_four_sum_three_parts_at_once(world):
+    kept_back, of_sums = torch.zeros(3, 300_001), torch.zeros(300_001)
+    results = world.run(sum_among_three)
+    for i in range(3):
+        everyones = [values_of(rank, 300_001, round_=i) for rank in range(3)]
+        expected = plainly(Quantized(4), everyones, kept_back, of_sums)
+        for rank in range(3):
+            assert same_bits(results[rank][i], expected)
+        assert same_bits(results[3][i], values_of(3, 300_001, round_=i))

@@ -1,0 +1,49 @@
+"""The hooks that strategies share, before anything is set up."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm.hooks import HierarchicalHooks
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda s: s.total_communication(), "there is no topology yet: it is set up by Strategy.setup_environment"),
+        (lambda s: s.ddp_inter_bytes(1), "there is no topology yet"),
+        (lambda s: s.on_train_batch_start(None, 1) or s.on_train_end() or s._run, "there is no training run yet"),
+        (lambda s: s.on_train_start(), "there is no LightningModule yet: it is set up by Strategy.connect"),
+        (lambda s: s.configure_ddp(), "there is no LightningModule yet"),
+        (lambda s: s._configure_launcher(), "there is no cluster environment yet"),
+    ],
+)
+def test_what_is_not_set_up_yet_is_named(ask, message):
+    with pytest.raises(RuntimeError, match=message):
+        ask(HierarchicalStrategy())
+
+
+def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
+    strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
+    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
+    assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
+    with strategy.agreed_model():
+        pass
+    strategy.on_validation_start()
+    strategy.on_validation_end()
+
+
+def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
+    class Sharded(HierarchicalHooks, ModelParallelStrategy):
+        def __init__(self) -> None:
+            super().__init__()
+            self._configure(HierarchicalStrategy()._settings)
+
+    strategy = Sharded()
+    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
+    order = [cls.__name__ for cls in Sharded.__mro__[1:4]]
+    assert order == ["HierarchicalHooks", "ModelParallelStrategy", "ParallelStrategy"]
