@@ -296,6 +296,6 @@ def unprofiled() -> Iterator[None]:
 def _require_attribute(owner: object, name: str) -> None:
     if not hasattr(owner, name):
         raise RuntimeError(
-            f"this version of Lightning or torch has no {type(owner).__name__}.{name}; lightning-hiercomm was made for"
-            " lightning 2.6. Please install 'lightning>=2.6.1,<2.7' and report this."
+            f"this version of Lightning or torch has no {type(owner).__name__}.{name}, which this version of"
+            " lightning-hiercomm relies on: upgrade it, or go back to an earlier Lightning, and report this."
         )
