@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,6 +27,46 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from lightning_hiercomm.comm.mpi import load_mpi
+
+
+def name_tree(name: str) -> str:
+    """To whom this module's classes belong, and where their twins are, for people who mix Lightning's two packages.
+
+    ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
+    refuses objects of the other.
+    """
+    ours = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
+    (other,) = ours.keys() - {pl.__name__}
+    return f"`{pl.__name__}`; with `{other}`, use `{ours[other]}.{name}`"
+
+
+def check_ddp_arguments(arguments: Iterable[str], strategy: type) -> None:
+    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
+
+    Args:
+        arguments: Names of the keywords that are not the strategy's own.
+        strategy: Whose process group and communication hook DDP gets.
+
+    Raises:
+        ValueError: For those that the strategy itself sets.
+        TypeError: For those that nobody knows.
+    """
+    owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
+    owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
+    known = inspect.signature(DistributedDataParallel).parameters.keys() - owned
+    own = inspect.signature(strategy).parameters.keys() - {"ddp_kwargs"}
+    for name in arguments:
+        if name in owned:
+            raise ValueError(
+                f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
+                " Choose what nodes exchange with `scheme` and `wire_dtype`."
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, [*own, *known], n=1)
+            hint = (
+                f"Did you mean {near[0]!r}?" if near else f"DistributedDataParallel takes {', '.join(sorted(known))}."
+            )
+            raise TypeError(f"{strategy.__name__} has no argument {name!r}. {hint}")
 
 
 def replace_sigterm_broadcast(
@@ -89,6 +133,19 @@ def check_ranks_of_node(environment: ClusterEnvironment) -> None:
             )
 
     environment.validate_settings = validate  # type: ignore[method-assign]
+
+
+def check_program_can_run_again() -> None:
+    """Refuse to start ranks by running the program again where there is none: in a notebook, or at a Python prompt.
+
+    Lightning refuses it, too, but the remedy it names is its own ``ddp_notebook``.
+    """
+    if imports._IS_INTERACTIVE:
+        raise MisconfigurationException(
+            "start_method='popen' starts ranks by running the script again, but an interactive session has none. Use"
+            " HierarchicalStrategy(..., start_method='fork'), or a name that ends in _notebook, such as"
+            " Trainer(strategy='hierarchical_periodic_notebook')."
+        )
 
 
 def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
@@ -239,6 +296,6 @@ def unprofiled() -> Iterator[None]:
 def _require_attribute(owner: object, name: str) -> None:
     if not hasattr(owner, name):
         raise RuntimeError(
-            f"this version of Lightning or torch has no {type(owner).__name__}.{name}; lightning-hiercomm was made for"
-            " lightning 2.6. Please install 'lightning>=2.6.1,<2.7' and report this."
+            f"this version of Lightning or torch has no {type(owner).__name__}.{name}, which this version of"
+            " lightning-hiercomm relies on: upgrade it, or go back to an earlier Lightning, and report this."
         )

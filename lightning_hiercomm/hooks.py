@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,7 +28,7 @@ from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import DASO, PeriodicAveraging, Scheme
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology
 from lightning_hiercomm.training_run import TrainingRun
@@ -64,8 +66,8 @@ class HierarchicalHooks(ParallelStrategy):
         self._epoch_clock: EpochClock | None = None
 
     def __repr__(self) -> str:
-        # `pytorch_lightning.Trainer` prints this when it refuses the strategy, so say what is wrong with it there
-        return f"<{type(self).__name__} for `lightning.pytorch.Trainer`; `pytorch_lightning` is another class tree>"
+        # the Trainer of the other tree of classes prints this when it refuses the strategy
+        return f"<{type(self).__name__} of {_lightning.name_tree(type(self).__name__)}>"
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class HierarchicalHooks(ParallelStrategy):
     def on_train_start(self) -> None:
         trainer = self._module.trainer
         check_equal_work(self._topology, trainer.num_training_batches)
+        _warn_of_long_period(self.scheme, trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
@@ -344,3 +347,15 @@ def required(value: T | None, what: str, set_by: str) -> T:
     if value is None:
         raise RuntimeError(f"there is no {what} yet: it is set up by {set_by}")
     return value
+
+
+def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
+    """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
+    if not isinstance(scheme, PeriodicAveraging | DASO) or scheme.sync_every is None:
+        return
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if 1 < steps < scheme.sync_every:
+        rank_zero_warn(
+            f"{type(scheme).__name__}(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
+            f" {math.ceil(steps)} optimizer steps: nodes agree at the ends of epochs only. Choose a smaller sync_every."
+        )
