@@ -47,6 +47,7 @@ from lightning_hiercomm.companion import (
     set_random_state,
 )
 from lightning_hiercomm.control import ControlPlane, RankFailure, start_control_plane
+from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.averaging import Average
@@ -225,6 +226,8 @@ class HierarchicalStrategy(DDPStrategy):
             if isinstance(environment, MPIEnvironment):
                 abort_on_uncaught_exceptions()
         super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = _lightning.WatchfulLauncher(self, start_method=self._start_method)
 
     @property
     @override
@@ -233,22 +236,37 @@ class HierarchicalStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        # before the process group, if there is none yet: what makes it waits long for ranks that die on their way to it
+        rendezvous = None
+        if self.world_size > 1 and self._control is None and not dist.is_initialized():
+            address, port = self.cluster_environment.main_address, self.cluster_environment.main_port
+            rendezvous = Rendezvous(address, port, self.global_rank, self.world_size, self._timeout)
+            self._start_control_plane(rendezvous.broadcast, rendezvous.gather)
         super().setup_environment()
         if self.topology is None:
             self.meter = Meter()
             self.topology = Topology(self._find_nodes(), self.global_rank, self._connect(self.meter), self.meter)
-        if self.world_size > 1 and self._control is None:
-            assert self.cluster_environment is not None
-            place = f"rank {self.global_rank} (node {self.topology.node})"
-            self._control = start_control_plane(
-                self.global_rank,
-                self.world_size,
-                place,
-                self.cluster_environment.main_address,
-                self._control_port or 0,
-                broadcast=self.broadcast,
-                gather=self.topology.world.all_gather_object,
-            )
+        if self.world_size > 1 and self._control is None and rendezvous is None:
+            world = self.topology.world
+            self._start_control_plane(self.broadcast, lambda own, _: world.all_gather_object(own))
+
+    def _start_control_plane(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
+        assert self.cluster_environment is not None
+        node = self.node_rank
+        if self._ranks_per_node is not None:
+            nodes = nodes_by_count(self._ranks_per_node, self.world_size)
+            node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
+        self._control = start_control_plane(
+            self.global_rank,
+            self.world_size,
+            f"rank {self.global_rank} (node {node})",
+            self.cluster_environment.main_address,
+            self._control_port or 0,
+            broadcast,
+            gather,
+        )
 
     def _connect(self, meter: Meter) -> Connect:
         by_torch = connect_torch(meter, self._timeout, launching=_lightning.unprofiled)
