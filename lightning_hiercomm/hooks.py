@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -167,10 +167,27 @@ class HierarchicalHooks(ParallelStrategy):
         trainer = self._module.trainer
         check_equal_work(self._topology, trainer.num_training_batches)
         _warn_of_long_period(self.scheme, trainer)
+        self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
         self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
+
+    def _announce(self) -> None:
+        """Say once what runs."""
+        topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
+        if topology.num_nodes == 1 and self.scheme.gradients != "none":
+            say = rank_zero_info if topology.world_size == 1 else rank_zero_warn
+            say(
+                f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
+                " environment does not say so: set ranks_per_node."
+            )
+            return
+        nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
+        rank_zero_info(
+            f"{topology.num_nodes} nodes {nodes} over {self._settings.inter_node}; {self.scheme!r};"
+            f" {megabytes:.3g} MB of parameters and buffers"
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and _lightning.skips_backward(self._module.trainer):

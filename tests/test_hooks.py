@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import warnings
 
@@ -63,3 +64,29 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
     said = [str(warning.message) for warning in caught if "sync_every" in str(warning.message)]
     assert len(said) == warned
     assert all("which has 4 optimizer steps" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (2, "2 nodes [0] [1] over torch; PeriodicAveraging(sync_every=2); 0.000264 MB of parameters and buffers"),
+        (1, "there is one node, so PeriodicAveraging(sync_every=2) is plain data-parallel training"),
+    ],
+)
+def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
+    class Listening(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.heard = []
+            handler = logging.Handler()
+            handler.emit = lambda record: self.heard.append(record.getMessage())
+            logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+            warnings.showwarning = lambda message, *_: self.heard.append(str(message))
+
+        def on_train_end(self, trainer, pl_module):
+            if trainer.is_global_zero:
+                (tmp_path / "heard").write_text("\n".join(self.heard))
+
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=2 // nodes, start_method="fork")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+    pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Listening()], **quiet).fit(BoringModel())
+    assert sum(line.startswith(said) for line in (tmp_path / "heard").read_text().splitlines()) == 1

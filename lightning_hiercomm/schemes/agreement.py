@@ -102,7 +102,8 @@ class Agreement(Scheme):
         self.when = Every(when) if isinstance(when, int) else when
         self.what = what
         self.through = through
-        self.merge = merge if isinstance(merge, Merge) else MERGES[merge]()
+        self.merge = merge
+        self._merge = merge if isinstance(merge, Merge) else MERGES[merge]()
         self.staleness = staleness
         self.synchronizations = 0
         self._in_flight = InFlight()
@@ -120,7 +121,7 @@ class Agreement(Scheme):
     @property
     def outer(self) -> OuterOptimizer | None:
         """The outer optimizer, if the merge is one."""
-        return self.merge if isinstance(self.merge, OuterOptimizer) else None
+        return self._merge if isinstance(self._merge, OuterOptimizer) else None
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
@@ -208,14 +209,14 @@ class Agreement(Scheme):
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._has_merged(parts)
-        if is_all and self.merge.ends_in_agreement and not isinstance(self.through, Graph):
+        if is_all and self._merge.ends_in_agreement and not isinstance(self.through, Graph):
             self.nodes_agree()
         else:
             self.agreements += 1
 
     def _take(self, bucket: Bucket, arrived: Tensor) -> None:
         if bucket.equal_in_node:
-            self.merge.at_once(bucket, arrived)
+            self._merge.at_once(bucket, arrived)
         else:
             bucket.unpack(arrived)
 
@@ -248,7 +249,7 @@ class Agreement(Scheme):
         while waiting and exchange is not None:
             exchange.moves.append(
                 self._carrier_beside_training.start(
-                    waiting.popleft(), self._inbound, self.merge.needs_sent, self._outbound
+                    waiting.popleft(), self._inbound, self._merge.needs_sent, self._outbound
                 )
             )
 
@@ -258,7 +259,7 @@ class Agreement(Scheme):
             move = arrived.moves.popleft()
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
-            self.merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
+            self._merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
             if move.index == last:
                 return
 
