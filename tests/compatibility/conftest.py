@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from compatibility.models import one_trainer, same_bits
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES, Scheme
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from compatibility.models import one_trainer, same_bits
 
 EXACT: dict[str, dict[str, Any]] = {
     "periodic": {"sync_every": 4},
