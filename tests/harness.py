@@ -196,7 +196,7 @@ def attached(
     shapes: Mapping[str, int | Sequence[int]] | None = None,
     start: float = 0.0,
     targets: Sequence[float] = TARGETS,
-    inner: MakeOptimizer = SGD_AT_HALF,
+    inner: MakeOptimizer | None = None,
     wire: Wire | str | None = None,
     bucket_bytes: int = 4 * 2**20,
     dtype: torch.dtype = torch.float32,
@@ -204,8 +204,9 @@ def attached(
     buffer: Tensor | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    begins_epoch: bool = True,
 ) -> Iterator[Rank]:
-    """A copy of ``scheme``, attached to parameters and in its first epoch; it is closed in the end.
+    """A copy of ``scheme``, attached to parameters and ready to train; it is closed in the end.
 
     Args:
         topology: The rank's.
@@ -213,7 +214,7 @@ def attached(
         shapes: Of the parameters, by their names. Default: one scalar.
         start: The value of all parameters.
         targets: Of all ranks; every element's.
-        inner: Makes the user's optimizer.
+        inner: Makes the user's optimizer. Default: SGD with learning rate 0.5.
         wire: What parameters look like between nodes.
         bucket_bytes: Upper bound of a bucket.
         dtype: Of the parameters.
@@ -221,14 +222,15 @@ def attached(
         buffer: A buffer of the module.
         epochs: How long the run will be.
         steps: The same, in steps.
+        begins_epoch: Whether the first epoch has begun.
     """
     module = torch.nn.ParameterDict(
         {name: torch.full(_shape(shape), start, dtype=dtype) for name, shape in (shapes or {"x": 1}).items()}
     )
-    module.register_buffer("buffer", buffer)
+    module.register_buffer("buffer", None if buffer is None else buffer.clone())
     for name in frozen:
         module[name].requires_grad_(False)
-    optimizer = inner(list(module.parameters()))
+    optimizer = (inner or SGD_AT_HALF)(list(module.parameters()))
     own = copy.deepcopy(scheme)
     wire = wire if isinstance(wire, Wire) else Wire.named(wire)
     elements = sum(parameter.numel() for parameter in module.parameters())
@@ -238,7 +240,8 @@ def attached(
     try:
         own.attach(rank.replica(), topology, optimizer, wire)
         own.begin_run(epochs, steps)
-        own.begin_epoch(0, {})
+        if begins_epoch:
+            own.begin_epoch(0, {})
         yield rank
     finally:
         own.close(timeout=1.0)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from harness import TARGETS
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+BATCH = 8
+"""Samples per step over all ranks: each takes ``BATCH / world_size``."""
 
 
 class Oracle(pl.LightningModule):
@@ -47,3 +51,126 @@ class Oracle(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.arange(float(self.steps * self.trainer.world_size)).unsqueeze(1))
+
+
+class Quadratic(pl.LightningModule):
+    """The loss of a sample ``a`` is ``0.5 |x - a|^2``, with x all the parameters.
+
+    The gradient is linear in x and in the samples. So while every rank trains on samples of its own, the mean of x over
+    the ranks moves exactly as on one device that sees all samples, whatever the ranks exchange, and when, as long as
+    the exchange keeps the mean.
+    """
+
+    lr = 0.1
+
+    def __init__(self, steps: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Linear(3, 2)
+        self.head = nn.Linear(2, 1)
+        self.steps = steps
+        self.report: Any = None
+
+    def loss(self, samples: Tensor, *layers: nn.Module) -> Tensor:
+        """Of one of the layers, or of all parameters."""
+        parameters = [p.flatten() for layer in layers or (self,) for p in layer.parameters()]
+        x = torch.cat(parameters)
+        return 0.5 * (x - samples[:, : len(x)].to(x.dtype)).square().sum(1).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch[0]), sync_dist=True, batch_size=len(batch[0]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch[0]), sync_dist=True, batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (batch[0] - torch.cat([p.flatten() for p in self.parameters()])).sum(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def samples(self, steps: int, seed: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(seed)
+        return TensorDataset(1.0 + torch.randn(steps * BATCH, 11, generator=generator))
+
+    def loader(self, data: Any, shuffle: bool = False) -> DataLoader:
+        ranks = self.trainer.world_size
+        # what Lightning gives to more than one rank: this one deals the same samples to every step
+        sampler = DistributedSampler(data, 1, 0) if shuffle and ranks == 1 else None
+        return DataLoader(data, batch_size=BATCH // ranks, sampler=sampler)
+
+    def train_dataloader(self) -> Any:
+        return self.loader(self.samples(self.steps, seed=1), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return self.loader(self.samples(2, seed=2))
+
+    def test_dataloader(self) -> Any:
+        return self.loader(self.samples(2, seed=3))
+
+    def predict_dataloader(self) -> Any:
+        return self.loader(self.samples(2, seed=4))
+
+
+class Normalized(Quadratic):
+    """BatchNorm straight on the samples: its running mean is linear in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        self.norm(batch[0])
+        return self.loss(batch[0], self.backbone, self.head)
+
+    def on_train_end(self):
+        self.norm.running_var.zero_()  # that of a large batch is not the mean of those of small ones
+
+
+class Net(pl.LightningModule):
+    """A classifier whose ranks all train on the same samples: then any exchange is between equals."""
+
+    def __init__(self, steps: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.steps = steps
+        self.report: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(4 * self.steps, 6, generator=generator, dtype=torch.get_default_dtype())
+        y = torch.randint(3, (4 * self.steps,), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def same_bits(reports: list[dict[str, Any]]) -> None:
+    """All ranks hold the same state."""
+    for report in reports[1:]:
+        for name, expected in reports[0]["state_dict"].items():
+            assert torch.equal(report["state_dict"][name], expected), name
+
+
+def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
+    """A quiet Trainer on CPUs."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 2,
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(**{**defaults, **arguments})
