@@ -22,8 +22,9 @@ from lightning_hiercomm import HierarchicalStrategy
 
 os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
-_STARTUP = str(Path(__file__).parent / "startup")
-sys.path.append(_STARTUP)
+_HERE = Path(__file__).parent
+_STARTUP = str(_HERE / "startup")
+sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

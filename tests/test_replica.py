@@ -6,15 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
+from harness import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.averaging import Average
-from lightning_hiercomm.topology import Topology
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NODES = [[[0, 1], [2, 3]], [[0], [1]], [[0, 1, 2], [3]], [[1], [2, 0]], [[0], [1], [2]], [[0, 1]]]
@@ -103,17 +101,17 @@ def test_equal_shapes_have_equal_buckets_whatever_the_values(kinds, bucket_bytes
 def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact=False):
     """Each rank's tensors before and after an average; the ranks of a node begin with equal parameters."""
 
-    def work(rank: int, world: ThreadWorld):
-        meter = Meter()
-        topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
+    def work(topology):
         replica = Replica(filled(kinds, 0), filled(buffers, 50), bucket_bytes)
         average = Average(replica, topology, wire)  # takes the first values as the agreed ones
-        replica.restore(filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + rank))
+        replica.restore(
+            filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + topology.rank)
+        )
         before = replica.snapshot()
         (Average(replica, topology) if exact else average)()
         return before, replica.snapshot(), replica.fingerprint()
 
-    return ThreadWorld(sum(map(len, nodes))).run(work)
+    return on_ranks(work, nodes, weights)
 
 
 def filled_without_empty(kinds, seed):

@@ -5,46 +5,13 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import TARGETS
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from torch.utils.data import DataLoader, Dataset
+from problems import Oracle
+from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.schemes import SCHEMES
-
-TARGETS = (0.0, 2.0, 4.0, 10.0)
-
-
-class Ones(Dataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(1)
-
-
-class Oracle(pl.LightningModule):
-    """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD at 0.5; ``report`` is x after each batch."""
-
-    def __init__(self, steps: int = 5) -> None:
-        super().__init__()
-        self.x = torch.nn.Parameter(torch.zeros(1))
-        self.steps = steps
-        self.report: list[float] = []
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.report.append(self.x.item())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(Ones(self.steps * self.trainer.world_size))
 
 
 class Net(pl.LightningModule):
@@ -85,7 +52,7 @@ BEFORE = [(0.5, 3.5), (2.25, 3.75), (1.625, 5.375), (3.1875, 4.3125), (2.65625, 
 
 @pytest.mark.parametrize(("order", "expected"), [("after_step", AFTER), ("before_step", BEFORE)])
 def test_four_processes_follow_the_table_to_the_digit(fit, order, expected):
-    reports = fit(Oracle(), {"scheme": PeriodicAveraging(2, order=order)}, max_epochs=2)
+    reports = fit(Oracle(5), {"scheme": PeriodicAveraging(2, order=order)}, max_epochs=2)
     for rank, report in enumerate(reports):
         assert report["report"][: len(expected)] == [pair[rank // 2] for pair in expected]
         assert report["state_dict"]["x"].item() == reports[0]["state_dict"]["x"].item()
@@ -158,7 +125,7 @@ class Validated(Oracle):
         self.seen.append(self.x.item())
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(Ones(self.trainer.world_size))
+        return DataLoader(torch.ones(self.trainer.world_size, 1))
 
     def on_train_end(self) -> None:
         self.report = [self.report, self.seen]
@@ -166,7 +133,7 @@ class Validated(Oracle):
 
 def test_validation_sees_the_agreed_model_and_leaves_the_trajectory_alone(fit):
     arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
-    plain = fit(Oracle(), {"scheme": PeriodicAveraging(4)})
+    plain = fit(Oracle(5), {"scheme": PeriodicAveraging(4)})
     validated = fit(Validated(), {"scheme": PeriodicAveraging(4)}, **arguments)
     for before, after in zip(plain, validated, strict=True):
         trace, seen = after["report"]
@@ -190,7 +157,7 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
             if batch_idx == 2:
                 trainer.save_checkpoint(path)
 
-    reports = fit(Oracle(), {"scheme": PeriodicAveraging(4)}, callbacks=[Save()])
+    reports = fit(Oracle(5), {"scheme": PeriodicAveraging(4)}, callbacks=[Save()])
     saved = torch.load(path, weights_only=True)
     assert saved["state_dict"]["x"].item() == 3.5
     assert [report["report"][3] for report in reports] == [3.75] * 4
@@ -245,13 +212,13 @@ def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_me
 )
 def test_ranks_per_node_must_fit_the_world(fit, ranks_per_node, message):
     with pytest.raises(Exception, match=message):
-        fit(Oracle(), {"ranks_per_node": ranks_per_node})
+        fit(Oracle(5), {"ranks_per_node": ranks_per_node})
 
 
 def test_dataloaders_of_unequal_length_are_refused(fit):
     class Unequal(Oracle):
         def train_dataloader(self):
-            return DataLoader(Ones(3 + self.global_rank))
+            return DataLoader(torch.ones(3 + self.global_rank, 1))
 
     with pytest.raises(Exception, match="unequal lengths: \\[3, 4, 5, 6\\]"):
         fit(Unequal(), {}, use_distributed_sampler=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.topology import Topology, nodes_by_count, nodes_by_place
 
 
@@ -18,14 +18,6 @@ def some_nodes(draw: st.DrawFn) -> list[list[int]]:
     ranks = draw(st.integers(1, 7).flatmap(lambda size: st.permutations(range(size))))
     cuts = sorted(draw(st.sets(st.integers(1, len(ranks) - 1)))) if len(ranks) > 1 else []
     return [list(ranks[start:end]) for start, end in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
-
-
-def on_every_rank(nodes, work, weights=None):
-    def body(rank: int, world: ThreadWorld):
-        meter = Meter()
-        return work(Topology(nodes, rank, world.connect(rank, meter), meter, weights))
-
-    return ThreadWorld(sum(map(len, nodes))).run(body)
 
 
 @given(some_nodes())
@@ -41,7 +33,7 @@ def test_every_rank_finds_itself_and_its_node(nodes):
         assert topology.world.ranks == tuple(range(topology.world_size))
         return topology.inter
 
-    inters = on_every_rank(nodes, work)
+    inters = on_ranks(work, nodes)
     lanes = min(map(len, nodes))
     in_lanes = sorted(rank for rank, inter in enumerate(inters) if inter is not None)
     assert in_lanes == sorted(rank for ranks in nodes for rank in ranks[:lanes])
@@ -61,7 +53,7 @@ def test_weights_are_shares_of_the_world_and_of_the_node(nodes, data):
         assert topology.node_weight == pytest.approx(sum(weights[r] for r in nodes[topology.node]) / sum(weights))
         return topology.rank_weight, topology.weight_in_node, topology.node_weights
 
-    results = on_every_rank(nodes, work, weights)
+    results = on_ranks(work, nodes, weights)
     assert sum(rank_weight for rank_weight, _, _ in results) == pytest.approx(1)
     assert sum(results[0][2]) == pytest.approx(1)
     for ranks in nodes:
@@ -80,7 +72,7 @@ def test_lane_parts_tile_a_tensor_and_sharing_them_gives_everyone_all(nodes, ele
         topology.share_lane_parts(flat).wait()
         return flat
 
-    for flat in on_every_rank(nodes, work):
+    for flat in on_ranks(work, nodes):
         assert torch.equal(flat, whole)
 
 
@@ -95,7 +87,7 @@ def test_a_twin_has_communicators_of_its_own():
             handle.wait()
         return first.item(), second.item()
 
-    assert on_every_rank([[0, 1], [2, 3]], work) == [(4.0, 40.0)] * 4
+    assert on_ranks(work, [[0, 1], [2, 3]]) == [(4.0, 40.0)] * 4
 
 
 def test_every_rank_may_be_a_node_of_its_own():
@@ -103,7 +95,7 @@ def test_every_rank_may_be_a_node_of_its_own():
         flat = topology.ranks_as_nodes()
         return flat.num_nodes, flat.node, flat.intra.size, flat.inter.ranks, flat.rank_weight
 
-    results = on_every_rank([[0, 1], [2]], work, weights=[1, 2, 1])
+    results = on_ranks(work, [[0, 1], [2]], weights=[1, 2, 1])
     assert results == [(3, rank, 1, (0, 1, 2), weight) for rank, weight in enumerate([0.25, 0.5, 0.25])]
 
 
@@ -152,4 +144,4 @@ def test_nodes_must_hold_every_rank_once(nodes):
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
 def test_weights_must_be_positive_and_one_per_rank(weights):
     with pytest.raises(ValueError, match="2 positive numbers"):
-        on_every_rank([[0], [1]], lambda topology: topology, weights)
+        on_ranks(lambda topology: topology, [[0], [1]], weights)

@@ -7,10 +7,9 @@ from typing import TypeVar
 
 import pytest
 import torch
+from harness import on_ranks
 from torch import nn
 
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.replicas import Replicas, broadcast_values
 from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme
 from lightning_hiercomm.topology import Topology
@@ -33,9 +32,7 @@ class Pair(nn.Module):
 def on_two_nodes(scheme: Callable[[], Scheme], work: Callable[[TrainingRun], T]) -> list[T]:
     """``work(run)`` on two nodes of one rank, with a run that has begun."""
 
-    def body(rank: int, world: ThreadWorld) -> T:
-        meter = Meter()
-        topology = Topology([[0], [1]], rank, world.connect(rank, meter), meter)
+    def body(topology: Topology) -> T:
         module = Pair()
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
         run = TrainingRun(scheme(), Replicas(module, optimizers), topology)
@@ -46,7 +43,7 @@ def on_two_nodes(scheme: Callable[[], Scheme], work: Callable[[TrainingRun], T])
         finally:
             run.close(timeout=5.0)
 
-    return ThreadWorld(2).run(body)
+    return on_ranks(body, [[0], [1]])
 
 
 def add(run: TrainingRun, which: int, amount: float) -> None:
@@ -114,7 +111,7 @@ def test_nodes_begin_anew_from_their_agreement_when_parameters_are_added(scheme)
 
     everyone = on_two_nodes(scheme, work)
     assert [agreed for agreed, _, _ in everyone] == [1.5, 1.5]
-    assert all(knows_new and keeps_lanes for _, knows_new, keeps_lanes in everyone)
+    assert all(knows_new and keeps_threads for _, knows_new, keeps_threads in everyone)
 
 
 def test_what_was_written_into_the_module_from_outside_is_averaged():
@@ -138,11 +135,11 @@ def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
 
 
 def test_every_rank_starts_from_the_values_of_rank_zero():
-    def work(rank: int, world: ThreadWorld) -> list[float]:
+    def work(topology: Topology) -> list[float]:
         module = nn.BatchNorm1d(1)
         for tensor in (module.weight, module.running_mean):
-            nn.init.constant_(tensor, float(rank + 1))
-        broadcast_values(module, world.connect(rank)([range(2)], "world"))
+            nn.init.constant_(tensor, float(topology.rank + 1))
+        broadcast_values(module, topology.world)
         return [module.weight.item(), module.running_mean.item()]
 
-    assert ThreadWorld(2).run(work) == [[1.0, 1.0], [1.0, 1.0]]
+    assert on_ranks(work, [[0], [1]]) == [[1.0, 1.0], [1.0, 1.0]]

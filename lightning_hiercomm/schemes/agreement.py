@@ -52,7 +52,8 @@ class Agreement(Scheme):
 
         sent after step t - staleness;  x := merge(x, what arrived)
 
-    **The agreed model** is the mean over all nodes; with an outer optimizer, the outer parameters.
+    **The agreed model** is the mean over all nodes; with an outer optimizer, the outer parameters; with any merge that
+    :attr:`~lightning_hiercomm.schemes.merging.Merge.keeps_agreed` values, those.
 
     Float buffers (BatchNorm statistics) agree when all parts do at once and training waits for it.
 
@@ -107,10 +108,10 @@ class Agreement(Scheme):
         self.staleness = staleness
         self.synchronizations = 0
         self._in_flight = InFlight()
-        if self.outer is not None and through == "rotating":
+        if self._merge.keeps_agreed and through == "rotating":
             raise ValueError(
-                "through='rotating' does not go with an outer optimizer, whose state lies with the rank that carries"
-                " a part: use through='mean'"
+                f"through='rotating' does not go with {type(self._merge).__name__}, whose state lies with the rank that"
+                " carries a part: use through='mean'"
             )
 
     @property
@@ -144,11 +145,11 @@ class Agreement(Scheme):
         self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
         self._check_staleness(len(cut))
         self._carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
-        if self.outer is not None:
-            self.outer.attach(self._carrier)
+        if self._merge.keeps_agreed:
+            self._merge.attach(self._carrier)
 
     def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
-        land = None if self.outer is None else self.outer.land
+        land = self._merge.land if self._merge.keeps_agreed else None
         if isinstance(self.through, Graph):
             return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land)
         carrier = RotatingAverage if self.through == "rotating" else Average
@@ -171,7 +172,7 @@ class Agreement(Scheme):
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that go the way of the parameters whenever training waits for all of them."""
-        return [] if self.outer is not None or isinstance(self.through, Graph) else self.replica.buckets_of_buffers
+        return [] if self._merge.keeps_agreed or isinstance(self.through, Graph) else self.replica.buckets_of_buffers
 
     def after_step(self, last: bool) -> None:
         if self.is_alone:
@@ -288,8 +289,8 @@ class Agreement(Scheme):
         self._in_flight.settle()
 
     def agree(self) -> None:
-        """Write the agreed parameters to the replica: the outer ones, or the weighted mean over all ranks."""
-        if self.outer is None or isinstance(self.through, Graph) or self.is_alone:
+        """Write the agreed parameters to the replica: those the merge keeps, or the weighted mean over all ranks."""
+        if not self._merge.keeps_agreed or isinstance(self.through, Graph) or self.is_alone:
             super().agree()
             return
         self.settle()
@@ -299,8 +300,8 @@ class Agreement(Scheme):
             self._average_buffers()
 
     def finish(self) -> None:
-        if self.outer is not None and self.unagreed_steps and not self.is_alone:
-            for exchange in self._in_flight.take_all():  # its outer step is done: not to be taken twice
+        if self._merge.keeps_agreed and self.unagreed_steps and not self.is_alone:
+            for exchange in self._in_flight.take_all():  # the agreed values have moved: not to be done twice
                 exchange.wait()
                 self._merge_up_to(None, exchange)
             self._agree_now(self.all_parts)  # or the steps since the last agreement would count for nothing

@@ -45,8 +45,8 @@ class Average(Carrier):
         second: Another twin, for the second round of codes that do not add, if sums end beside training.
         buckets: What of the replica agrees, in place of all its buckets.
         equal_in_node: Whether the ranks of a node hold the same parameters.
-        land: Says where the last agreed values go when the nodes' mean has arrived; they, not the mean, are then what
-            every rank gets. Differences travel in any case. Default: to the mean.
+        land: Says where the last agreed values go when the nodes' mean has arrived, and what every rank gets in place
+            of the mean. Differences travel in any case. Default: to the mean.
     """
 
     def __init__(
@@ -214,8 +214,7 @@ class Average(Carrier):
         def complete() -> None:
             arrive()
             if anchor is not None and self._land is not None:
-                self._land(index, anchor, part)
-                part.copy_(anchor)
+                part.copy_(self._land(index, anchor, part))
             elif anchor is not None:
                 part.add_(anchor[: part.numel()])
             share(flat).wait()

@@ -15,8 +15,11 @@ from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.topology import Topology
 
-Land = Callable[[int, Tensor, Tensor], None]
-"""Moves last agreed values (1-D, in place) by what the nodes' mean differs from them: of a bucket, this rank's part."""
+Land = Callable[[int, Tensor, Tensor], Tensor]
+"""Moves last agreed values (of a bucket, this rank's part, 1-D, in place) by what the nodes' mean differs from them.
+
+It returns what every rank gets in place of the mean.
+"""
 
 
 class Carrier(ABC):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.replica import Bucket
+from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.in_flight import Move
 
 
@@ -18,10 +19,14 @@ class Merge(ABC):
     Attributes:
         needs_sent: Whether what the node sent must be kept apart from what arrives.
         ends_in_agreement: Whether nodes that merge what they have just sent all hold the same values.
+        keeps_agreed: Whether the agreed values are neither the nodes' own nor their mean, but kept beside them, each
+            rank keeping its part of the model. Then differences from them travel, :meth:`land` moves them, and they are
+            the agreed model.
     """
 
     needs_sent: bool = False
     ends_in_agreement: bool = True
+    keeps_agreed: bool = False
 
     @abstractmethod
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
@@ -42,6 +47,22 @@ class Merge(ABC):
             mean: Packed.
         """
         bucket.unpack(mean)
+
+    def attach(self, carrier: Carrier) -> None:
+        """These are the buckets from now on, and their last agreed values; called where :attr:`keeps_agreed`."""
+
+    def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+        """Move a bucket's last agreed values where the nodes' mean says; called where :attr:`keeps_agreed`.
+
+        Args:
+            index: Of the bucket.
+            agreed: This rank's part of the values, 1-D, to be changed in place.
+            difference: How far the nodes' mean is from them.
+
+        Returns:
+            What every node gets to merge, in place of the mean: here, the values themselves, moved to the mean.
+        """
+        return agreed.add_(difference)
 
 
 class Replace(Merge):

@@ -45,6 +45,8 @@ class OuterOptimizer(Merge):
         ValueError: If ``keep_local`` is out of range; when the optimizer is made, if it needs whole tensors.
     """
 
+    keeps_agreed = True
+
     def __init__(
         self,
         optimizer: OptimizerFactory | None = None,
@@ -89,14 +91,14 @@ class OuterOptimizer(Merge):
         self._scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler is not None else None
         self._load(state, schedule)
 
-    def land(self, index: int, anchor: Tensor, difference: Tensor) -> None:
+    def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
         optimizer, part = self.optimizer, self._parts[index]
-        if optimizer is None:
-            return
-        part.grad = difference.neg().to(part.dtype)
-        optimizer.step()
-        part.grad = None
+        if optimizer is not None:
+            part.grad = difference.neg().to(part.dtype)
+            optimizer.step()
+            part.grad = None
+        return agreed
 
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
         self._mix.at_once(bucket, move.flat)

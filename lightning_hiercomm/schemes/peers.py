@@ -205,8 +205,7 @@ class PeerMean(Carrier):
             mean = change.add_(own)
             if self._land is not None:
                 anchor = self.anchors[index]
-                self._land(index, anchor, mean.sub(anchor))
-                mean.copy_(anchor)
+                mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 
         equal_weights = [1.0] * self.topology.num_nodes
         move = self._peers.start(index, self._step, equal_weights, background, add_own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import harness
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,24 +13,16 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging
 from lightning_hiercomm.batches.partition import StepCost, divide
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.gradients import NodeMean, gradient_path
-from lightning_hiercomm.topology import Topology
 
 CPU = torch.device("cpu")
 
 
 def on_ranks(nodes, work):
     """``work(rank, topology)`` on every rank."""
-
-    def body(rank, world):
-        meter = Meter()
-        return work(rank, Topology(nodes, rank, world.connect(rank, meter), meter))
-
-    return ThreadWorld(sum(map(len, nodes))).run(body)
+    return harness.on_ranks(lambda topology: work(topology.rank, topology), nodes)
 
 
 def bound(topology, *arguments, **named):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from harness import on_nodes
 
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import DASO, PeriodicAveraging
-from lightning_hiercomm.topology import Topology
 
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(1),
@@ -24,23 +23,15 @@ SCHEMES = {
 def after_steps_down(scheme, wire, nodes=((0, 1), (2, 3)), steps=100, step_size=1e-3):
     """A hundred steps from 1.0 down by 0.001 on every rank; the parameters in the end and the bytes between nodes."""
 
-    def work(rank, world):
-        meter = Meter()
-        topology = Topology(nodes, rank, world.connect(rank, meter), meter)
-        x = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([x], lr=step_size)
-        bound = scheme()
-        bound.attach(Replica([x]), topology, optimizer, wire)
-        bound.begin_run(10, None)
-        bound.begin_epoch(0, {})
-        x.grad = torch.ones(3)
+    def work(rank):
         for i in range(steps):
-            bound.step(optimizer.step, last=i == steps - 1)
-        bound.end_epoch(torch.tensor(1.0))
-        bound.finish()
-        return x.detach(), meter.bytes["inter"]
+            rank.train(1.0, last=i == steps - 1)
+        rank.scheme.end_epoch(torch.tensor(1.0))
+        rank.scheme.finish()
+        return rank.values, rank.meter.bytes["inter"]
 
-    return ThreadWorld(4).run(work)
+    inner = partial(torch.optim.SGD, lr=step_size)
+    return on_nodes(work, scheme(), nodes, shapes={"x": 3}, start=1.0, inner=inner, wire=wire, epochs=10)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -79,19 +70,15 @@ def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
 
 
 def test_nodes_of_unequal_weight_mean_through_a_narrow_wire_what_they_mean_through_a_wide_one():
-    def work(rank, world, wire):
-        meter = Meter()
-        topology = Topology([[0, 1, 2], [3]], rank, world.connect(rank, meter), meter)
-        x = torch.nn.Parameter(torch.ones(2))
-        scheme = PeriodicAveraging(1)
-        scheme.attach(Replica([x]), topology, None, wire)
+    def work(rank):
         with torch.no_grad():
-            x += 0.0 if rank < 3 else 2**-12
-        scheme.average()
-        return x.tolist()
+            rank.module["x"] += 0.0 if rank.rank < 3 else 2**-12
+        rank.scheme.average()
+        return rank.values.tolist()
 
+    training = {"nodes": [[0, 1, 2], [3]], "shapes": {"x": 2}, "start": 1.0}
     for wire in (Wire(), Wire(torch.bfloat16)):
-        assert ThreadWorld(4).run(lambda rank, world: work(rank, world, wire)) == [[1 + 2**-14] * 2] * 4  # noqa: B023
+        assert on_nodes(work, PeriodicAveraging(1), **training, wire=wire) == [[1 + 2**-14] * 2] * 4
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", torch.bfloat16])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from problems import one_trainer, same_bits
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES, Scheme
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from compatibility.models import one_trainer, same_bits
 
 EXACT: dict[str, dict[str, Any]] = {
     "periodic": {"sync_every": 4},
@@ -52,8 +48,13 @@ def scheme_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def scheme(scheme_name: str) -> Scheme:
-    return SCHEMES[scheme_name](**EXACT.get(scheme_name, {}))
+def scheme_arguments(scheme_name: str) -> dict[str, Any]:
+    return EXACT.get(scheme_name, {})
+
+
+@pytest.fixture
+def scheme(scheme_name: str, scheme_arguments: dict[str, Any]) -> Scheme:
+    return SCHEMES[scheme_name](**scheme_arguments)
 
 
 Reports = list[dict[str, Any]]

@@ -7,7 +7,6 @@ import copy
 import lightning.pytorch as pl
 import pytest
 import torch
-from compatibility.models import Normalized, Quadratic, same_bits
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -21,6 +20,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from problems import Normalized, Quadratic, same_bits
 
 
 class Epochs(Quadratic):

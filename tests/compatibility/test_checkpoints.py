@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compatibility.models import Net, Quadratic, one_trainer, same_bits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from problems import Net, Quadratic, one_trainer, same_bits
 
 from lightning_hiercomm.schemes import SCHEMES
 

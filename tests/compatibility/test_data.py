@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 import torch
-from compatibility.models import BATCH, Quadratic, same_bits
 from lightning.pytorch.utilities import CombinedLoader
+from problems import BATCH, Quadratic, same_bits
 from torch.utils.data import DataLoader, IterableDataset
 
 

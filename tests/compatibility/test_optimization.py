@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compatibility.models import Net, Normalized, Quadratic, same_bits
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from problems import Net, Normalized, Quadratic, same_bits
 from torch import nn
 
 

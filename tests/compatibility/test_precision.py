@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compatibility.models import Net, Quadratic, same_bits
 from lightning.pytorch.plugins.precision import MixedPrecision
+from problems import Net, Quadratic, same_bits
 
 
 @pytest.mark.parametrize(

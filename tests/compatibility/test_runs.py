@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
-from compatibility.models import Quadratic, one_trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
+from problems import Quadratic, one_trainer
 
 from lightning_hiercomm.schemes import SCHEMES
 
@@ -113,12 +113,9 @@ def test_profilers(follows_one_device, profiler, tmp_path):
 
 
 @pytest.mark.feature("LightningCLI")
-def test_command_line(scheme_name, scheme, tmp_path, monkeypatch):
+def test_command_line(scheme_name, scheme_arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program"])
     strategy = "--trainer.strategy"
-    names = ["sync_every", "merge", "warmup_epochs", "cooldown_epochs", "delay", "warmup_steps", "local_update"]
-    fields = {name: getattr(scheme, name) for name in [*names, "local_lr_scale", "segments"] if hasattr(scheme, name)}
-    fields = {name: value for name, value in fields.items() if value is not None}
     cli = LightningCLI(
         Quadratic,
         args=[
@@ -130,7 +127,7 @@ def test_command_line(scheme_name, scheme, tmp_path, monkeypatch):
             "--trainer.enable_progress_bar=false",
             f"{strategy}=lightning_hiercomm.HierarchicalStrategy",
             f"{strategy}.scheme={SCHEMES[scheme_name].__name__}",
-            *(f"{strategy}.scheme.{name}={value}" for name, value in fields.items()),
+            *(f"{strategy}.scheme.{name}={value}" for name, value in scheme_arguments.items()),
             f"{strategy}.ranks_per_node=2",
             f"{strategy}.start_method=fork",
         ],

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import on_ranks
 
 from lightning_hiercomm.comm.base import CommunicationError
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.averaging import Average
-from lightning_hiercomm.topology import Topology
 
 
 def agree(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes=8):
     """Average ``numel`` elements that all are the rank; returns every rank's result, or its error's message."""
 
-    def work(rank, world):
-        meter = Meter()
-        topology = Topology(nodes, rank, world.connect(rank, meter), meter)
-        node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
-        x = torch.full((numel,), float(node), dtype=dtype)
+    def work(topology):
+        x = torch.full((numel,), float(topology.node), dtype=dtype)
         try:
-            Average(Replica([x], bucket_bytes=bucket_bytes), topology, wire)(steps[rank])
+            Average(Replica([x], bucket_bytes=bucket_bytes), topology, wire)(steps[topology.rank])
         except CommunicationError as error:
-            return str(error), meter.snapshot()
-        return x.tolist(), meter.snapshot()
+            return str(error), topology.meter.snapshot()
+        return x.tolist(), topology.meter.snapshot()
 
-    return ThreadWorld(sum(map(len, nodes))).run(work)
+    return on_ranks(work, nodes)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096, 10**9 + 1])

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from harness import TWO_BY_TWO, attached, on_nodes, on_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
+from problems import Oracle
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm.comm.base import CommunicationError
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
-from lightning_hiercomm.schemes.gradients import NodeMean
-from lightning_hiercomm.topology import Topology
+
+on_four_ranks = partial(on_nodes, nodes=TWO_BY_TWO, epochs=10)
 
 B4_S1 = [
     (0.5, 3.5),
@@ -134,19 +133,19 @@ def test_nothing_waits_between_a_send_and_its_merge():
     # node 1 does not even send before node 0 has sent and taken two steps more: waiting would be a deadlock
     node_0_went_on = threading.Barrier(4)
 
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling(4, 3)())
+    def work(rank):
+        scheme = rank.scheme
         scheme.begin_epoch(0, {})
-        if rank >= 2:
+        if rank.node == 1:
             node_0_went_on.wait(timeout=10)
         for _ in range(3):
-            scheme.step(step)
-        if rank < 2:
+            rank.train()
+        if rank.node == 0:
             node_0_went_on.wait(timeout=10)
-        scheme.step(step)
+        rank.train()
         scheme.finish()
 
-    on_four_ranks(work)
+    on_four_ranks(work, cycling(4, 3)())
 
 
 @pytest.mark.parametrize("nodes", [[[0, 1], [2, 3], [4, 5]], [[0, 1, 2], [3], [4, 5]], [[0, 3], [1, 4, 5, 2]]])
@@ -269,66 +268,66 @@ def test_b_and_s_return_to_their_first_values_from_one(run_oracle):
 
 
 def test_the_loss_is_judged_by_its_mean_over_all_ranks():
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling(4, 1, patience=0)())
+    def work(rank):
+        scheme = rank.scheme
         seen = []
         # the mean falls 4, 3, 2 and then stays, whatever single ranks see
         for epoch, losses in enumerate([(4, 4, 4, 4), (0, 9, 1, 2), (0, 0, 8, 0), (8, 0, 0, 0), (1, 1, 1, 1)]):
             scheme.begin_epoch(epoch, {})
-            scheme.step(step, last=True)
-            scheme.end_epoch(torch.tensor(float(losses[rank])))
+            rank.train(last=True)
+            scheme.end_epoch(torch.tensor(float(losses[rank.rank])))
             seen.append(scheme.sync_every)
         scheme.finish()
         return seen
 
-    assert on_four_ranks(work) == [[4, 4, 4, 2, 2]] * 4
+    assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [[4, 4, 4, 2, 2]] * 4
 
 
 def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling(4, 1, patience=0, monitor="val_loss")())
+    def work(rank):
+        scheme = rank.scheme
         assert not scheme.watches_loss
         seen = []
         for epoch in range(4):
-            scheme.begin_epoch(epoch, {"val_loss": torch.tensor(1.0 + rank)} if epoch else {})
+            scheme.begin_epoch(epoch, {"val_loss": torch.tensor(1.0 + rank.rank)} if epoch else {})
             seen.append(scheme.sync_every)
-            scheme.step(step, last=True)
+            rank.train(last=True)
             scheme.end_epoch(None)
         with pytest.raises(ValueError, match=r"monitor='val_loss' was not logged in epoch 3; logged: train_loss"):
             scheme.begin_epoch(4, {"train_loss": torch.tensor(1.0)})
         return seen
 
-    assert on_four_ranks(work) == [[4, 4, 2, 1]] * 4
+    assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 2, 1]] * 4
 
 
 def test_epochs_without_a_loss_change_nothing_and_say_so_once(caplog):
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling(4, 1, patience=0)())
+    def work(rank):
+        scheme = rank.scheme
         for epoch in range(3):
             scheme.begin_epoch(epoch, {})
-            scheme.step(step, last=True)
+            rank.train(last=True)
             scheme.end_epoch(None)
         scheme.finish()
         return scheme.sync_every
 
-    assert on_four_ranks(work) == [4] * 4
+    assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [4] * 4
     assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
 
 
 def test_phases_in_steps_begin_and_end_inside_epochs():
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, DASO(2, 1, warmup_steps=3, cooldown_steps=2), epochs=None, steps=10)
+    def work(rank):
+        scheme = rank.scheme
         phases = []
         for epoch in range(2):
             scheme.begin_epoch(epoch, {})
             for _ in range(5):
-                scheme.step(step)
+                rank.train()
                 phases.append(scheme.phase)
         scheme.finish()
         return phases
 
     expected = ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
-    assert on_four_ranks(work) == [expected] * 4
+    assert on_four_ranks(work, DASO(2, 1, warmup_steps=3, cooldown_steps=2), epochs=None, steps=10) == [expected] * 4
 
 
 def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
@@ -350,11 +349,13 @@ def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
     ],
 )
 def test_a_cool_down_without_an_end_to_count_from_is_refused(arguments, run, message):
-    def work(rank, world):
-        with pytest.raises(ValueError, match=message):
-            bound(rank, world, DASO(**arguments), *run)
+    def work(topology):
+        epochs, steps = run
+        training = attached(topology, DASO(**arguments), epochs=epochs, steps=steps)
+        with pytest.raises(ValueError, match=message), training:
+            pass
 
-    on_four_ranks(work)
+    on_ranks(work)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,8 @@ def test_a_cool_down_without_an_end_to_count_from_is_refused(arguments, run, mes
     ],
 )
 def test_phases_that_leave_nothing_to_cycle_are_warned_of_once(caplog, arguments, run, warns):
-    on_four_ranks(lambda rank, world: bound(rank, world, DASO(**arguments), *run) and None)
+    epochs, steps = run
+    on_four_ranks(lambda rank: None, DASO(**arguments), epochs=epochs, steps=steps, begins_epoch=False)
     assert [r.message.count("every step will average all nodes") for r in caplog.records] == [1] * warns
 
 
@@ -377,24 +379,19 @@ def test_phases_that_leave_nothing_to_cycle_are_warned_of_once(caplog, arguments
 
 
 def test_agreeing_in_mid_cycle_gives_the_mean_and_leaves_the_training_as_it_was():
-    def work(rank, world, looks):
-        scheme, step, x = bound(rank, world, cycling()())
-        scheme.begin_epoch(0, {})
+    def work(rank, looks):
         trace, agreed = [], []
         for _ in range(7):
-            scheme.step(step)
-            trace.append(x.item())
+            rank.train()
+            trace.append(rank.values.item())
             if looks:
-                snapshot = scheme.replica.snapshot()
-                scheme.agree()
-                agreed.append(x.item())
-                scheme.replica.restore(snapshot)
-        scheme.end_epoch(torch.tensor(1.0))
-        scheme.finish()
-        return [*trace, x.item()], agreed
+                agreed.append(rank.agreed().item())
+        rank.scheme.end_epoch(torch.tensor(1.0))
+        rank.scheme.finish()
+        return [*trace, rank.values.item()], agreed
 
-    plain = on_four_ranks(lambda rank, world: work(rank, world, False)[0])
-    looked = on_four_ranks(lambda rank, world: work(rank, world, True))
+    plain = on_four_ranks(lambda rank: work(rank, False)[0], cycling()())
+    looked = on_four_ranks(lambda rank: work(rank, True), cycling()())
     assert [trace for trace, _ in looked] == plain
     means = [sum(values) / 4 for values in zip(*plain, strict=True)][:7]
     assert [agreed for _, agreed in looked] == [means] * 4
@@ -404,93 +401,90 @@ def test_agreeing_in_mid_cycle_gives_the_mean_and_leaves_the_training_as_it_was(
 @pytest.mark.parametrize("merge", ["eq1", "delta"])
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(exchange, merge, wire):
-    make = cycling(4, 3, exchange=exchange, merge=merge, patience=0)
+    scheme = cycling(4, 3, exchange=exchange, merge=merge, patience=0)()
+    training = {"wire": wire, "shapes": {"x": 5}}
 
-    def whole(rank, world):
-        scheme, step, x = bound(rank, world, make(), wire=wire, numel=5)
-        scheme.begin_epoch(0, {})
-        states, trace = [], []
+    def whole(rank):
+        rank.target += torch.linspace(0, 1, 5)
+        states = []
         for taken in range(11):
-            scheme.step(step)
-            trace.append(x.tolist())
-            scheme.settle()
-            states.append((scheme.replica.snapshot(), scheme.state_dict()))
-            assert bool(states[-1][1]["in_flight"]) == (taken % 4 != 3)
-        return trace, states
+            rank.train()
+            states.append(rank.state())
+            assert bool(states[-1]["scheme"]["in_flight"]) == (taken % 4 != 3)
+        return rank.trace, states
 
-    saved = on_four_ranks(whole)
+    saved = on_four_ranks(whole, scheme, **training)
 
-    def resumed(rank, world, after):
-        trace, states = saved[rank]
-        replica, state = states[after]
-        scheme, step, x = bound(rank, world, make(), wire=wire, numel=5)
-        scheme.replica.restore(replica)
-        scheme.load_state_dict(state)
-        again = []
+    def resumed(rank, after):
+        trace, states = saved[rank.rank]
+        rank.target += torch.linspace(0, 1, 5)
+        rank.load(states[after])
         for _ in range(after + 1, 11):
-            scheme.step(step)
-            again.append(x.tolist())
-        assert again == trace[after + 1 :]
+            rank.train()
+        assert rank.trace == trace[after + 1 :]
 
     for after in (0, 2, 3, 5):
-        on_four_ranks(lambda rank, world: resumed(rank, world, after))  # noqa: B023
+        on_four_ranks(partial(resumed, after=after), scheme, **training)
 
 
 def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_schedule():
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling(8, 2, patience=0)())
+    original = cycling(8, 2, patience=0)()
+
+    def work(rank):
+        scheme = rank.scheme
         for epoch in range(2):
             scheme.begin_epoch(epoch, {})
             for _ in range(3):
-                scheme.step(step)
+                rank.train()
             scheme.end_epoch(torch.tensor(1.0))
         scheme.begin_epoch(2, {})
-        scheme.step(step)
+        rank.train()
         state = {name: value for name, value in scheme.state_dict().items() if isinstance(value, int | float)}
         scheme.agree()
         agreed = scheme.replica.snapshot()
 
-        resumed, step, x = bound(rank, world, cycling(8, 2, patience=0)())
-        resumed.replica.restore(agreed)
-        resumed.load_state_dict({**state, "unagreed_steps": 0})
-        assert (resumed.sync_every, resumed.staleness, resumed.synchronizations) == (4, 1, scheme.synchronizations)
-        local = x.item()
-        resumed.step(step)
-        # the exchange that was in flight is gone: this was a local step
-        assert x.item() == (local + (1.0, 1.0, 7.0, 7.0)[rank]) / 2
+        with attached(rank.topology, original, epochs=10) as again:
+            resumed = again.scheme
+            resumed.replica.restore(agreed)
+            resumed.load_state_dict({**state, "unagreed_steps": 0})
+            assert (resumed.sync_every, resumed.staleness, resumed.synchronizations) == (4, 1, scheme.synchronizations)
+            local = again.values.item()
+            again.train()
+            # the exchange that was in flight is gone: this was a local step
+            assert again.values.item() == (local + (1.0, 1.0, 7.0, 7.0)[rank.rank]) / 2
         return agreed[0].item()
 
-    assert len(set(on_four_ranks(work))) == 1
+    assert len(set(on_four_ranks(work, original))) == 1
 
 
 def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
     # after an exception the others may never answer
     saved = threading.Barrier(4)
 
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling()())
+    def work(rank):
+        scheme = rank.scheme
         scheme.begin_epoch(0, {})
-        if rank >= 2:
+        if rank.node == 1:
             saved.wait(timeout=10)
-        scheme.step(step)
+        rank.train()
         state = scheme.state_dict()
-        if rank < 2:
+        if rank.node == 0:
             saved.wait(timeout=10)
             assert "exchange" not in state
         scheme.finish()
 
-    on_four_ranks(work)
+    on_four_ranks(work, cycling()())
 
 
 def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling(merge="delta")(), wire="bfloat16")
+    def work(rank):
+        scheme = rank.scheme
         scheme.begin_epoch(0, {})
-        scheme.step(step)
+        rank.train()
         scheme.settle()
         return scheme.state_dict()
 
-    state = on_four_ranks(work)[0]
+    state = on_four_ranks(work, cycling(merge="delta")(), wire="bfloat16")[0]
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert loaded["in_flight"][0]["due"] == state["in_flight"][0]["due"] == 2
@@ -498,29 +492,29 @@ def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
 
 
 def test_a_node_that_takes_another_number_of_steps_is_reported():
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling()())
+    def work(rank):
+        scheme = rank.scheme
         scheme.begin_epoch(0, {})
-        for _ in range(2 if rank < 2 else 5):
-            scheme.step(step)
+        for _ in range(2 if rank.node == 0 else 5):
+            rank.train()
         scheme.end_epoch(torch.tensor(1.0))
 
     with pytest.raises(CommunicationError, match="others after 2 to 5"):
-        on_four_ranks(work)
+        on_four_ranks(work, cycling()())
 
 
 def test_buffers_agree_when_nodes_wait_and_stay_alone_while_they_do_not():
-    def work(rank, world):
-        scheme, step, _ = bound(rank, world, cycling()(), buffer=torch.tensor([float(rank)]))
-        buffer = scheme.replica.buffers[0]
+    def work(rank):
+        scheme = rank.scheme
+        buffer = scheme.replica.buffers[0].fill_(rank.rank)
         scheme.begin_epoch(0, {})
         for _ in range(3):
-            scheme.step(step)
+            rank.train()
         alone = buffer.item()
         scheme.end_epoch(torch.tensor(1.0))
         return alone, buffer.item()
 
-    assert on_four_ranks(work) == [(rank, 1.5) for rank in range(4)]
+    assert on_four_ranks(work, cycling()(), buffer=torch.zeros(1)) == [(rank, 1.5) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -544,32 +538,18 @@ def test_bad_arguments_are_named(arguments, message):
 
 # ---- four real processes -----------------------------------------------------------------------------------------
 
-TARGETS = (0.0, 2.0, 4.0, 10.0)
 
-
-class Oracle(pl.LightningModule):
-    """Rank r minimises 0.5 (x - a_r)^2 from 0; ``report`` is x, and B as it acts, after each batch."""
+class Watched(Oracle):
+    """``report`` is x, and B as it acts, after each of 8 batches; validation logs a loss that does not fall."""
 
     def __init__(self, learning_rate: float = 0.5) -> None:
-        super().__init__()
-        self.x = torch.nn.Parameter(torch.zeros(1))
-        self.learning_rate = learning_rate
-        self.report = []
-
-    def training_step(self, batch, batch_idx):
-        return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
+        super().__init__(8, learning_rate=learning_rate)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", 1.0 + self.global_rank)
 
     def on_train_batch_end(self, *_):
         self.report.append((self.x.item(), self.trainer.strategy.schemes[0].sync_every))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
-
-    def train_dataloader(self):
-        return DataLoader(torch.ones(8 * 4, 1))
 
     def val_dataloader(self):
         return DataLoader(torch.ones(4, 1))
@@ -578,7 +558,7 @@ class Oracle(pl.LightningModule):
 @pytest.mark.parametrize("exchange", ["rotating", "sharded"])
 @pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
 def test_four_processes_follow_the_table_to_the_digit(fit, exchange, staleness, table, mean):
-    reports = fit(Oracle(), {"scheme": cycling(4, staleness, exchange=exchange)()}, limit_val_batches=0)
+    reports = fit(Watched(), {"scheme": cycling(4, staleness, exchange=exchange)()}, limit_val_batches=0)
     for rank, report in enumerate(reports):
         assert [x for x, _ in report["report"]] == [single(pair[rank // 2]) for pair in table] + [mean]
         assert report["state_dict"]["x"].item() == mean
@@ -588,7 +568,7 @@ def test_four_processes_follow_the_table_to_the_digit(fit, exchange, staleness, 
 def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
     # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
     scheme = DASO(4, 1, warmup_epochs=1, cooldown_epochs=1, patience=0, monitor=monitor)
-    reports = fit(Oracle(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
+    reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
     for report in reports:
         assert [sync_every for _, sync_every in report["report"][::2]] == [4, 4, 4, 2, 1, 4, 2]
 
@@ -597,13 +577,13 @@ def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_
     # after batch 4 group 1 has just sent; the table says 1.046875 / 6.578125
     save = ModelCheckpoint(tmp_path, filename="in-flight", every_n_train_steps=5)
     arguments = {"enable_checkpointing": True, "limit_val_batches": 0}
-    reports = fit(Oracle(), {"scheme": cycling()()}, callbacks=[save], **arguments)
+    reports = fit(Watched(), {"scheme": cycling()()}, callbacks=[save], **arguments)
     for rank, report in enumerate(reports):
         assert [x for x, _ in report["report"]] == [pair[rank // 2] for pair in B4_S1] + [3.96484375]
     path = tmp_path / "in-flight.ckpt"
     mean = (1.046875 + 6.578125) / 2
     assert torch.load(path, weights_only=True)["state_dict"]["x"].item() == mean
-    resumed = fit(Oracle(), {"scheme": cycling()()}, fit_arguments={"ckpt_path": path}, **arguments)
+    resumed = fit(Watched(), {"scheme": cycling()()}, fit_arguments={"ckpt_path": path}, **arguments)
     for rank, report in enumerate(resumed):
         target, values = (1.0, 7.0)[rank // 2], [x for x, _ in report["report"]]
         # the exchange is gone: local steps to the end of the epoch, which has 8 batches
@@ -613,38 +593,7 @@ def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_
 
 def test_a_run_without_a_known_end_is_refused_when_it_starts(fit):
     with pytest.raises(Exception, match=r"cooldown_epochs=4 needs to know when the run ends"):
-        fit(Oracle(), {"scheme": "daso"}, max_epochs=-1, max_steps=8)
-
-
-def on_four_ranks(work):
-    """``work(rank, world)`` on every rank; ends the threads of the schemes it bound."""
-    world = ThreadWorld(4)
-    world.schemes = []
-    try:
-        return world.run(work)
-    finally:
-        for scheme in world.schemes:
-            scheme.close()
-
-
-def bound(rank, world, scheme, epochs=10, steps=None, wire=None, numel=1, buffer=None):
-    """The scheme, bound to one parameter of the oracle problem, with its user step."""
-    meter = Meter()
-    topology = Topology([[0, 1], [2, 3]], rank, world.connect(rank, meter), meter)
-    x = torch.nn.Parameter(torch.zeros(numel))
-    optimizer = torch.optim.SGD([x], lr=0.5)
-    target = (0.0, 2.0, 4.0, 10.0)[rank] + torch.linspace(0, 1, numel)
-    world.schemes.append(scheme)
-    scheme.attach(Replica([x], [] if buffer is None else [buffer]), topology, optimizer, Wire.named(wire))
-    scheme.begin_run(epochs, steps)
-
-    def step():
-        gradient = x.detach() - target
-        NodeMean(topology).reduce(gradient).wait()
-        x.grad = gradient
-        optimizer.step()
-
-    return scheme, step, x
+        fit(Watched(), {"scheme": "daso"}, max_epochs=-1, max_steps=8)
 
 
 @pytest.mark.parametrize("exchange", ["rotating", "sharded"])

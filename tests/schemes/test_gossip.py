@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import on_nodes, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from problems import Oracle
 
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import AllReduce, Gossip, Graph, PeriodicAveraging, RandomPermutation
-from lightning_hiercomm.topology import Topology
 
 FLAT = {"nodes": [[0], [1], [2], [3]]}
 HOP_1, HOP_2 = [[1], [2], [3], [0]], [[2], [3], [0], [1]]
@@ -37,69 +35,20 @@ def received_from(*permutations):
     return Listed(*([[d.index(rank)] for rank in range(len(d))] for d in permutations))
 
 
-@dataclass
-class Rank:
-    """One rank of :func:`simulate`."""
-
-    scheme: Gossip
-    parameters: list[torch.Tensor]
-    module: torch.nn.ParameterDict
-    optimizer: torch.optim.Optimizer
-    meter: Meter
-    rank: int
-
-    @property
-    def values(self):
-        return torch.cat([p.detach().flatten().clone() for p in self.parameters])
-
-    def train(self, gradient=None, skip=False):
-        """One step; by default with a zero gradient, which mixes only. ``skip``: as a gradient scaler does."""
-        seen = []
-
-        def run():
-            seen.append(self.values)
-            for parameter in self.parameters:
-                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient(parameter.detach())
-            if not skip:
-                self.optimizer.step()
-
-        self.scheme.step(run)
-        return seen[0]
-
-    def agreed(self):
-        """The agreed values, and back."""
-        snapshot = self.scheme.replica.snapshot()
-        self.scheme.agree()
-        values = self.values
-        self.scheme.replica.restore(snapshot)
-        return values
-
-
-def simulate(
-    work, scheme, starts=None, *, nodes=None, weights=None, wire=None, shapes=None, dtype=torch.float64, lr=0.5
-):
-    """Call ``work`` with a :class:`Rank` on every rank; its parameters are set to ``starts[rank]`` after binding."""
+def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.float64, lr=0.5, **training):
+    """Call ``work`` with a rank in training on every rank; its parameters are set to ``starts[rank]`` after binding."""
     nodes = nodes or [[rank] for rank in range(len(starts))]
+    values = torch.as_tensor(0.0 if starts is None else starts, dtype=dtype)
 
-    def body(rank, world):
-        meter = Meter()
-        topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
-        values = torch.as_tensor(starts[rank] if starts is not None else 0.0, dtype=dtype).reshape(-1)
-        module = torch.nn.ParameterDict(
-            {name: torch.zeros(size, dtype=dtype) for name, size in (shapes or {"x": values.numel()}).items()}
-        )
-        parameters = list(module.parameters())
-        optimizer = torch.optim.SGD(parameters, lr=lr)
-        bound = copy.deepcopy(scheme)
-        bound.attach(Replica(parameters, named=module.named_parameters()), topology, optimizer, wire)
-        torch.nn.utils.vector_to_parameters(values.expand(sum(p.numel() for p in parameters)).clone(), parameters)
-        bound.unagreed_steps = 1  # they differ
-        try:
-            return work(Rank(bound, parameters, module, optimizer, meter, rank))
-        finally:
-            bound.close()
+    def body(rank):
+        own = values if starts is None else values[rank.rank]
+        torch.nn.utils.vector_to_parameters(own.expand_as(rank.values).clone(), rank.parameters)
+        rank.scheme.unagreed_steps = 1  # they differ
+        return work(rank)
 
-    return ThreadWorld(sum(map(len, nodes))).run(body)
+    shapes = shapes or {"x": values[0].numel() if starts is not None else 1}
+    inner = partial(torch.optim.SGD, lr=lr)
+    return on_nodes(body, scheme, nodes, shapes=shapes, dtype=dtype, inner=inner, **training)
 
 
 def mixed(steps):
@@ -108,7 +57,7 @@ def mixed(steps):
     def work(rank):
         seen = [rank.values]
         for _ in range(steps):
-            rank.train()
+            rank.train(0.0)
             rank.scheme.settle()
             seen.append(rank.values)
         return torch.stack(seen)
@@ -136,11 +85,11 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
     graph = Listed([[1, 2], [2], [0]])
 
     def work(rank):
-        rank.train()
+        rank.train(0.0)
         x, w = rank.values * rank.scheme._own_weights[0], rank.scheme._own_weights[0]
         first = (x.item(), w, rank.values.item())
         for _ in range(60):
-            rank.train()
+            rank.train(0.0)
         return first, rank.values.item(), rank.agreed().item()
 
     first, last, agreed = zip(*simulate(work, Gossip(graph, 1), [0, 3, 9]), strict=True)
@@ -243,7 +192,7 @@ def test_mixing_conserves_the_sum_of_every_segment_and_brings_replicas_together(
 
     def work(rank):
         for _ in range(5):
-            rank.train()
+            rank.train(0.0)
         x = (
             rank.values
             * torch.tensor(rank.scheme._own_weights, dtype=torch.float64).repeat_interleave(-(-4 // segments))[:4]
@@ -279,7 +228,7 @@ def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_segment(graph, r
 
     def work(rank):
         for _ in range(4):
-            rank.train()
+            rank.train(0.0)
         return rank.values.tolist(), rank.agreed().tolist()
 
     finals = simulate(work, Gossip(graph, 4, overlap=overlap), starts, nodes=nodes)
@@ -309,7 +258,7 @@ def test_a_node_sends_the_model_once_a_step_however_many_nodes_there_are(fair):
     def work(rank):
         before = rank.meter.snapshot()["inter_bytes"]
         for _ in range(3):
-            rank.train()
+            rank.train(0.0)
         return (rank.meter.snapshot()["inter_bytes"] - before) / 3
 
     for size in (2, 3, 4, 8, 16):
@@ -319,7 +268,7 @@ def test_a_node_sends_the_model_once_a_step_however_many_nodes_there_are(fair):
 def test_the_ranks_of_a_node_share_the_bytes():
     def work(rank):
         before = rank.meter.snapshot()["inter_bytes"]
-        rank.train()
+        rank.train(0.0)
         return rank.meter.snapshot()["inter_bytes"] - before
 
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -387,7 +336,7 @@ def test_an_agreement_while_an_exchange_is_in_flight_counts_every_mass_once_and_
 def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(fair, overlap):
     def work(rank):
         for step in range(6):
-            rank.train(skip=rank.rank == 1 and step % 2 == 0)
+            rank.train(0.0, skip=rank.rank == 1 and step % 2 == 0)
         return rank.agreed().item(), rank.scheme.steps
 
     agreed, steps = zip(*simulate(work, Gossip(fair=fair, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
@@ -428,7 +377,7 @@ def test_a_run_resumed_from_its_state_is_the_same_to_the_bit(fair, overlap):
 
 def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
     def save(rank):
-        rank.train()
+        rank.train(0.0)
         rank.scheme.settle()
         return rank.scheme.state_dict()
 
@@ -441,13 +390,13 @@ def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
 def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
     def work(rank):
         for _ in range(3):
-            rank.train()
+            rank.train(0.0)
         state = rank.scheme.state_dict()
         counts = {name: value for name, value in state.items() if isinstance(value, int)}
         rank.scheme.settle()
         rank.scheme.agree()
         rank.scheme.load_state_dict({**counts, "unagreed_steps": 0})
-        rank.train()
+        rank.train(0.0)
         return rank.values.item(), rank.scheme.steps
 
     assert simulate(work, Gossip("directed_exponential", overlap=True), [0, 3, 9]) == [(4, 4)] * 3
@@ -459,13 +408,11 @@ def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
 def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
     schemes = [Gossip(seed=0), Gossip(seed=0), Gossip(seed=1)]
 
-    def body(rank, world):
-        meter = Meter()
-        topology = Topology([[0], [1], [2]], rank, world.connect(rank, meter), meter)
+    def body(topology):
         with pytest.raises(ValueError, match="tells rank 2 to exchange other segments"):
-            schemes[rank].attach(Replica([torch.zeros(3)]), topology)
+            schemes[topology.rank].attach(Replica([torch.zeros(3)]), topology)
 
-    ThreadWorld(3).run(body)
+    on_ranks(body, [[0], [1], [2]])
 
 
 def test_an_invalid_graph_is_refused_when_the_run_starts():
@@ -498,12 +445,12 @@ def test_disagreement_estimates_the_relative_distance_from_the_mean_and_sends_no
 
     def work(rank):
         assert rank.scheme.scalars() == {}
-        rank.train()
+        rank.train(0.0)
         sent = rank.meter.snapshot()["inter_bytes"]
         value = rank.scheme.scalars()["disagreement"]
         assert rank.meter.snapshot()["inter_bytes"] == sent
         for _ in range(20):
-            rank.train()
+            rank.train(0.0)
         return value, rank.scheme.scalars()["disagreement"]
 
     before, after = zip(*simulate(work, Gossip(), starts.tolist()), strict=True)
@@ -512,27 +459,6 @@ def test_disagreement_estimates_the_relative_distance_from_the_mean_and_sends_no
 
 
 # ---- over real processes ---------------------------------------------------------------------------------------------
-
-
-class Oracle(pl.LightningModule):
-    """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD at 0.5; ``report`` is x after each batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.x = torch.nn.Parameter(torch.zeros(1))
-        self.report = []
-
-    def training_step(self, batch, batch_idx):
-        return (0.5 * (self.x - (0.0, 2.0, 4.0, 10.0)[self.global_rank]) ** 2).sum()
-
-    def on_train_batch_end(self, *_):
-        self.report.append(self.x.item())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(16, 1))
 
 
 class Adversaries(pl.LightningModule):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
+from harness import on_ranks
 from torch import nn
 
-from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.replicas import Replicas
@@ -45,19 +44,16 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
 }
 
 
-class Counted:
-    """One rank's world, and how many groups were connected on it."""
+class Counting:
+    """Connects as another does, and counts the groups."""
 
-    def __init__(self, rank: int, world: ThreadWorld, nodes: Sequence[Sequence[int]], weights: Any = None) -> None:
+    def __init__(self, connect: Connect) -> None:
+        self.connect = connect
         self.groups = 0
-        self.meter = Meter()
-        connect = world.connect(rank, self.meter)
 
-        def counting(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-            self.groups += 1
-            return connect(groups, tier)
-
-        self.topology = Topology(nodes, rank, counting, self.meter, weights)
+    def __call__(self, groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+        self.groups += 1
+        return self.connect(groups, tier)
 
 
 def steps(scheme: Scheme, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -73,16 +69,15 @@ def steps(scheme: Scheme, optimizer: torch.optim.Optimizer, number: int) -> None
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_200_thaws_open_no_group_and_start_no_thread(name):
-    def work(rank: int, world: ThreadWorld) -> tuple[int, int, int]:
-        counted = Counted(rank, world, [[0, 1], [2, 3]])
+    def work(topology: Topology) -> tuple[int, int, int]:
         parameters = [nn.Parameter(torch.zeros(3))]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         scheme = SCHEMES[name]()
-        scheme.attach(Replica(parameters), counted.topology, optimizer)
+        scheme.attach(Replica(parameters), topology, optimizer)
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 4)
-        groups, backgrounds = counted.groups, len(scheme._backgrounds)
+        groups, backgrounds = topology._connect.groups, len(scheme._backgrounds)
         for _ in range(200):
             thawed = nn.Parameter(torch.zeros(2))
             if len(parameters) < 3:
@@ -92,10 +87,10 @@ def test_200_thaws_open_no_group_and_start_no_thread(name):
             scheme.follow(Replica(parameters))
             steps(scheme, optimizer, 3)
         scheme.finish()
-        return counted.groups - groups, len(scheme._backgrounds) - backgrounds, len(counted.topology._siblings)
+        return topology._connect.groups - groups, len(scheme._backgrounds) - backgrounds, len(topology._siblings)
 
     before = threading.active_count()
-    for groups, backgrounds, siblings in ThreadWorld(4).run(work):
+    for groups, backgrounds, siblings in on_ranks(work, connect=Counting):
         assert (groups, backgrounds) == (0, 0)
         assert siblings <= 3
     assert threading.active_count() == before
@@ -103,12 +98,11 @@ def test_200_thaws_open_no_group_and_start_no_thread(name):
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"all_reduce"}))
 def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
-    def work(rank: int, world: ThreadWorld) -> list[float]:
-        counted = Counted(rank, world, [[0, 1], [2, 3]])
+    def work(topology: Topology) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(3))]
-        optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + rank // 2))
+        optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + topology.node))
         scheme = SCHEMES[name]()
-        scheme.attach(Replica(parameters), counted.topology, optimizer)
+        scheme.attach(Replica(parameters), topology, optimizer)
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 3)
@@ -120,20 +114,19 @@ def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
         scheme.finish()
         return torch.cat([parameter.detach() for parameter in parameters]).tolist()
 
-    results = ThreadWorld(4).run(work)
+    results = on_ranks(work, connect=Counting)
     assert results[0] == results[1] == results[2] == results[3]
     assert all(value < 0 for value in results[0])
 
 
 def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parameters():
-    def work(rank: int, world: ThreadWorld) -> list[float]:
-        counted = Counted(rank, world, [[0], [1]])
+    def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([x], lr=1.0)
         scheme = Gossip(segments=1, hierarchical=False)
-        scheme.attach(Replica([x]), counted.topology, optimizer)
+        scheme.attach(Replica([x]), topology, optimizer)
         scheme.follow(Replica([x]))
-        counted.topology.set_weights([1.0, 3.0])
+        topology.set_weights([1.0, 3.0])
 
         def step() -> None:
             x.grad = torch.tensor([-1.0])
@@ -147,41 +140,36 @@ def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parame
         return seen
 
     # a node of weight W counts M W of its update: 1/2 and 3/2, mixed half and half
-    assert ThreadWorld(2).run(work) == [[1.0, 2.0]] * 2
+    assert on_ranks(work, [[0], [1]]) == [[1.0, 2.0]] * 2
 
 
 def test_two_optimizers_share_one_gradient_path():
-    def work(rank: int, world: ThreadWorld) -> tuple[int, int]:
-        opened = []
-        for count in (1, 2):
-            counted = Counted(rank, world, [[0], [1]])
-            layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
-            optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
-            run = TrainingRun(AllReduce(), Replicas(layers, optimizers), counted.topology)
-            run.gradients.reduce(torch.ones(4)).wait()
-            opened.append(counted.groups)
-            run.close(timeout=5.0)
-        return opened[0], opened[1]
+    def work(topology: Topology, count: int) -> int:
+        layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
+        run = TrainingRun(AllReduce(), Replicas(layers, optimizers), topology)
+        run.gradients.reduce(torch.ones(4)).wait()
+        run.close(timeout=5.0)
+        return topology._connect.groups
 
-    for one, two in ThreadWorld(2).run(work):
-        assert one == two
+    one, two = (on_ranks(partial(work, count=count), [[0], [1]], connect=Counting) for count in (1, 2))
+    assert one == two
 
 
 @pytest.mark.parametrize("skips", [0, 1])
 def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_in_it(skips):
-    def work(rank: int, world: ThreadWorld) -> list[float]:
-        counted = Counted(rank, world, [[0], [1]])
+    def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([x], lr=1.0)
         scheme = PeriodicAveraging(2, order="before_step")
-        scheme.attach(Replica([x]), counted.topology, optimizer)
+        scheme.attach(Replica([x]), topology, optimizer)
         scheme.begin_epoch(0, {})
         seen = []
         for t in range(1, 5):
 
             def step(t: int = t) -> None:
-                x.grad = torch.tensor([-1.0 - 2 * rank])
-                if not (t == 2 and rank == skips):  # as a gradient scaler does
+                x.grad = torch.tensor([-1.0 - 2 * topology.rank])
+                if not (t == 2 and topology.rank == skips):  # as a gradient scaler does
                     optimizer.step()
 
             scheme.step(step)
@@ -193,7 +181,7 @@ def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_i
     first = 2.0 if skips == 0 else 3.0
     second = 5.0 if skips == 0 else 2.0
     mean = (first + 1 + second + 3) / 2
-    assert ThreadWorld(2).run(work) == [[1, first, first + 1, mean + 1], [3, second, second + 3, mean + 3]]
+    assert on_ranks(work, [[0], [1]]) == [[1, first, first + 1, mean + 1], [3, second, second + 3, mean + 3]]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "diloco"])
@@ -223,14 +211,13 @@ def settings(scheme: Scheme) -> Settings:
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
 def test_closing_a_topology_closes_what_schemes_opened_on_it(wire):
-    def work(rank: int, world: ThreadWorld) -> list[bool]:
-        counted = Counted(rank, world, [[0, 1], [2, 3]])
+    def work(topology: Topology) -> list[bool]:
         x = nn.Parameter(torch.zeros(3))
         scheme = DiLoCo(2, staleness=1)
-        scheme.attach(Replica([x]), counted.topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
+        scheme.attach(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
         scheme.close()
-        counted.topology.close()
-        return [counted.topology.is_closed, *(sibling.is_closed for sibling in counted.topology._siblings)]
+        topology.close()
+        return [topology.is_closed, *(sibling.is_closed for sibling in topology._siblings)]
 
-    for closed in ThreadWorld(4).run(work):
+    for closed in on_ranks(work, connect=Counting):
         assert all(closed)

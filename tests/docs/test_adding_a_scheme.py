@@ -1,0 +1,208 @@
+"""The code of docs/adding_a_scheme.md, run as it stands there."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from harness import Rank, on_nodes
+from lightning.pytorch.callbacks import ModelCheckpoint
+from problems import Oracle
+from torch.optim import SGD
+
+from lightning_hiercomm import schemes
+from lightning_hiercomm.schemes import Agreement, Scheme, Staggered
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "adding_a_scheme.md").read_text()
+BLOCKS = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+SCHEME = "lightning_hiercomm/schemes/quadratic.py"
+ITS_TEST = "tests/schemes/test_quadratic.py"
+SENTENCES = dict(re.findall(r"^\| (\S+) .* \| `(Agreement\(.*\))` \|$", PAGE, re.MULTILINE))
+TABLE = [(0, 4), (3, 3), (2.25, 4.25), (1.6875, 5.1875), (1.265625, 5.890625), (3.68359375, 3.68359375)]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory):
+    """``page(file)``: a file of the page, imported under the name it would have in the package."""
+    folder, loaded = tmp_path_factory.mktemp("page"), {}
+
+    def load(file: str) -> ModuleType:
+        if file not in loaded:
+            path = folder / Path(file).name
+            path.write_text(BLOCKS[file])
+            name = file.removesuffix(".py").replace("/", ".")
+            spec = importlib.util.spec_from_file_location(name, path)
+            loaded[file] = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded[file])
+        return loaded[file]
+
+    yield load
+    for module in loaded.values():
+        del sys.modules[module.__name__]
+
+
+def test_the_scheme_is_at_most_sixty_lines_of_code():
+    lines = [line for line in BLOCKS[SCHEME].splitlines() if line.strip()]
+    assert len(lines) <= 60
+
+
+@pytest.mark.parametrize("file", BLOCKS)
+def test_the_page_is_formatted_as_the_package_is(file, tmp_path):
+    path = tmp_path / "page.py"
+    path.write_text(BLOCKS[file])
+    ruff = [sys.executable, "-m", "ruff", "format", "--check", "--config", ROOT / "pyproject.toml", path]
+    subprocess.run(ruff, check=True, timeout=60, capture_output=True)
+
+
+def test_the_tests_of_the_page_pass(page):
+    page(SCHEME)
+    tests = {name: test for name, test in vars(page(ITS_TEST)).items() if name.startswith("test_")}
+    assert len(tests) == 4
+    for test in tests.values():
+        (argument,) = inspect.signature(test).parameters or (None,)
+        for mark in getattr(test, "pytestmark", ()):
+            for value in mark.args[1]:
+                test(**{argument: value})
+        if argument is None:
+            test()
+
+
+class Plainly:
+    """The methods that are said to be sentences, on two nodes: what they do to x after every H-th step."""
+
+    def overlap(self, x):
+        x = x if self.earlier is None else [0.4 * own + 0.6 * self.mean(self.earlier) for own in x]
+        self.earlier = x
+        return x
+
+    def cocod(self, x):
+        if self.earlier is not None:
+            x = [own + self.mean(self.earlier) - sent for own, sent in zip(x, self.earlier, strict=True)]
+        self.earlier = x
+        return x
+
+    def slowmo(self, x):
+        self.momentum = 0.7 * self.momentum + (self.agreed - self.mean(x))
+        self.agreed -= self.momentum
+        return [self.agreed] * 2
+
+    def noloco(self, x):
+        way = self.agreed - self.mean(x)
+        self.momentum = 0.9 * self.momentum + way
+        self.agreed -= 0.7 * (way + 0.9 * self.momentum)
+        return [self.agreed] * 2
+
+    earlier, momentum, agreed = None, 0.0, 0.0
+
+    def mean(self, x):
+        return sum(x) / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("Overlap-Local-SGD", "overlap"), ("CoCoD-SGD", "cocod"), ("SlowMo", "slowmo"), ("NoLoCo", "noloco")],
+)
+def test_methods_that_are_said_to_be_sentences_are(name, method):
+    scheme = eval(SENTENCES[name], {"SGD": SGD, "partial": partial, **vars(schemes)})
+    period, plain = scheme.when.period, Plainly()
+    x, expected = [0.0, 0.0], []
+    for step in range(1, 3 * period + 1):
+        x = [own + 0.02 * (target - own) for own, target in zip(x, (0.0, 8.0), strict=True)]
+        x = getattr(plain, method)(x) if step % period == 0 else x
+        expected.append(x)
+
+    def work(rank: Rank) -> list[float]:
+        for _ in range(3 * period):
+            rank.train()
+        return [value for (value,) in rank.trace]
+
+    traces = on_nodes(work, scheme, targets=(0.0, 8.0), inner=partial(SGD, lr=0.02), dtype=torch.float64)
+    for node, trace in enumerate(traces):
+        assert trace == pytest.approx([values[node] for values in expected], abs=1e-12)
+
+
+def test_every_sentence_of_the_page_is_tested():
+    assert len(SENTENCES) == 4
+
+
+class Decaying(Oracle):
+    """The learning rate is 0.5 for two steps, then 0.25."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def test_the_scheme_trains_and_resumes_in_a_trainer(page, fit, tmp_path):
+    scheme: Scheme = page(SCHEME).QuadraticAveraging(2, growth=0.5)
+    strategy = {"scheme": scheme, "ranks_per_node": 1, "checkpoint_replicas": True}
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4)
+    arguments = {"devices": 2, "enable_checkpointing": True}
+    module = partial(Decaying, steps=6, targets=(0.0, 8.0))
+    for node, report in enumerate(fit(module(), strategy, callbacks=[save], **arguments)):
+        assert report["report"] == [values[node] for values in TABLE]
+        assert report["state_dict"]["x"].item() == TABLE[-1][0]
+    (path,) = tmp_path.glob("*step=4*.ckpt")
+    resumed = fit(module(), strategy, fit_arguments={"ckpt_path": path}, **arguments)
+    for node, report in enumerate(resumed):
+        assert report["report"] == [values[node] for values in TABLE[4:]]
+
+
+# ---- elastic averaging -------------------------------------------------------------------------------------------
+
+
+def elastic(page, **arguments) -> Agreement:
+    return Agreement(merge=page("elastic.py").Elastic(0.5), **arguments)
+
+
+def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
+    # with alpha = 1/4 and beta = 1/2, by local steps to (0, 4) and (0, 5.5):
+    # x = (0, 4) - (0, 4) / 4, c = 0 + 2 / 2;  then x = (0, 5.5) - (-1, 4.5) / 4, c = 1 + (2.75 - 1) / 2
+    def work(rank: Rank) -> list[float]:
+        seen = []
+        for _ in range(2):
+            rank.train()
+            seen += [rank.values.item(), rank.agreed().item()]
+        return seen
+
+    assert on_nodes(work, elastic(page, when=1), targets=(0.0, 8.0)) == [[0, 1, 0.25, 1.875], [3, 1, 4.375, 1.875]]
+
+
+@pytest.mark.parametrize("words", [{"when": 2}, {"when": 4, "staleness": 3}, {"when": Staggered(4), "what": 2}])
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
+    def first(rank: Rank):
+        for step in range(10):
+            if step == 5:
+                saved[rank.rank] = rank.state()
+            rank.train()
+        return rank.trace[5:]
+
+    def second(rank: Rank):
+        rank.load(saved[rank.rank])
+        for _ in range(5):
+            rank.train()
+        return rank.trace
+
+    saved: dict = {}
+    training = {"shapes": {"x": 5, "y": 3}, "nodes": ((0, 1), (2, 3)), "wire": wire}
+    assert on_nodes(first, elastic(page, **words), **training) == on_nodes(second, elastic(page, **words), **training)
+    assert len(saved) == 4
+
+
+def test_the_centre_is_what_a_trainer_saves_and_ends_on(page, fit):
+    scheme = elastic(page, when=1)
+    reports = fit(Oracle(2, targets=(0.0, 8.0)), {"scheme": scheme, "ranks_per_node": 1}, devices=2)
+    assert [report["report"] for report in reports] == [[0.0, 0.25], [3.0, 4.375]]
+    # the run ends with one more pull: c = 1.875 + (mean of (0.25, 4.375) - 1.875) / 2
+    assert [report["state_dict"]["x"].item() for report in reports] == [2.09375] * 2

@@ -1,0 +1,314 @@
+"""Ranks that are threads, and schemes that train on them: what tests of nodes and schemes have in common."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.base import Connect
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.topology import Topology
+
+T = TypeVar("T")
+Nodes = Sequence[Sequence[int]]
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+TWO_BY_TWO: Nodes = ((0, 1), (2, 3))
+TARGETS = (0.0, 2.0, 4.0, 10.0)
+"""Of the four ranks of the oracle problem; the two nodes' means are 1 and 7, that of all is 4."""
+SGD_AT_HALF: MakeOptimizer = partial(torch.optim.SGD, lr=0.5)
+
+
+def on_ranks(
+    work: Callable[[Topology], T],
+    nodes: Nodes = TWO_BY_TWO,
+    weights: Sequence[float] | None = None,
+    *,
+    timeout: float = 20.0,
+    connect: Callable[[Connect], Connect] = lambda connect: connect,
+) -> list[T]:
+    """What ``work(topology)`` returns on every rank; raises if it raised on any.
+
+    Args:
+        work: Gets a topology with a meter of its own.
+        nodes: The ranks of every node.
+        weights: Of the ranks.
+        timeout: Seconds after which a wait for a peer becomes an error.
+        connect: What the topology connects with, given the world's own way.
+    """
+
+    def body(rank: int, world: ThreadWorld) -> T:
+        meter = Meter()
+        return work(Topology(nodes, rank, connect(world.connect(rank, meter)), meter, weights))
+
+    return ThreadWorld(sum(map(len, nodes)), timeout).run(body)
+
+
+@dataclass
+class Rank:
+    """One rank in training: all of its parameters minimise 0.5 |x - target|^2, or follow gradients of the test's own.
+
+    Attributes:
+        target: Of all parameters, flat.
+    """
+
+    topology: Topology
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    wire: Wire
+    scheme: Scheme
+    gradients: GradientPath
+    bucket_bytes: int
+    target: Tensor
+    trace: list[list[float]] = field(default_factory=list)
+    """All values after every step."""
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self.topology.rank
+
+    @property
+    def node(self) -> int:
+        """The node it lives on."""
+        return self.topology.node
+
+    @property
+    def meter(self) -> Meter:
+        """Its own."""
+        return self.topology.meter
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All of them."""
+        return list(self.module.parameters())
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that are not frozen."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    @property
+    def values(self) -> Tensor:
+        """A flat copy of all parameters."""
+        return _flat(self.parameters)
+
+    def train(
+        self, gradient: Callable[[Tensor], Tensor] | float | None = None, last: bool = False, skip: bool = False
+    ) -> Tensor:
+        """One step.
+
+        Args:
+            gradient: This rank's own, given the values of all trained parameters, or a number for every element.
+                Default: towards the target.
+            last: Whether it is the last one of the epoch.
+            skip: Whether the optimizer is left out, as a gradient scaler does.
+
+        Returns:
+            The values that the forward pass saw.
+        """
+        seen: list[Tensor] = []
+
+        def run() -> None:
+            values = _flat(self.trained)
+            seen.append(values)
+            if gradient is None:
+                flat = values - self.target
+            elif callable(gradient):
+                flat = gradient(values).clone()
+            else:
+                flat = torch.full_like(values, gradient)
+            self.gradients.reduce(flat).wait()
+            for parameter, part in zip(self.trained, flat.split([p.numel() for p in self.trained]), strict=True):
+                parameter.grad = part.view_as(parameter).clone()
+            if not skip:
+                self.optimizer.step()
+
+        self.scheme.step(run, last=last)
+        self.trace.append(self.values.tolist())
+        return seen[0]
+
+    def agreed(self) -> Tensor:
+        """The agreed values; the rank's own are put back."""
+        snapshot = self.scheme.replica.snapshot()
+        self.scheme.agree()
+        values = self.values
+        self.scheme.replica.restore(snapshot)
+        return values
+
+    def replica(self) -> Replica:
+        """What is trained now."""
+        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        return Replica(self.trained, buffers, self.bucket_bytes, self.module.named_parameters())
+
+    def state(self) -> dict[str, Any]:
+        """What a companion of a checkpoint holds, through a file."""
+        self.scheme.settle()
+        return reloaded(
+            {
+                "values": [parameter.detach().clone() for parameter in self.parameters],
+                "optimizer": self.optimizer.state_dict(),
+                "scheme": self.scheme.state_dict(),
+                "gradients": self.gradients.state_dict(),
+            }
+        )
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        for parameter, values in zip(self.parameters, state["values"], strict=True):
+            parameter.copy_(values)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheme.load_state_dict(state["scheme"])
+        self.gradients.load_state_dict(state["gradients"])
+
+
+def reloaded(state: dict[str, Any]) -> dict[str, Any]:
+    """What a file gives back of a state: tensors and primitives only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def _flat(parameters: Sequence[Tensor]) -> Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
+
+
+@contextmanager
+def attached(
+    topology: Topology,
+    scheme: Scheme,
+    *,
+    shapes: Mapping[str, int | Sequence[int]] | None = None,
+    start: float = 0.0,
+    targets: Sequence[float] = TARGETS,
+    inner: MakeOptimizer | None = None,
+    wire: Wire | str | None = None,
+    bucket_bytes: int = 4 * 2**20,
+    dtype: torch.dtype = torch.float32,
+    frozen: Sequence[str] = (),
+    buffer: Tensor | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    begins_epoch: bool = True,
+) -> Iterator[Rank]:
+    """A copy of ``scheme``, attached to parameters and ready to train; it is closed in the end.
+
+    Args:
+        topology: The rank's.
+        scheme: Of which every rank gets a copy.
+        shapes: Of the parameters, by their names. Default: one scalar.
+        start: The value of all parameters.
+        targets: Of all ranks; every element's.
+        inner: Makes the user's optimizer. Default: SGD with learning rate 0.5.
+        wire: What parameters look like between nodes.
+        bucket_bytes: Upper bound of a bucket.
+        dtype: Of the parameters.
+        frozen: Names of parameters that are not trained.
+        buffer: A buffer of the module.
+        epochs: How long the run will be.
+        steps: The same, in steps.
+        begins_epoch: Whether the first epoch has begun.
+    """
+    module = torch.nn.ParameterDict(
+        {name: torch.full(_shape(shape), start, dtype=dtype) for name, shape in (shapes or {"x": 1}).items()}
+    )
+    module.register_buffer("buffer", None if buffer is None else buffer.clone())
+    for name in frozen:
+        module[name].requires_grad_(False)
+    optimizer = (inner or SGD_AT_HALF)(list(module.parameters()))
+    own = copy.deepcopy(scheme)
+    wire = wire if isinstance(wire, Wire) else Wire.named(wire)
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    target = torch.full((elements,), targets[topology.rank % len(targets)], dtype=dtype)
+    gradients = gradient_path(own.gradients, topology, torch.device("cpu"), wire, piece_bytes=bucket_bytes)
+    rank = Rank(topology, module, optimizer, wire, own, gradients, bucket_bytes, target)
+    try:
+        own.attach(rank.replica(), topology, optimizer, wire)
+        own.begin_run(epochs, steps)
+        if begins_epoch:
+            own.begin_epoch(0, {})
+        yield rank
+    finally:
+        own.close(timeout=1.0)
+        gradients.close(timeout=1.0)
+
+
+def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    return (shape,) if isinstance(shape, int) else tuple(shape)
+
+
+def on_nodes(
+    work: Callable[[Rank], T],
+    scheme: Scheme,
+    nodes: Nodes = ((0,), (1,)),
+    *,
+    weights: Sequence[float] | None = None,
+    timeout: float = 20.0,
+    **training: Any,
+) -> list[T]:
+    """What ``work`` returns for every rank of the nodes, in training as :func:`attached` says."""
+
+    def body(topology: Topology) -> T:
+        with attached(topology, scheme, **training) as rank:
+            return work(rank)
+
+    return on_ranks(body, nodes, weights, timeout=timeout)
+
+
+@dataclass
+class Trace:
+    """What one rank saw."""
+
+    after_step: list[float] = field(default_factory=list)
+    after_epoch: list[float] = field(default_factory=list)
+    finished: float = 0.0
+    meter: dict[str, float] = field(default_factory=dict)
+    scheme: Scheme | None = None
+
+
+def run_oracle(
+    scheme: Callable[[], Scheme],
+    *,
+    nodes: Nodes = TWO_BY_TWO,
+    weights: Sequence[float] | None = None,
+    epochs: int = 1,
+    steps_per_epoch: int = 8,
+    learning_rate: float = 0.5,
+    momentum: float = 0.0,
+    losses: Sequence[float] | None = None,
+    **training: Any,
+) -> list[Trace]:
+    """Train one scalar from 0 with SGD; one trace per rank. ``losses`` are the epoch losses the scheme is told."""
+
+    def work(rank: Rank) -> Trace:
+        scheme, trace = rank.scheme, Trace(scheme=rank.scheme)
+        for epoch in range(epochs):
+            if epoch:
+                scheme.begin_epoch(epoch, {})
+            for i in range(steps_per_epoch):
+                rank.train(last=i == steps_per_epoch - 1)
+                trace.after_step.append(rank.values.item())
+            scheme.end_epoch(torch.tensor(losses[epoch]) if losses else None)
+            trace.after_epoch.append(rank.values.item())
+        scheme.finish()
+        trace.finished = rank.values.item()
+        trace.meter = rank.meter.snapshot()
+        return trace
+
+    inner = partial(torch.optim.SGD, lr=learning_rate, momentum=momentum)
+    return on_nodes(work, scheme(), nodes, weights=weights, inner=inner, epochs=epochs, **training)
