@@ -281,7 +281,7 @@ def test_codecs_have_names(name, codec):
 
 @pytest.mark.parametrize("name", ["int7", "fp8", torch.int64, 8])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match=r"wire=.* one of float32, bfloat16, float16, int8, int4, or None"):
+    with pytest.raises(ValueError, match=r"wire_dtype=.* one of float32, bfloat16, float16, int8, int4, or None"):
         codec_named(name)
 
 

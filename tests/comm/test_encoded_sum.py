@@ -9,7 +9,7 @@ import torch
 
 from lightning_hiercomm.comm.codec import AsIs, Cast, Quantized
 from lightning_hiercomm.comm.encoded_sum import EncodedSum
-from lightning_hiercomm.comm.lane import Lane
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
@@ -211,15 +211,15 @@ def test_a_part_without_elements_sums_to_one(members):
 
 
 @pytest.mark.parametrize("members", [2, 4])
-def test_parts_are_completed_in_a_lane_while_others_are_launched(members):
+def test_parts_are_completed_in_the_background_while_others_are_launched(members):
     def work(rank, encoded_sum, meter):
-        lane = Lane(torch.device("cpu"), meter)
+        background = Background(torch.device("cpu"), meter)
         parts = [values_of(rank, 500 * i) for i in range(1, 8)]
         feedback = [encoded_sum.feedback(part) for part in parts]
-        handles = [lane.submit(encoded_sum.launch(*pair)) for pair in zip(parts, feedback, strict=True)]
+        handles = [background.submit(encoded_sum.launch(*pair)) for pair in zip(parts, feedback, strict=True)]
         for handle in handles:
             handle.wait()
-        lane.close()
+        background.close()
         return parts
 
     for parts in zip(*on_members(members, Quantized(8), work), strict=True):
@@ -358,7 +358,7 @@ def sum_among_three(rank):
     parts, handles = [], []
     for i in range(3):
         parts.append(values_of(rank.rank, 300_001, round_=i))
-        handles.append(lane.submit(encoded_sum.launch(parts[-1], feedback)))
+        handles.append(background.submit(encoded_sum.launch(parts[-1], feedback)))
     for handle in handles:
         handle.wait()
     lane.close()
