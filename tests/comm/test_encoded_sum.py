@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.codec import AsIs, Cast, Quantized
 from lightning_hiercomm.comm.encoded_sum import EncodedSum
-from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
@@ -353,7 +353,7 @@ def test_a_feedback_of_another_part_is_refused():
 def sum_among_three(rank):
     groups = ((0, 1, 2), (3,))
     encoded_sum = EncodedSum(Quantized(4), rank.group(groups, "inter"), rank.group(groups, "inter", twin=1))
-    lane = Lane(torch.device("cpu"), rank.meter)
+    background = Background(torch.device("cpu"), rank.meter)
     feedback = encoded_sum.feedback(torch.empty(300_001))
     parts, handles = [], []
     for i in range(3):
@@ -361,7 +361,7 @@ def sum_among_three(rank):
         handles.append(background.submit(encoded_sum.launch(parts[-1], feedback)))
     for handle in handles:
         handle.wait()
-    lane.close()
+    background.close()
     return parts
 
 

@@ -177,7 +177,7 @@ def on_nodes(
     *,
     shapes: Mapping[str, int] | None = None,
     start: float = 1.0,
-    inner: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1),
+    inner: Callable[..., torch.optim.Optimizer] | None = None,
     wire: str | None = None,
     weights: Sequence[float] | None = None,
     bucket_bytes: int = 4 * 2**20,
@@ -193,7 +193,7 @@ def on_nodes(
         module = torch.nn.ParameterDict({name: torch.full((size,), start, dtype=dtype) for name, size in sizes.items()})
         for name in frozen:
             module[name].requires_grad_(False)
-        optimizer = inner(list(module.parameters()))
+        optimizer = (inner or partial(torch.optim.SGD, lr=0.1))(list(module.parameters()))
         own, payload = copy.deepcopy(scheme), Wire.named(wire)
         path = gradient_path(own.gradients, topology, torch.device("cpu"), payload, piece_bytes=bucket_bytes)
         built = Rank(rank, topology, meter, module, optimizer, payload, own, path, bucket_bytes)

@@ -153,9 +153,7 @@ def plainly(steps, weights, fragments, *, sync_every, staleness, keep_local, out
         landed = []
         for p, anchor in enumerate(anchors):  # what is on the way has arrived once somebody asks for the agreed model
             a, optimizer = copy.deepcopy((anchor, optimizers[p]))
-            optimizer.param_groups[0]["params"] = [a]
             if p in on_the_way:
-                optimizer.state.update({a: s for s in optimizer.state.values()})
                 a.grad = on_the_way[p]
                 optimizer.step()
             landed.append(a.detach())
@@ -286,7 +284,12 @@ def test_an_outer_learning_rate_acts_on_the_merges_of_its_period(on_nodes):
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "scheme",
-    [DiLoCo(3), DiLoCo(6, staleness=3), DiLoCo(6, fragments=2, staleness=2, keep_local=0.5), DiLoCo(3, gradients="none")],
+    [
+        DiLoCo(3),
+        DiLoCo(6, staleness=3),
+        DiLoCo(6, fragments=2, staleness=2, keep_local=0.5),
+        DiLoCo(3, gradients="none"),
+    ],
     ids=["at once", "stale", "streaming", "every rank alone"],
 )
 def test_asking_for_the_agreed_model_at_every_step_changes_nothing(on_nodes, scheme, wire):
@@ -490,7 +493,9 @@ def test_a_period_costs_the_bytes_of_the_formula(on_nodes, wire, nodes, fragment
         return seen[2] - seen[1]
 
     expected = 2 * (count - 1) / count * numel * 4 * fraction
-    for sent in on_nodes(work, DiLoCo(8, fragments=fragments, staleness=staleness), nodes, shapes={"x": numel}, wire=wire):
+    for sent in on_nodes(
+        work, DiLoCo(8, fragments=fragments, staleness=staleness), nodes, shapes={"x": numel}, wire=wire
+    ):
         assert expected * 0.999 <= sent <= expected * 1.02
 
 
@@ -549,7 +554,7 @@ def test_an_outer_optimizer_of_whole_tensors_is_refused(on_nodes, outer, message
 
 
 def test_more_fragments_by_name_than_the_period_has_room_for_are_refused(on_nodes):
-    with pytest.raises(ValueError, match="staleness=2 is too long .* with 3 parts.* at most 1 steps"):
+    with pytest.raises(ValueError, match=r"staleness=2 is too long .* with 3 parts.* at most 1 steps"):
         on_nodes(towards(23, 1), DiLoCo(6, fragments=["a", "c"], staleness=2), TWO, shapes=SEVENS)
     with pytest.raises(ValueError, match="no parameter lies below 'd'"):
         on_nodes(towards(23, 1), DiLoCo(6, fragments=["d"]), TWO, shapes=SEVENS)
