@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
+import json
 import logging
 import os
 import queue
@@ -12,14 +15,18 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_hiercomm import hub
 
 log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 30.0
+_BACKLOG = 512  # more than one node's ranks come at once
+_JOIN_SECONDS = 20.0
+_REJOIN_SECONDS = 60.0
 
 
 class RankFailure(RuntimeError):
@@ -34,6 +41,9 @@ class Invitation:
     port: int
     token: str
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class ControlPlane:
     """A TCP star around rank 0 that carries a few bytes when something happens, and nothing otherwise.
@@ -45,6 +55,10 @@ class ControlPlane:
 
     A rank that learns of a failure raises at its next batch. If it is stuck in a collective it is ended after
     ``grace`` seconds.
+
+    The middle of the star, the hub, is a process beside rank 0 that works on a socket of rank 0's. If it is lost, rank
+    0 starts another one and all ranks come back to it; they know that rank 0 lives because its socket still takes
+    connections. Ranks that find nobody there for a minute go on without a control plane.
 
     Args:
         rank: This rank.
@@ -65,54 +79,120 @@ class ControlPlane:
         self._batch = 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
+        self._is_lost = False
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
-        self._hub: subprocess.Popen[str] | None = None
+        self._said: dict[str, hub.Message] = {}
+        self._listener: socket.socket | None = None
+        self._hub: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def invite(self, host: str) -> Invitation:
-        """Start the middle of the star (rank 0 only)."""
-        # in a session of its own: what a launcher or a terminal sends to rank 0 and its children is not for it
-        command = [sys.executable, "-I", "-S", hub.__file__, str(self.size)]
-        self._hub = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert self._hub.stdin is not None
-        assert self._hub.stdout is not None
-        token = secrets.token_hex(16)
-        self._hub.stdin.write(f"{token}\n")
-        self._hub.stdin.flush()
-        return Invitation(host, int(self._hub.stdout.readline()), token)
+    # ---- joining -------------------------------------------------------------------------------------------------
 
-    def join(self, invitation: Invitation) -> bool:
-        """Connect to rank 0; False (and a warning) if it cannot be reached."""
-        host = "127.0.0.1" if self.rank == 0 else invitation.host
-        try:
-            connection = socket.create_connection((host, invitation.port), timeout=_CONNECT_SECONDS)
-        except OSError as error:
-            log.warning("%s cannot reach the control plane at %s: %s", self.place, host, error)
-            return False
+    def invite(self, host: str, port: int = 0) -> Invitation:
+        """Start the middle of the star (rank 0 only).
+
+        Args:
+            host: The address of rank 0 that every rank uses.
+            port: Where to listen; 0 for any free port.
+
+        Raises:
+            OSError: If that port is taken.
+        """
+        self._listener = _listen_on(host, port)
+        invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._start_hub(self._listener, invitation.token)
+        return invitation
+
+    def _start_hub(self, listener: socket.socket, token: str) -> None:
+        # in a session of its own: what a launcher or a terminal sends to rank 0 and its children is not for it
+        command = [sys.executable, "-I", "-S", hub.__file__]
+        handle = listener.fileno()
+        self._hub = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle], start_new_session=True)
+        assert self._hub.stdin is not None
+        settings = {"listener": handle, "size": self.size, "token": token}
+        self._hub.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._hub.stdin.flush()
+
+    def join(self, invitation: Invitation) -> None:
+        """Connect to the hub.
+
+        Raises:
+            OSError: If it cannot be reached.
+        """
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while True:
+            try:
+                link = self._greet(self._call(invitation, deadline - time.monotonic()), invitation)
+                break
+            except (ConnectionResetError, BrokenPipeError):
+                # in a crowd of strangers the hub sends the oldest away, which may have been us
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        self._thread = threading.Thread(
+            target=self._take_part, args=(*link, invitation), name="hiercomm-control", daemon=True
+        )
+        self._thread.start()
+
+    def _call(self, invitation: Invitation, timeout: float) -> socket.socket:
+        address = (invitation.host, invitation.port)
+        if self._listener is not None:  # rank 0 may have to call its own address differently
+            host, port = self._listener.getsockname()[:2]
+            address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        connection = socket.create_connection(address, timeout=max(0.1, timeout))
         # a machine that loses power closes nothing: probe it
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sys.platform == "linux":
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        return connection
+
+    def _greet(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+        """Be made a member; the channel, and what the hub said after its welcome."""
+        channel = hub.Channel(connection)
+        messages: list[hub.Message] = []
+
+        def expect(kind: str) -> hub.Message:
+            while not messages:
+                messages.extend(channel.receive())
+            message = messages.pop(0)
+            if message["kind"] != kind:
+                raise ValueError(f"expected a {kind}")
+            return message
+
+        try:
+            nonce = str(expect("challenge").get("nonce"))
+            proof = hub.proof(invitation.token, nonce, self.rank)
+            channel.send({"kind": "hello", "rank": self.rank, "place": self.place, "proof": proof})
+            expect("welcome")
+        except ValueError as error:
+            channel.close()
+            raise OSError("what answers there is not the control plane's hub") from error
+        except OSError:
+            channel.close()
+            raise
         connection.settimeout(None)
-        hub.send(connection, {"kind": "hello", "token": invitation.token, "rank": self.rank, "place": self.place})
-        self._thread = threading.Thread(target=self._listen, args=(connection,), name="hiercomm-control", daemon=True)
-        self._thread.start()
-        return True
+        return channel, messages
 
     @property
     def is_connected(self) -> bool:
         """Whether :meth:`join` succeeded and :meth:`close` was not called."""
         return self._thread is not None
 
+    @property
+    def stops_together(self) -> bool:
+        """Whether all ranks stop at the batch at which :meth:`should_stop` said so."""
+        return self._stop_at is not None
+
+    # ---- what happened -------------------------------------------------------------------------------------------
+
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one raised."""
         if self.failure is None and self.is_connected:
-            self._outbox.put({"kind": "failed", "message": f"{self.place} failed: {type(error).__name__}: {error}"})
+            message = f"{self.place} failed: {type(error).__name__}: {error}"
+            self._outbox.put({"kind": "failed", "message": message[:2000]})
 
     def wait_for_failure(self, timeout: float) -> str | None:
         """The first failure anywhere, waiting for the news for up to ``timeout`` seconds."""
@@ -120,27 +200,36 @@ class ControlPlane:
             self._failed.wait(timeout)
         return self.failure
 
-    def request_stop(self) -> None:
-        """Ask all ranks to stop at one common batch. Safe in a signal handler."""
-        self.stop_requested = True
-        self._outbox.put({"kind": "stop"})
-
-    def should_stop(self) -> bool:
-        """Call before every batch: whether all ranks stop here.
+    def check(self) -> None:
+        """Look for news.
 
         Raises:
             RankFailure: If another rank failed.
         """
         if self.failure is not None:
             raise RankFailure(self.failure)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop at one common batch. Safe in a signal handler."""
+        self.stop_requested = True
+        self._outbox.put({"kind": "stop"})
+
+    def should_stop(self) -> bool:
+        """Call before every batch: whether this rank stops here, together with all others if :attr:`stops_together`.
+
+        Raises:
+            RankFailure: If another rank failed.
+        """
+        self.check()
         with self._changed:
             self._batch += 1
             if self._hold_at is None or self._batch < self._hold_at:
-                return False
+                return self._is_lost and self.stop_requested
             # a rank asked to stop: wait, a round trip long, until it is known where
-            self._changed.wait_for(lambda: self._stop_at is not None or self.failure is not None, timeout=30.0)
-            if self.failure is not None:
-                raise RankFailure(self.failure)
+            self._changed.wait_for(
+                lambda: self._stop_at is not None or self.failure is not None or self._is_lost, timeout=30.0
+            )
+            self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
     def close(self) -> None:
@@ -154,33 +243,72 @@ class ControlPlane:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._hub.communicate(timeout=2.0)  # it ends when rank 0 has left
             self._hub = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     # ---- the listening thread ------------------------------------------------------------------------------------
 
-    def _listen(self, connection: socket.socket) -> None:
-        lines = hub.Lines()
-        with connection, selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_READ)
-            while True:
-                try:
-                    while not self._outbox.empty():
-                        message = self._outbox.get()
-                        hub.send(connection, message)
-                        if message["kind"] == "bye":
-                            return
-                    if not selector.select(timeout=0.05):
-                        continue
-                    data = connection.recv(65536)
-                except OSError:
-                    data = b""
-                if not data:
-                    if not self._closing.is_set():
-                        self._learn_failure("the control plane's hub, on rank 0's node, died")
+    def _take_part(self, channel: hub.Channel, messages: list[hub.Message], invitation: Invitation) -> None:
+        link: tuple[hub.Channel, list[hub.Message]] | None = (channel, messages)
+        while link is not None:
+            channel, messages = link
+            try:
+                self._exchange(channel, messages)
+                return
+            except (OSError, ValueError):
+                if self._closing.is_set() or self.failure is not None:
                     return
-                for message in lines.feed(data):
+            finally:
+                channel.close()
+            link = self._return_to_hub(invitation)
+
+    def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
+        """Pass messages on, until one of both sides takes its leave."""
+        for message in self._said.values():
+            channel.send(message)
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel, selectors.EVENT_READ)
+            while True:
+                for message in messages:
                     if message["kind"] == "closed":
                         return
                     self._receive(message)
+                while not self._outbox.empty():
+                    message = self._outbox.get()
+                    self._said[message["kind"]] = message
+                    channel.send(message)
+                    if message["kind"] == "bye":
+                        return
+                messages = channel.receive() if selector.select(timeout=0.05) else []
+
+    def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
+        """A new link when the old one broke; None if rank 0 died, or starts no hub."""
+        log.warning("%s lost the control plane's hub, a process beside rank 0, and looks for a new one", self.place)
+        if self._hub is not None and self._listener is not None:
+            self._hub.kill()
+            self._hub.wait()
+            self._start_hub(self._listener, invitation.token)
+        deadline = time.monotonic() + _REJOIN_SECONDS
+        while not self._closing.is_set() and time.monotonic() < deadline:
+            try:
+                connection = self._call(invitation, timeout=2.0)
+            except OSError:  # rank 0's socket takes connections as long as it lives
+                self._learn_failure("rank 0 died, and the control plane's hub with it")
+                return None
+            with contextlib.suppress(OSError):
+                return self._greet(connection, invitation)
+            self._closing.wait(0.2)
+        if self._closing.is_set():
+            return None
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()
+        log.warning(
+            "%s goes on without the control plane: nobody will say which rank died, and after a SIGTERM it stops alone",
+            self.place,
+        )
+        return None
 
     def _receive(self, message: hub.Message) -> None:
         if message["kind"] == "failed":
@@ -213,20 +341,79 @@ class ControlPlane:
             os._exit(1)
 
 
+def _listen_on(host: str, port: int) -> socket.socket:
+    """Listen on the address that the ranks use; on all of this machine's, where it is not known to be one of them."""
+    with contextlib.suppress(socket.gaierror):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if ipaddress.ip_address(address[0]).is_loopback and host not in (address[0], "localhost"):
+                continue  # Debian's /etc/hosts gives a machine's own name a loopback address, where no other can call
+            try:
+                return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
 def start_control_plane(
-    rank: int, size: int, place: str, host: str, share: Callable[[Invitation | None], Invitation | None]
-) -> ControlPlane:
-    """Start the star; collective.
+    rank: int,
+    size: int,
+    place: str,
+    host: str,
+    port: int,
+    broadcast: Callable[[Any], Any],
+    gather: Callable[..., list[Any]],
+) -> ControlPlane | None:
+    """Start the star, or agree to do without; collective.
+
+    All ranks have it or none: with it they neither wait for each other before every batch nor broadcast whether to
+    stop, and a rank that did would wait for ever.
 
     Args:
         rank: This rank.
         size: Number of ranks.
         place: How to name this rank to people.
         host: An address of rank 0 that every rank can reach.
-        share: Broadcasts rank 0's invitation.
+        port: Where rank 0 listens; 0 for any free port.
+        broadcast: Gives all ranks what rank 0 says.
+        gather: Gives all ranks what all say; calls ``alarm``, if it can, while it waits.
+
+    Returns:
+        The plane, joined; None, and a warning on rank 0, if some rank could not join.
     """
     plane = ControlPlane(rank, size, place)
-    invitation = share(plane.invite(host) if rank == 0 else None)
-    if invitation is not None:
-        plane.join(invitation)
-    return plane
+    said, trouble = None, None
+    try:
+        if rank == 0:
+            said = asdict(plane.invite(host, port))
+    except OSError as error:
+        trouble = f"{place} cannot listen on port {port}: {error}"
+    said = broadcast(said)
+    if said is not None:
+        invitation = Invitation(**said)
+        try:
+            plane.join(invitation)
+        except OSError as error:
+            trouble = f"{place} cannot reach {invitation}: {error}"
+    try:
+        troubles = [trouble for trouble in gather(trouble, plane.check) if trouble is not None]
+    except BaseException as error:
+        plane.report_failure(error)
+        plane.close()
+        raise
+    if not troubles:
+        return plane
+    plane.close()
+    if rank == 0:
+        more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+        log.warning(
+            "No control plane: %s%s. Training goes on without it: all ranks wait for each other before every batch, and"
+            " when one dies the others wait for the process group's timeout. Let every rank reach that port of rank"
+            " 0's node, or choose one that they can reach with HierarchicalStrategy(control_port=...).",
+            troubles[0],
+            more,
+        )
+    return None

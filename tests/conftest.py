@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lightning_hiercomm import HierarchicalStrategy
 
+os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 _STARTUP = str(Path(__file__).parent / "startup")
 sys.path.append(_STARTUP)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import signal
+import errno
+import os
+import queue
 import socket
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator
-from subprocess import PIPE
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_hiercomm import hub
-from lightning_hiercomm.control import ControlPlane, Invitation, RankFailure
+from lightning_hiercomm import control
+from lightning_hiercomm.control import ControlPlane, Invitation, RankFailure, start_control_plane
 
 
 class Star:
@@ -24,18 +24,19 @@ class Star:
         self.planes: list[ControlPlane] = []
         self.invitation: Invitation
 
-    def __call__(self, size: int) -> list[ControlPlane]:
+    def __call__(self, size: int, host: str = "127.0.0.1", joining: int | None = None) -> list[ControlPlane]:
         # `grace` is long: a rank that is not ended by its failure would take the test process with it
         self.planes = [ControlPlane(rank, size, f"rank {rank} (node 0)", grace=60.0) for rank in range(size)]
-        self.invitation = self.planes[0].invite("127.0.0.1")
-        assert all(plane.join(self.invitation) for plane in self.planes)
+        self.invitation = self.planes[0].invite(host)
+        for plane in self.planes[:joining]:
+            plane.join(self.invitation)
         return self.planes
 
-    def stranger(self, **hello: object) -> socket.socket:
-        """A connection that nobody's plane owns."""
-        connection = socket.create_connection(("127.0.0.1", self.invitation.port), timeout=5.0)
-        hub.send(connection, {"kind": "hello", "token": self.invitation.token, **hello})
-        return connection
+    def lose_hub(self) -> None:
+        hub = self.planes[0]._hub
+        assert hub is not None
+        os.kill(hub.pid, 9)
+        wait_until(lambda: self.planes[0]._hub is not hub)
 
 
 @pytest.fixture
@@ -44,6 +45,24 @@ def star() -> Iterator[Star]:
     yield star
     for plane in reversed(star.planes):
         plane.close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stopping_batches(planes: list[ControlPlane], batches: tuple[int, ...]) -> list[int]:
+    """The batch at which each stops, having begun so many."""
+    stopped_at = []
+    for plane, begun in zip(planes, batches, strict=True):
+        while not plane.should_stop():
+            begun += 1
+            assert begun < 50
+        stopped_at.append(begun + 1)
+    return stopped_at
 
 
 def test_a_failure_reaches_every_rank_by_name(star):
@@ -55,6 +74,15 @@ def test_a_failure_reaches_every_rank_by_name(star):
             plane.should_stop()
 
 
+def test_a_failure_of_many_words_is_cut(star):
+    planes = star(2)
+    planes[1].report_failure(ValueError("ä" * 100_000))
+    failure = planes[0].wait_for_failure(5.0)
+    assert failure is not None
+    assert failure.startswith("rank 1 (node 0) failed: ValueError: ää")
+    assert len(failure) == 2000
+
+
 def test_only_the_first_failure_counts(star):
     planes = star(3)
     planes[1].report_failure(ValueError("the cause"))
@@ -63,44 +91,14 @@ def test_only_the_first_failure_counts(star):
     assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: the cause"
 
 
-def test_a_connection_that_breaks_is_a_death(star, capfd):
-    planes = star(2)
-    with star.stranger(rank=9, place="rank 9 (node 4)"):
-        time.sleep(0.3)
-    assert planes[1].wait_for_failure(5.0) == "rank 9 (node 4) died"
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_connection_that_breaks_is_a_death(star, capfd, host):
+    planes = star(2, host, joining=1)
+    channel, _ = planes[1]._greet(planes[1]._call(star.invitation, 5.0), star.invitation)
+    channel.close()
+    assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) died"
     # the hub says so itself, because a launcher may end everybody else at once
-    assert capfd.readouterr().err == "lightning_hiercomm: rank 9 (node 4) died\n"
-
-
-def test_the_hub_outlives_rank_zero_and_names_only_the_first_to_die(capfd):
-    hub_process = subprocess.Popen([sys.executable, hub.__file__, "3"], stdin=PIPE, stdout=PIPE, text=True)
-    assert hub_process.stdin is not None
-    assert hub_process.stdout is not None
-    hub_process.stdin.write("secret\n")
-    hub_process.stdin.flush()
-    port = int(hub_process.stdout.readline())
-    ranks = [socket.create_connection(("127.0.0.1", port), timeout=5.0) for _ in range(3)]
-    for rank, connection in enumerate(ranks):
-        hub.send(connection, {"kind": "hello", "token": "secret", "rank": rank, "place": f"rank {rank}"})
-    time.sleep(0.2)
-    hub_process.send_signal(signal.SIGTERM)  # a scheduler sends it to everybody; the ranks end in their own time
-    hub_process.stdin.close()
-    ranks[0].close()
-    assert json.loads(ranks[2].recv(1000)) == {"kind": "failed", "message": "rank 0 died"}
-    ranks[1].close()
-    time.sleep(0.2)
-    assert hub_process.poll() is None
-    ranks[2].close()
-    assert hub_process.wait(5.0) == 0
-    hub_process.stdout.close()
-    assert capfd.readouterr().err == "lightning_hiercomm: rank 0 died\n"
-
-
-def test_who_does_not_know_the_token_is_ignored(star):
-    planes = star(2)
-    with star.stranger(token="guess", rank=1, place="rank 1") as stranger:
-        assert stranger.recv(100) == b""
-    assert planes[1].wait_for_failure(0.3) is None
+    assert capfd.readouterr().err == "lightning_hiercomm: rank 1 (node 0) died\n"
 
 
 def test_leaving_is_no_failure(star):
@@ -112,28 +110,167 @@ def test_leaving_is_no_failure(star):
 
 @pytest.mark.parametrize("asking", [0, 1, 2])
 def test_all_ranks_stop_at_one_batch_however_far_apart_they_are(star, asking):
-    planes = star(3)
-    for plane, batches in zip(planes, (3, 10, 6), strict=True):
+    planes, begun = star(3), (3, 10, 6)
+    for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
     planes[asking].request_stop()
-    deadline = time.monotonic() + 5
-    while not all(plane.stop_requested for plane in planes):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    stopped_at = []
-    for plane, batches in zip(planes, (3, 10, 6), strict=True):
-        while not plane.should_stop():
-            batches += 1
-            assert batches < 50
-        stopped_at.append(batches + 1)
-    assert stopped_at == [11, 11, 11]
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [11, 11, 11]
+    assert all(plane.stops_together for plane in planes)
 
 
-def test_a_rank_without_a_way_to_rank_zero_goes_on_with_a_warning(caplog):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    plane = ControlPlane(1, 2, "rank 1 (node 1)")
-    assert not plane.join(Invitation("127.0.0.1", port, "token"))
-    assert "rank 1 (node 1) cannot reach the control plane" in caplog.text
+def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
+    planes, begun = star(3), (3, 10, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    star.lose_hub()
+    planes[2].request_stop()
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [11, 11, 11]
+    lost = "lost the control plane's hub, a process beside rank 0, and looks for a new one"
+    assert sorted(caplog.messages) == [f"{plane.place} {lost}" for plane in planes]
+
+
+def test_what_the_lost_hub_did_not_pass_on_the_new_one_does(star):
+    planes = star(3)
+    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}
+    star.lose_hub()
+    assert planes[2].wait_for_failure(5.0) == "told to the old hub"
+
+
+def test_a_hub_lost_while_the_ranks_agree_on_a_batch_to_stop_at(star):
+    planes, begun = star(3, joining=2), (3, 10, 6)  # without the third the others cannot agree yet
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    planes[0].request_stop()
+    wait_until(lambda: planes[1].stop_requested)
+    star.lose_hub()
+    planes[2].join(star.invitation)
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [11, 11, 11]
+
+
+def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch, caplog):
+    planes = star(2)
+    monkeypatch.setattr(control, "_REJOIN_SECONDS", 0.5)
+    monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_: None)
+    os.kill(planes[0]._hub.pid, 9)
+    wait_until(lambda: sum("goes on without the control plane" in message for message in caplog.messages) == 2)
+    assert not planes[1].should_stop()
+    planes[1].request_stop()
+    assert planes[1].should_stop()
+    assert not planes[1].stops_together
+    assert not planes[0].should_stop()
+    assert planes[0].failure is planes[1].failure is None
+
+
+def test_a_hub_that_is_lost_with_rank_zero_is_a_death(star):
+    planes = star(2)
+    hub, planes[0]._hub = planes[0]._hub, None
+    planes[0]._closing.set()
+    assert planes[0]._listener is not None
+    planes[0]._listener.close()
+    planes[0]._listener = None
+    hub.kill()
+    hub.communicate()
+    assert planes[1].wait_for_failure(5.0) == "rank 0 died, and the control plane's hub with it"
+
+
+# ---- joining together or not at all ----------------------------------------------------------------------------------
+
+
+class Gathering:
+    """What the strategy's collectives do, between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20.0)
+        self._values: dict[int, object] = {}
+
+    def __call__(self, rank: int, value: object) -> list:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = [self._values[rank] for rank in range(self.size)]
+        self._barrier.wait()
+        return values
+
+
+def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
+    gathering = Gathering(size)
+
+    def start(rank: int) -> ControlPlane | None:
+        return start_control_plane(
+            rank,
+            size,
+            f"rank {rank} (node {rank})",
+            host,
+            port,
+            broadcast=lambda own: gathering(rank, own)[0],
+            gather=lambda own, alarm: gathering(rank, own),
+        )
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(start, range(size)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
+def test_all_ranks_join_whatever_their_address_looks_like(host, caplog):
+    planes = start_all(3, host)
+    assert all(plane is not None and plane.is_connected for plane in planes)
+    for plane in reversed(planes):
+        plane.close()
+    assert not caplog.messages
+
+
+def test_only_the_address_of_the_ranks_listens(star):
+    star(1)
+    assert star.planes[0]._listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", star.invitation.port), timeout=5.0)
+
+
+def test_if_one_rank_cannot_reach_the_hub_none_uses_it_and_one_says_so(monkeypatch, caplog):
+    call = ControlPlane._call
+
+    def call_if_not_rank_two(self, *arguments):
+        if self.rank == 2:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        return call(self, *arguments)
+
+    monkeypatch.setattr(ControlPlane, "_call", call_if_not_rank_two)
+    assert start_all(3, "127.0.0.1") == [None] * 3
+    (message,) = caplog.messages
+    assert message.startswith("No control plane: rank 2 (node 2) cannot reach 127.0.0.1:")
+    assert "No route to host" in message
+    assert "HierarchicalStrategy(control_port=...)" in message
+
+
+def test_a_name_that_does_not_resolve_leaves_all_ranks_without(caplog):
+    assert start_all(2, "no.such.host.invalid") == [None] * 2
+    assert "rank 1 (node 1) cannot reach no.such.host.invalid:" in caplog.text
+
+
+def test_a_port_that_is_taken_leaves_all_ranks_without(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert start_all(2, "127.0.0.1", port) == [None] * 2
+    assert f"rank 0 (node 0) cannot listen on port {port}: [Errno {errno.EADDRINUSE}]" in caplog.text
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b'{"kind": "welcome"}\n', b""])
+def test_what_answers_like_something_else_is_not_joined(says):
+    plane, calls = ControlPlane(1, 2, "rank 1 (node 1)"), queue.Queue()
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.sendall(says)
+        connection.close()
+        calls.put("answered")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        threads.submit(answer, listener)
+        invitation = Invitation("127.0.0.1", listener.getsockname()[1], "token")
+        with pytest.raises(OSError, match=r"what answers there is not|closed by the peer|reset by peer"):
+            plane._greet(plane._call(invitation, 5.0), invitation)
     assert not plane.is_connected
     assert not plane.should_stop()

@@ -6,11 +6,14 @@ are forked; the commands that people type are run in examples/test_clusters.py.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +25,8 @@ import pytest
 import torch
 from forked import ForkedPython
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.multiprocessing.spawn import ProcessException
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
@@ -91,7 +96,7 @@ class Launch:
                 environment={**job, **place},
             )
 
-    def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2) -> None:
+    def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2, address: str = "127.0.0.1") -> None:
         """What torchrun's agents do, but for watching the ranks."""
         port = str(find_free_network_port())
         for rank in range(nodes * ranks):
@@ -101,7 +106,7 @@ class Launch:
                 "LOCAL_RANK": str(rank % ranks),
                 "LOCAL_WORLD_SIZE": str(ranks),
                 "GROUP_RANK": str(rank // ranks),
-                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_ADDR": address,
                 "MASTER_PORT": port,
                 "TORCHELASTIC_RUN_ID": "none",
             }
@@ -275,3 +280,147 @@ def test_a_sigterm_on_one_rank_stops_all_at_one_batch_with_a_checkpoint(launch, 
     saved = torch.load(launch.folder / "stopped.ckpt", weights_only=True)
     traces = [report["trace"][-1] for report in reports]
     assert saved["state_dict"]["x"].item() == pytest.approx(sum(traces) / 2)
+
+
+def _when_training(launch: Launch) -> int:
+    """Wait until the ranks train; the hub's process."""
+    file, deadline = launch.folder / "hub", time.monotonic() + SECONDS
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return int(file.read_text())
+
+
+SLOWLY = ("--slow-rank", "1", "--slow-seconds", "0.02", "--sync-every", "10")
+
+
+def _completed(launch: Launch, steps: int) -> str:
+    """What a run without an accident printed; its digits are those of the same run without a control plane."""
+    _, output = launch.end()
+    reports = [launch.report(rank) for rank in range(2)]
+    assert [len(report["trace"]) for report in reports] == [steps] * 2, output
+    assert reports[0]["x"] == reports[1]["x"]
+    return output
+
+
+def test_strangers_at_the_control_port_change_nothing(launch):
+    port = find_free_network_port()
+    launch.ranks_of_torchrun(*SLOWLY, "--steps", "200", "--control-port", str(port), ranks=1)
+    hub = _when_training(launch)
+    resource.prlimit(hub, resource.RLIMIT_NOFILE, (40, 40))  # so that few idle connections do what 1100 would
+
+    def connect() -> socket.socket:
+        return socket.create_connection(("127.0.0.1", port), timeout=5.0)
+
+    def megabytes() -> float:
+        return int(re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{hub}/status").read_text())[1]) / 1024
+
+    before = megabytes()
+    with contextlib.ExitStack() as open_connections:
+        for line in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\xff\n", b"[" * 4000 + b"\n", b'{"kind": 1}\n', b""):
+            with connect() as stranger:
+                stranger.sendall(line)
+        with connect() as stranger, contextlib.suppress(OSError):
+            for _ in range(1000):
+                stranger.sendall(bytes(100_000))  # without a newline
+        for _ in range(100):
+            open_connections.enter_context(connect())
+        assert megabytes() < before + 5
+        assert _completed(launch, 200).count("control plane") == 0
+
+
+def test_the_control_plane_speaks_ipv6(launch):
+    launch.ranks_of_torchrun(*SLOWLY, *("--victim", "1", "--at", "3", "--accident", "kill"), ranks=1, address="::1")
+    codes, output = launch.end()
+    assert all(codes)
+    assert "rank 1 (node 1) died" in output
+
+
+def test_all_ranks_do_without_a_control_plane_that_one_cannot_reach(launch):
+    port = find_free_network_port()
+    launch.ranks_of_torchrun(*SLOWLY, "--cut-off", "1", "--control-port", str(port), ranks=1)
+    output = _completed(launch, 5)
+    warning = f"No control plane: rank 1 (node 1) cannot reach 127.0.0.1:{port}: [Errno 113] No route to host."
+    assert output.count("No control plane") == output.count(warning) == 1, output
+    assert "HierarchicalStrategy(control_port=...)" in output
+
+
+def test_training_survives_the_hub_and_a_rank_that_dies_later_is_still_named(launch):
+    launch.ranks_of_torchrun(
+        *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "400", "--sync-every", "400"),
+        *("--victim", "1", "--at", "60", "--accident", "kill"),
+        ranks=1,
+    )
+    os.kill(_when_training(launch), signal.SIGKILL)
+    _, output = launch.end()
+    seconds = time.time() - float((launch.folder / "accident").read_text())
+    assert output.count("lost the control plane's hub") == 2, output
+    assert "lightning_hiercomm: rank 1 (node 1) died" in output
+    assert seconds < 10
+
+
+def test_training_ends_well_without_a_hub(launch):
+    launch.ranks_of_torchrun(*SLOWLY, "--steps", "100", ranks=1)
+    os.kill(_when_training(launch), signal.SIGKILL)
+    output = _completed(launch, 100)
+    assert output.count("lost the control plane's hub") == 2, output
+
+
+class Fragile(BoringModel):
+    """A module that comes to grief on rank 1, at a moment and in a way."""
+
+    def __init__(self, moment: str, accident: Callable[[], object], victim: int) -> None:
+        super().__init__()
+        self.moment, self.accident, self.victim = moment, accident, victim
+
+    def _reach(self, moment: str) -> None:
+        if moment == self.moment and int(os.environ["LOCAL_RANK"]) == self.victim:
+            self.accident()
+
+    def configure_callbacks(self) -> list:
+        self._reach("before setup_environment")
+        return []
+
+    def prepare_data(self) -> None:
+        self._reach("prepare_data")
+
+    def configure_model(self) -> None:
+        self._reach("configure_model")
+
+
+def _raise() -> None:
+    raise ValueError("the dog ate the data")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("moment", "accident", "victim", "named"),
+    [
+        # Lightning's launcher notices what does not say 0, and names it
+        ("before setup_environment", partial(os._exit, 0), 1, "local rank 1 ended, with exit code 0, before its work"),
+        ("before setup_environment", partial(os._exit, 0), 0, "local rank 0 ended, with exit code 0, before its work"),
+        ("before setup_environment", _kill, 1, "rank 1 had not come yet|process 1"),
+        ("prepare_data", _raise, 0, r"rank 0 \(node 0\) failed: ValueError: the dog"),
+        ("configure_model", partial(os._exit, 0), 1, r"rank 1 \(node 1\) died"),
+        ("configure_model", _raise, 1, r"rank 1 \(node 1\) failed: ValueError: the dog"),
+    ],
+)
+def test_a_rank_that_dies_before_it_trains_ends_the_run_within_seconds_and_is_named(
+    fit, capfd, moment, accident, victim, named
+):
+    began = time.monotonic()
+    with pytest.raises(ProcessException) as caught:
+        fit(Fragile(moment, accident, victim), {"ranks_per_node": 1}, devices=2)
+    assert re.search(named, capfd.readouterr().err + str(caught.value))
+    assert time.monotonic() - began < 30
+
+
+def test_a_spawned_rank_that_leaves_too_early_is_named(launch):
+    options = ["--devices", "2", "--ranks-per-node", "1", "--start-method", "spawn"]
+    launch.python(str(JOB), "--out", str(launch.folder), *options, *("--victim", "1", "--accident", "leave"))
+    codes, output = launch.end()
+    assert codes == [1]
+    assert "lightning_hiercomm: local rank 1 ended, with exit code 0, before its work was done" in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -45,6 +46,16 @@ class Oracle(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGTERM)
         return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
 
+    def configure_callbacks(self) -> list[pl.Callback]:
+        if self.arguments.accident == "leave" and os.environ.get("LOCAL_RANK") == str(self.arguments.victim):
+            os._exit(0)
+        return []
+
+    def on_train_start(self) -> None:
+        control = self.trainer.strategy._control.plane
+        if control is not None and control.rank == 0:
+            (self.arguments.out / "hub").write_text(str(control._hub.pid))
+
     def on_train_batch_end(self, *_: object) -> None:
         self.trace.append(self.x.item())
 
@@ -84,6 +95,8 @@ def main() -> None:
     parser.add_argument("--ranks-per-node", type=int)
     parser.add_argument("--start-method", default="popen")
     parser.add_argument("--inter-node", default="torch")
+    parser.add_argument("--control-port", type=int)
+    parser.add_argument("--cut-off", type=int, default=-1, help="the rank that cannot reach the control plane")
     parser.add_argument("--host-name", help="what this machine says it is called")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=1)
@@ -92,12 +105,18 @@ def main() -> None:
     parser.add_argument("--slow-seconds", type=float, default=0.0)
     parser.add_argument("--victim", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--accident", choices=["raise", "kill", "term"])
+    parser.add_argument("--accident", choices=["raise", "kill", "term", "leave"])
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     if arguments.host_name:
         socket.gethostname = lambda: arguments.host_name
+    if arguments.cut_off == int(os.environ.get("RANK", 0)):
+
+        def create_connection(address: tuple[str, int], *_: object, **__: object) -> socket.socket:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+        socket.create_connection = create_connection
     model = Oracle(arguments)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -107,6 +126,7 @@ def main() -> None:
             PeriodicAveraging(arguments.sync_every),
             ranks_per_node=arguments.ranks_per_node,
             inter_node=arguments.inter_node,
+            control_port=arguments.control_port,
             start_method=arguments.start_method,
         ),
         max_epochs=arguments.epochs,

@@ -1,0 +1,236 @@
+"""A scheme is attached once, follows other parameters, and is closed: nothing grows, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.schemes import (
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    PeriodicAveraging,
+    RandomPermutation,
+    Scheme,
+    StepsDelay,
+)
+from lightning_hiercomm.settings import Settings
+from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.training_run import TrainingRun
+
+SCHEMES: dict[str, Callable[[], Scheme]] = {
+    "all_reduce": AllReduce,
+    "periodic": lambda: PeriodicAveraging(2),
+    "periodic, no gradients": lambda: PeriodicAveraging(2, gradients="none"),
+    "daso": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso, no gradients": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
+    "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
+    "steps_delay": lambda: StepsDelay(2, warmup_steps=0),
+    "gossip": lambda: Gossip(segments=2, overlap=True),
+    "gossip, flat": lambda: Gossip(segments=2, hierarchical=False),
+    "agreement by graph": lambda: Agreement(2, through=RandomPermutation()),
+}
+
+
+class Counted:
+    """One rank's world, and how many groups were connected on it."""
+
+    def __init__(self, rank: int, world: ThreadWorld, nodes: Sequence[Sequence[int]], weights: Any = None) -> None:
+        self.groups = 0
+        self.meter = Meter()
+        connect = world.connect(rank, self.meter)
+
+        def counting(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+            self.groups += 1
+            return connect(groups, tier)
+
+        self.topology = Topology(nodes, rank, counting, self.meter, weights)
+
+
+def steps(scheme: Scheme, optimizer: torch.optim.Optimizer, number: int) -> None:
+    def step() -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    for _ in range(number):
+        scheme.step(step)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_200_thaws_open_no_group_and_start_no_thread(name):
+    def work(rank: int, world: ThreadWorld) -> tuple[int, int, int]:
+        counted = Counted(rank, world, [[0, 1], [2, 3]])
+        parameters = [nn.Parameter(torch.zeros(3))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scheme = SCHEMES[name]()
+        scheme.attach(Replica(parameters), counted.topology, optimizer)
+        scheme.begin_run(1, None)
+        scheme.begin_epoch(0, {})
+        steps(scheme, optimizer, 4)
+        groups, backgrounds = counted.groups, len(scheme._backgrounds)
+        for _ in range(200):
+            thawed = nn.Parameter(torch.zeros(2))
+            if len(parameters) < 3:
+                parameters.append(thawed)
+                optimizer.add_param_group({"params": [thawed]})
+            scheme.agree()
+            scheme.follow(Replica(parameters))
+            steps(scheme, optimizer, 3)
+        scheme.finish()
+        return counted.groups - groups, len(scheme._backgrounds) - backgrounds, len(counted.topology._siblings)
+
+    before = threading.active_count()
+    for groups, backgrounds, siblings in ThreadWorld(4).run(work):
+        assert (groups, backgrounds) == (0, 0)
+        assert siblings <= 3
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"all_reduce"}))
+def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
+    def work(rank: int, world: ThreadWorld) -> list[float]:
+        counted = Counted(rank, world, [[0, 1], [2, 3]])
+        parameters = [nn.Parameter(torch.zeros(3))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + rank // 2))
+        scheme = SCHEMES[name]()
+        scheme.attach(Replica(parameters), counted.topology, optimizer)
+        scheme.begin_run(1, None)
+        scheme.begin_epoch(0, {})
+        steps(scheme, optimizer, 3)
+        parameters.append(nn.Parameter(torch.zeros(2)))
+        optimizer.add_param_group({"params": parameters[-1:]})
+        scheme.agree()
+        scheme.follow(Replica(parameters))
+        steps(scheme, optimizer, 3)
+        scheme.finish()
+        return torch.cat([parameter.detach() for parameter in parameters]).tolist()
+
+    results = ThreadWorld(4).run(work)
+    assert results[0] == results[1] == results[2] == results[3]
+    assert all(value < 0 for value in results[0])
+
+
+def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parameters():
+    def work(rank: int, world: ThreadWorld) -> list[float]:
+        counted = Counted(rank, world, [[0], [1]])
+        x = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([x], lr=1.0)
+        scheme = Gossip(segments=1, hierarchical=False)
+        scheme.attach(Replica([x]), counted.topology, optimizer)
+        scheme.follow(Replica([x]))
+        counted.topology.set_weights([1.0, 3.0])
+
+        def step() -> None:
+            x.grad = torch.tensor([-1.0])
+            optimizer.step()
+
+        seen = []
+        for _ in range(2):
+            scheme.step(step)
+            seen.append(x.item())
+        scheme.close()
+        return seen
+
+    # a node of weight W counts M W of its update: 1/2 and 3/2, mixed half and half
+    assert ThreadWorld(2).run(work) == [[1.0, 2.0]] * 2
+
+
+def test_two_optimizers_share_one_gradient_path():
+    def work(rank: int, world: ThreadWorld) -> tuple[int, int]:
+        opened = []
+        for count in (1, 2):
+            counted = Counted(rank, world, [[0], [1]])
+            layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
+            optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
+            run = TrainingRun(AllReduce(), Replicas(layers, optimizers), counted.topology)
+            run.gradients.reduce(torch.ones(4)).wait()
+            opened.append(counted.groups)
+            run.close(timeout=5.0)
+        return opened[0], opened[1]
+
+    for one, two in ThreadWorld(2).run(work):
+        assert one == two
+
+
+@pytest.mark.parametrize("skips", [0, 1])
+def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_in_it(skips):
+    def work(rank: int, world: ThreadWorld) -> list[float]:
+        counted = Counted(rank, world, [[0], [1]])
+        x = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([x], lr=1.0)
+        scheme = PeriodicAveraging(2, order="before_step")
+        scheme.attach(Replica([x]), counted.topology, optimizer)
+        scheme.begin_epoch(0, {})
+        seen = []
+        for t in range(1, 5):
+
+            def step(t: int = t) -> None:
+                x.grad = torch.tensor([-1.0 - 2 * rank])
+                if not (t == 2 and rank == skips):  # as a gradient scaler does
+                    optimizer.step()
+
+            scheme.step(step)
+            seen.append(x.item())
+        scheme.close()
+        return seen
+
+    # 1, 3 average to 2, from which only the node that does not skip goes on; the next average is in step 4
+    first = 2.0 if skips == 0 else 3.0
+    second = 5.0 if skips == 0 else 2.0
+    mean = (first + 1 + second + 3) / 2
+    assert ThreadWorld(2).run(work) == [[1, first, first + 1, mean + 1], [3, second, second + 3, mean + 3]]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "diloco"])
+def test_averaging_the_optimizer_state_is_refused_where_it_would_do_nothing(name):
+    with pytest.raises(ValueError, match="average_optimizer_state=True does nothing with"):
+        settings(SCHEMES[name]())
+    settings(SCHEMES["periodic"]())
+    settings(SCHEMES["daso"]())
+
+
+def settings(scheme: Scheme) -> Settings:
+    return Settings.checked(
+        scheme=scheme,
+        batches=None,
+        ranks_per_node=None,
+        inter_node="torch",
+        wire_dtype=None,
+        wire_raw=False,
+        average_buffers=True,
+        average_optimizer_state=True,
+        evaluate="consensus",
+        checkpoint_replicas=False,
+        control_port=None,
+        bucket_mb=4.0,
+    )
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
+def test_closing_a_topology_closes_what_schemes_opened_on_it(wire):
+    def work(rank: int, world: ThreadWorld) -> list[bool]:
+        counted = Counted(rank, world, [[0, 1], [2, 3]])
+        x = nn.Parameter(torch.zeros(3))
+        scheme = DiLoCo(2, staleness=1)
+        scheme.attach(Replica([x]), counted.topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
+        scheme.close()
+        counted.topology.close()
+        return [counted.topology.is_closed, *(sibling.is_closed for sibling in counted.topology._siblings)]
+
+    for closed in ThreadWorld(4).run(work):
+        assert all(closed)
