@@ -209,7 +209,7 @@ class Agreement(Scheme):
         self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
-        self._has_merged(parts)
+        self._end_round(parts)
         if is_all and self._merge.ends_in_agreement and not isinstance(self.through, Graph):
             self.nodes_agree()
         else:
@@ -233,6 +233,7 @@ class Agreement(Scheme):
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
         if arrived is not None:
             arrived.check.wait()
+            self._end_round(arrived.parts, arrived)  # before what leaves now arrives, and is stepped
         waiting: deque[int] = deque()
         for index in self._buckets_of(leaving):
             if arrived is not None and arrived.holds(index):
@@ -242,7 +243,6 @@ class Agreement(Scheme):
                 self._send(waiting, sent)
         if arrived is not None:
             self._merge_up_to(None, arrived)
-            self._has_merged(arrived.parts)
             self.agreements += 1
         self._send(waiting, sent)
 
@@ -264,8 +264,11 @@ class Agreement(Scheme):
             if move.index == last:
                 return
 
-    def _has_merged(self, parts: Sequence[int]) -> None:
+    def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
+        """Let the outer optimizer know when all parts have arrived once more."""
         if self.outer is not None and parts[-1] == len(self._parts) - 1:
+            if arriving is not None:
+                arriving.wait()
             self.outer.end_round()
 
     def _take_turn(self) -> int:
@@ -349,5 +352,7 @@ class Agreement(Scheme):
             self._in_flight.load_state_dict(state["in_flight"], self.device)
         else:
             self._carrier.anchor()
+            if self._merge.keeps_agreed:
+                self._merge.attach(self._carrier)
         if self.outer is not None and "outer" in state:
             self.outer.load_state_dict(state["outer"], self.replica.parameters)

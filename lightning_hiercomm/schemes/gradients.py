@@ -88,6 +88,7 @@ class WorldSum(GradientPath):
 
     def __init__(self, topology: Topology, device: torch.device, wire: Wire, piece_bytes: int) -> None:
         self._topology = topology
+        self._device = device
         self._beside = topology.twin()
         second = None if wire.codec.adds else topology.twin().inter
         self._lane_sum = LaneSum(wire.codec, self._beside.inter, second)
@@ -113,7 +114,8 @@ class WorldSum(GradientPath):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for bucket, piece, saved in state["feedback"]:
-            self._feedback[bucket, piece] = Feedback(saved["sender"].clone(), saved["reducer"].clone())
+            kept_back = (saved[name].to(self._device, copy=True) for name in ("sender", "reducer"))
+            self._feedback[bucket, piece] = Feedback(*kept_back)
 
     def _sum_over_world(self, piece: Tensor, key: tuple[int, int]) -> Handle:
         topology, beside = self._topology, self._beside

@@ -87,7 +87,8 @@ class Peers:
             step: Optimizer steps that this, and every other, rank has taken.
             weights: The nodes' push-sum weights of this segment.
             background: Where the node gets what arrives, after what was started before.
-            then: Does something to what arrived, on the rank that carried it, before the node shares it.
+            then: Does something to what arrived before the node shares it; on a rank that does not carry the segment,
+                to nothing.
 
         Returns:
             A move that brings what arrived less what was sent: what is to be added to the segment's x.
@@ -96,7 +97,13 @@ class Peers:
         if not self.carries(index) or inter is None:
             flat = bucket.empty()
             background.uses(flat)
-            return Move(index, flat, flat, background.submit(lambda: self._share(index, flat)))
+
+            def receive() -> None:
+                if then is not None:
+                    then(flat[:0])
+                self._share(index, flat)
+
+            return Move(index, flat, flat, background.submit(receive))
         round_ = self.round(step, index)
         share = bucket.pack().mul_(self._part(round_, weights, node))
         payload = self._codec.encode(share)
@@ -195,21 +202,20 @@ class PeerMean(Carrier):
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
     ) -> Move:
         self._check(self._peers.round(self._step, index))
-        own = self.buckets[index].pack() if self._peers.carries(index) or keep_sent else None
-        if own is not None:
-            background.uses(own)
+        bucket = self.buckets[index]
+        is_needed = self._peers.carries(index) or keep_sent
+        own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        background.uses(own)
 
-        def add_own(change: Tensor) -> None:
-            if own is None:
-                return
-            mean = change.add_(own)
+        def land(change: Tensor) -> None:
+            mean = change.add_(self.carried(own, index))
             if self._land is not None:
                 anchor = self.anchors[index]
                 mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        move = self._peers.start(index, self._step, equal_weights, background, add_own)
-        return move if not keep_sent or own is None else Move(index, move.flat, own, move.arrived)
+        move = self._peers.start(index, self._step, equal_weights, background, land)
+        return Move(index, move.flat, own, move.arrived) if keep_sent else move
 
     def __call__(
         self,

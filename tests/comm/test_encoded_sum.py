@@ -211,7 +211,7 @@ def test_a_part_without_elements_sums_to_one(members):
 
 
 @pytest.mark.parametrize("members", [2, 4])
-def test_parts_are_completed_in_a_lane_while_others_are_launched(members):
+def test_parts_are_completed_in_the_background_while_others_are_launched(members):
     def work(rank, encoded_sum, meter):
         background = Background(torch.device("cpu"), meter)
         parts = [values_of(rank, 500 * i) for i in range(1, 8)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "daso": {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0, "merge": "delta"},
     "steps_delay": {"delay": 2, "warmup_steps": 0, "local_update": "sgd", "local_lr_scale": 1.0},
     "gossip": {"segments": 2},
+    "diloco": {"sync_every": 1, "outer_optimizer": partial(torch.optim.SGD, lr=1.0)},
 }
 
 

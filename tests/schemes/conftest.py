@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import harness
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -17,5 +19,5 @@ def run_oracle() -> Callable[..., list[harness.Trace]]:
 
 @pytest.fixture
 def on_nodes() -> Callable[..., list[Any]]:
-    """Trains tensors under a scheme, with gradients that the test chooses."""
-    return harness.on_nodes
+    """Trains tensors of ones by SGD with learning rate 0.1 under a scheme, with gradients that the test chooses."""
+    return partial(harness.on_nodes, start=1.0, inner=partial(torch.optim.SGD, lr=0.1))

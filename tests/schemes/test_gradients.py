@@ -1,0 +1,219 @@
+"""The ways of gradients: node, world, nowhere; and what encoding keeps back of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_hiercomm.comm.codec import Quantized
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.schemes.gradients import NodeMean, Untouched, WorldSum, gradient_path
+from lightning_hiercomm.topology import Topology
+
+CPU = torch.device("cpu")
+NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 1), (2,), (3,)), ((0, 1), (2, 3), (4, 5))]
+WIRES = [None, "bfloat16", "int8", "int4"]
+# relative to the largest number that is encoded; a sum over more than two nodes is encoded once more
+HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
+
+
+def on_ranks(work, nodes, gradients="world", wire=None, weights=None, piece_bytes=4 * 2**20):
+    """``work(path, topology)`` on every rank."""
+
+    def body(rank, world):
+        meter = Meter()
+        topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
+        path = gradient_path(gradients, topology, CPU, Wire.named(wire), piece_bytes)
+        try:
+            return work(path, topology)
+        finally:
+            path.close()
+
+    return ThreadWorld(sum(map(len, nodes))).run(body)
+
+
+def gradient_of(rank, numel, round_=0, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * round_ + rank)).to(dtype)
+
+
+def weighted_mean(ranks, weights, numel, round_=0):
+    weights = torch.tensor([weights[rank] for rank in ranks], dtype=torch.float64)
+    values = torch.stack([gradient_of(rank, numel, round_).double() for rank in ranks])
+    return (weights[:, None] * values).sum(0) / weights.sum()
+
+
+def test_everyone_asks_for_the_way_that_its_scheme_needs():
+    def kinds(nodes):
+        return [on_ranks(lambda path, _: type(path), nodes, gradients)[0] for gradients in ("node", "world", "none")]
+
+    assert kinds(((0, 1), (2,))) == [NodeMean, WorldSum, Untouched]
+    assert kinds(((0, 1, 2),)) == [NodeMean, NodeMean, Untouched]  # one node is the world
+
+
+@pytest.mark.parametrize("weights", [None, (1, 2, 3, 4)])
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,))], ids=str)
+def test_the_mean_over_the_node_counts_every_rank_with_its_weight(nodes, weights):
+    def work(path, topology):
+        bucket = gradient_of(topology.rank, 100)
+        path.reduce(bucket).wait()
+        assert topology.meter.bytes["inter"] == 0
+        return bucket
+
+    for rank, bucket in enumerate(on_ranks(work, nodes, "node", weights=weights)):
+        own = next(ranks for ranks in nodes if rank in ranks)
+        expected = weighted_mean(own, weights or (1,) * 4, 100)
+        torch.testing.assert_close(bucket.double(), expected, rtol=0, atol=1e-6)
+
+
+def test_gradients_that_nobody_exchanges_stay_as_they_are():
+    def work(path, topology):
+        bucket = gradient_of(topology.rank, 100)
+        path.reduce(bucket).wait()
+        assert torch.equal(bucket, gradient_of(topology.rank, 100))
+        assert sum(topology.meter.bytes.values()) == 0
+
+    on_ranks(work, ((0, 1), (2,)), "none", wire="int8")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("piece_bytes", [2**22, 400], ids=["whole", "pieces"])
+def test_the_mean_over_the_world_is_the_same_on_all_ranks_and_as_exact_as_the_wire(nodes, wire, piece_bytes):
+    world = sum(map(len, nodes))
+    weights = [1.0 + rank for rank in range(world)]
+    sizes = [1, 5, 1000, 1003]
+
+    def work(path, topology):
+        buckets = [gradient_of(topology.rank, size) for size in sizes]
+        for handle in [path.reduce(bucket, index) for index, bucket in enumerate(buckets)]:
+            handle.wait()
+        return buckets
+
+    for buckets in zip(*on_ranks(work, nodes, wire=wire, weights=weights, piece_bytes=piece_bytes), strict=True):
+        assert all(torch.equal(bucket, buckets[0]) for bucket in buckets)
+        numel = buckets[0].numel()
+        exact = weighted_mean(range(world), weights, numel)
+        largest = sum(
+            sum(weights[rank] for rank in ranks) / sum(weights) * weighted_mean(ranks, weights, numel).abs().max()
+            for ranks in nodes
+        )
+        bound = HALF_A_SCALE[wire] * (largest + (buckets[0].abs().max() if len(nodes) > 2 else 0))
+        assert (buckets[0].double() - exact).abs().max() <= bound + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+def test_gradients_of_other_types_cross_nodes_too(dtype, wire):
+    def work(path, topology):
+        bucket = gradient_of(topology.rank, 300, dtype=dtype)
+        path.reduce(bucket).wait()
+        return bucket
+
+    buckets = on_ranks(work, ((0, 1), (2, 3)), wire=wire)
+    exact = weighted_mean(range(4), (1,) * 4, 300)
+    assert all(torch.equal(bucket, buckets[0]) for bucket in buckets)
+    assert buckets[0].dtype == dtype
+    assert (buckets[0].double() - exact).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_running_mean_of_a_constant_gradient_tends_to_it(nodes, wire):
+    """What has not arrived yet is kept by its sender and by who sums, so it does not grow with the rounds."""
+    world, numel, rounds = sum(map(len, nodes)), 700, 48
+
+    def work(path, topology):
+        total, errors = torch.zeros(numel, dtype=torch.float64), []
+        for n in range(1, rounds + 1):
+            bucket = gradient_of(topology.rank, numel)
+            path.reduce(bucket).wait()
+            total += bucket
+            errors.append(total / n)
+        return errors
+
+    exact = weighted_mean(range(world), (1,) * world, numel)
+    largest = sum(len(r) / world * weighted_mean(r, (1,) * world, numel).abs().max() for r in nodes) + exact.abs().max()
+    bound = 1.3 * HALF_A_SCALE[wire] * largest  # values plus what was kept back are larger than values
+    errors = on_ranks(work, nodes, wire=wire)[0]
+    for n, mean in enumerate(errors, start=1):
+        assert (mean - exact).abs().max() <= bound / n + 1e-6, n
+    assert (errors[0] - exact).abs().max() > 2 * bound / rounds  # the first alone is not that close
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_bytes_between_nodes_are_those_of_the_formula(nodes, wire):
+    numel, count = 400_000, len(nodes)
+    fraction = {None: 1.0, "bfloat16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8}[wire]
+
+    def work(path, topology):
+        path.reduce(gradient_of(topology.rank, numel)).wait()
+        sent = torch.tensor(topology.meter.bytes["inter"])
+        topology.intra.all_reduce(sent).wait()
+        return sent.item()
+
+    expected = 2 * (count - 1) / count * 4 * numel * fraction
+    for sent in on_ranks(work, nodes, wire=wire):
+        assert expected * 0.999 <= sent <= expected * 1.02
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_a_restored_path_goes_on_bit_by_bit(wire):
+    nodes = ((0, 1), (2,), (3,))
+
+    def saving(path, topology):
+        for n in range(3):
+            for index, size in enumerate((1000, 300)):
+                path.reduce(gradient_of(topology.rank, size, n), index).wait()
+        state = path.state_dict()
+        bucket = gradient_of(topology.rank, 1000, 3)
+        path.reduce(bucket).wait()
+        return state, bucket
+
+    saved = on_ranks(saving, nodes, wire=wire, piece_bytes=1600)
+
+    def resuming(path, topology, with_state=True):
+        if with_state:
+            path.load_state_dict(saved[topology.rank][0])
+        bucket = gradient_of(topology.rank, 1000, 3)
+        path.reduce(bucket).wait()
+        return bucket
+
+    for rank, bucket in enumerate(on_ranks(resuming, nodes, wire=wire, piece_bytes=1600)):
+        assert torch.equal(bucket, saved[rank][1])
+    without = on_ranks(lambda *rank: resuming(*rank, with_state=False), nodes, wire=wire, piece_bytes=1600)
+    assert not torch.equal(without[0], saved[0][1])
+
+
+def test_buckets_that_are_cut_anew_begin_with_nothing_kept_back():
+    """As DDP does after the first step."""
+
+    def work(path, topology):
+        for sizes in ((900, 100), (500, 500), (500, 500)):
+            buckets = [gradient_of(topology.rank, size) for size in sizes]
+            for index, bucket in enumerate(buckets):
+                path.reduce(bucket, index).wait()
+        kept = {(bucket, piece): held["sender"].numel() for bucket, piece, held in path.state_dict()["feedback"]}
+        assert kept == {(0, 0): 500, (1, 0): 500}
+        return buckets
+
+    for first, second in on_ranks(work, ((0,), (1,)), wire="int8"):
+        assert torch.equal(first, second)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
+    def work(path, topology):
+        bucket = gradient_of(topology.rank, 1000)
+        if topology.rank == 3:
+            bucket[300] = float("inf")
+        path.reduce(bucket).wait()
+        again = gradient_of(topology.rank, 1000)
+        path.reduce(again).wait()
+        assert again.isfinite().all()
+        return bucket
+
+    for bucket in on_ranks(work, ((0, 1), (2, 3)), wire="int4"):
+        assert not bucket[300].isfinite()
+        assert bucket.isfinite().sum() >= 1000 - Quantized(4).block
