@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -59,6 +60,15 @@ class OuterOptimizer(Merge):
         self._scheduler: LRScheduler | None = None
         self._parts: list[torch.nn.Parameter] = []
         self._carrier: Carrier | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OuterOptimizer:
+        # what makes optimizers is shared: LightningCLI's leads to its parser, and from there to the Trainer
+        for shared in (self._make_optimizer, self._make_scheduler):
+            memo[id(shared)] = shared
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return new
 
     @property
     def keep_local(self) -> float:

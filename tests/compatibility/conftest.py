@@ -54,8 +54,13 @@ def scheme_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def scheme(scheme_name: str) -> Scheme:
-    return SCHEMES[scheme_name](**EXACT.get(scheme_name, {}))
+def scheme_arguments(scheme_name: str) -> dict[str, Any]:
+    return EXACT.get(scheme_name, {})
+
+
+@pytest.fixture
+def scheme(scheme_name: str, scheme_arguments: dict[str, Any]) -> Scheme:
+    return SCHEMES[scheme_name](**scheme_arguments)
 
 
 Reports = list[dict[str, Any]]

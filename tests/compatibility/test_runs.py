@@ -113,12 +113,12 @@ def test_profilers(follows_one_device, profiler, tmp_path):
 
 
 @pytest.mark.feature("LightningCLI")
-def test_command_line(scheme_name, scheme, tmp_path, monkeypatch):
+def test_command_line(scheme_name, scheme_arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program"])
     strategy = "--trainer.strategy"
-    names = ["sync_every", "merge", "warmup_epochs", "cooldown_epochs", "delay", "warmup_steps", "local_update"]
-    fields = {name: getattr(scheme, name) for name in [*names, "local_lr_scale", "segments"] if hasattr(scheme, name)}
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = dict(scheme_arguments)
+    if "outer_optimizer" in fields:
+        fields |= {"outer_optimizer": "SGD", "outer_optimizer.lr": 1.0}
     cli = LightningCLI(
         Quadratic,
         args=[
