@@ -50,11 +50,13 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def accuracy_of(model: nn.Module, batch: Batch) -> float:
-    """The share of right predictions."""
+def judged(model: nn.Module, batch: Batch) -> tuple[float, float]:
+    """The share of right predictions, and the loss."""
     inputs, targets = batch
     with torch.no_grad():
-        return float((model(inputs).argmax(-1) == targets).float().mean())
+        logits = cast(Tensor, model(inputs))
+    loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return float((logits.argmax(-1) == targets).float().mean()), float(loss)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -171,6 +173,10 @@ def _momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -179,5 +185,6 @@ WORKLOADS = {
         _speed("mlp85k", 64, 256, 256, 10, batch_size=32),
         Workload("digits", lambda: mlp(64, 1024, 1024, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("characters", _character_model, _character_batches, _momentum, _characters_held_out),
+        Workload("characters_adamw", _character_model, _character_batches, _adamw, _characters_held_out),
     )
 }
