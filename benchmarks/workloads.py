@@ -91,6 +91,11 @@ def _speed(name: str, *widths: int, batch_size: int) -> Workload:
     return Workload(name, lambda: mlp(*widths), batches, sgd)
 
 
+def _random_batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    while True:
+        yield torch.randn(1, 1024), torch.randint(1024, (1,))
+
+
 # Digits: 1 797 images of 8 x 8 pixels; one in five is held out.
 
 
@@ -182,6 +187,12 @@ WORKLOADS = {
     for workload in (
         _speed("mlp11m", 1024, 2048, 2048, 2048, 256, batch_size=4),
         _speed("mlp1m", 256, 640, 640, 640, 32, batch_size=4),
+        Workload(
+            "linear16m",  # for :mod:`benchmarks.memory`: tensors of 4 MiB, momentum
+            lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))),
+            _random_batches,
+            _momentum,
+        ),
         _speed("mlp85k", 64, 256, 256, 10, batch_size=32),
         Workload("digits", lambda: mlp(64, 1024, 1024, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("characters", _character_model, _character_batches, _momentum, _characters_held_out),
