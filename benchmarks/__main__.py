@@ -16,13 +16,14 @@ from benchmarks import report
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
-from benchmarks.measure import Cell, cells, learning_curve, speed_job
+from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
 from benchmarks.network import busy_share, open_network, why_no_namespaces
 from benchmarks.workloads import WORKLOADS
 
 SPEED_ROWS = [key for key in ROWS if "@" not in key]
-LATENCY_ROWS = ["loop", "ddp", *(key for key, row in ROWS.items() if "@" in key and "bf16" not in key)]
-ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
+WIRES = ("bf16", "int8", "int4")
+LATENCY_ROWS = ["loop", "ddp", *(key for key in ROWS if "@" in key and not any(wire in key for wire in WIRES))]
+ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "diloco", "steps_delay", "gossip"]
 ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
 TIMELINE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
 
@@ -57,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     _layout(accuracy, nodes=2, ranks_per_node=2, workload="digits")
     accuracy.add_argument("--mbit", type=float, default=500.0, help="link rate; 0 for no limit")
     accuracy.add_argument("--steps", type=int, default=240)
+    accuracy.add_argument("--seeds", type=int, default=1, help="runs of every row, each with other batches")
     accuracy.add_argument("--every", type=int, default=16, help="steps between evaluations")
     accuracy.add_argument("--target", type=float, help="report the time to this accuracy; default: 98 %% of DDP's best")
     accuracy.set_defaults(command=accuracy_command)
@@ -147,12 +149,26 @@ def speed_command(arguments: argparse.Namespace) -> None:
 def accuracy_command(arguments: argparse.Namespace) -> None:
     """Train every row for the same number of steps, and compare what that took."""
     jobs = [
-        Job(f"{key}.0", key, arguments.workload, 0, arguments.steps, arguments.every, timeout=arguments.timeout)
+        Job(
+            f"{key}.{seed}",
+            key,
+            arguments.workload,
+            0,
+            arguments.steps,
+            arguments.every,
+            seed=seed,
+            timeout=arguments.timeout,
+        )
+        for seed in range(arguments.seeds)
         for key in arguments.rows
     ]
     setting = f"{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.mbit:g}mbit"
     for _, results, note in _session(arguments, jobs, [arguments.mbit]):
-        curves = {job.row: learning_curve(results[job.id]) for job in jobs if not results[job.id][0].error}
+        runs: dict[str, list[list[dict[str, float]]]] = {}
+        for job in jobs:
+            if not results[job.id][0].error:
+                runs.setdefault(job.row, []).append(learning_curve(results[job.id]))
+        curves = {row: mean_curve(of_seeds) for row, of_seeds in runs.items()}
         errors = {job.row: str(results[job.id][0].error) for job in jobs if results[job.id][0].error}
         best = max((point["accuracy"] for point in curves.get("ddp", [])), default=0.0)
         target = arguments.target or 0.98 * best

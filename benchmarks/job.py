@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.network import transmitted_bytes
-from benchmarks.workloads import WORKLOADS, Workload, accuracy_of, loss_of
+from benchmarks.workloads import WORKLOADS, Workload, judged, loss_of
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class Recorder:
         if self._pause is None:
             self._pause = (time.monotonic(), transmitted_bytes(self._interface))
 
-    def end_evaluation(self, accuracy: float) -> None:
-        """Note an accuracy and start clock and byte count again."""
+    def end_evaluation(self, accuracy: float, loss: float) -> None:
+        """Note held-out accuracy and loss, and start clock and byte count again."""
         assert self._pause is not None
         began, sent = self._pause
         self._pause = None
@@ -171,6 +171,7 @@ class Recorder:
                 "seconds": began - self._paused_seconds,
                 "bytes": sent - self._paused_bytes,
                 "accuracy": accuracy,
+                "loss": loss,
             }
         )
         self._paused_seconds += time.monotonic() - began
@@ -184,9 +185,9 @@ class Recorder:
         for parameter in mean.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= self.world.size
-        accuracy = accuracy_of(mean, self.held_out)
+        accuracy, loss = judged(mean, self.held_out)
         dist.barrier()
-        self.end_evaluation(accuracy)
+        self.end_evaluation(accuracy, loss)
 
     def finish(self, model: nn.Module) -> None:
         """Note how far apart the ranks ended: the largest distance from the mean, relative to the mean's norm."""

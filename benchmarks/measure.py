@@ -143,7 +143,7 @@ def cells(
 
 
 def learning_curve(records: list[Record]) -> list[dict[str, float]]:
-    """Accuracy over seconds and bytes since the first step; of rank 0, whose node stands for all."""
+    """Held-out accuracy and loss over seconds and bytes since the first step; of rank 0, whose node stands for all."""
     first = next(record for record in records if record.rank == 0)
     return [
         {
@@ -151,8 +151,20 @@ def learning_curve(records: list[Record]) -> list[dict[str, float]]:
             "seconds": point["seconds"] - first.began,
             "bytes": point["bytes"] - first.bytes_at_begin,
             "accuracy": point["accuracy"],
+            "loss": point["loss"],
         }
         for point in first.evaluations
+    ]
+
+
+def mean_curve(curves: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The mean of the runs with several seeds, point by point; ``loss_spread``: the largest loss less the smallest."""
+    return [
+        {
+            **{name: statistics.mean(point[name] for point in points) for name in points[0]},
+            "loss_spread": max(point["loss"] for point in points) - min(point["loss"] for point in points),
+        }
+        for points in zip(*curves, strict=True)
     ]
 
 

@@ -1,7 +1,8 @@
 """Memory per scheme beyond DDP: ``python -m benchmarks.memory``.
 
 Each scheme trains a model of 64 MiB on 2 nodes of 2 CPU ranks; rank 0's peak resident memory in the steps after the
-first ones, and in a validation and checkpoint between two agreements, is compared with that of DDP.
+first ones, and in a validation and checkpoint between two agreements, is compared with that of DDP. torchft's methods
+train the same model in a loop of their own, and are compared with that loop without them, in the same environment.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.job import Job, Recorder, World
+from benchmarks.peers import PeerMissing, interpreter
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES
 
@@ -32,8 +37,15 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {  # short runs without warm-up, so th
     "periodic": {"sync_every": 4},
     "daso": {"warmup_epochs": 0, "cooldown_epochs": 0},
     "steps_delay": {"warmup_steps": 0},
+    "diloco": {"sync_every": 4},
 }
-CASES: dict[str, dict[str, Any]] = {name: ASYNCHRONOUS.get(name, {}) for name in SCHEMES}
+CASES: dict[str, dict[str, Any]] = {name: ASYNCHRONOUS.get(name, {}) for name in SCHEMES} | {
+    "diloco, streaming": {"sync_every": 8, "fragments": 2, "staleness": 3}
+}
+"""Arguments of the schemes; what follows a comma tells apart two cases of one scheme."""
+
+PEERS = {"local_sgd": 4, "diloco": 4, "streaming": 8}
+"""torchft's kinds, see :mod:`benchmarks.contenders.torchft_local_sgd`, and their periods."""
 
 
 class Model(pl.LightningModule):
@@ -91,7 +103,9 @@ def train(case: str) -> None:
     if case == "ddp":
         strategy: Any = DDPStrategy(start_method="fork")
     else:
-        strategy = HierarchicalStrategy(SCHEMES[case](**CASES[case]), ranks_per_node=2, start_method="fork")
+        strategy = HierarchicalStrategy(
+            SCHEMES[case.partition(",")[0]](**CASES[case]), ranks_per_node=2, start_method="fork"
+        )
     with tempfile.TemporaryDirectory() as folder:
         pl.Trainer(
             accelerator="cpu",
@@ -108,26 +122,81 @@ def train(case: str) -> None:
         ).fit(Model())
 
 
-def measure(case: str) -> dict[str, int]:
-    """Peaks of a fresh process whose allocator gives every freed tensor back to the system at once."""
+class PeakRecorder(Recorder):
+    """A recorder that looks at memory instead of the clock."""
+
+    peak = 0
+
+    def step_done(self) -> bool:
+        is_last = super().step_done()
+        if len(self.record.step_ends) == 9:
+            reset_peak()
+        if len(self.record.step_ends) == 18:
+            self.peak = peak()
+        return is_last
+
+
+def train_peer(kind: str) -> None:
+    """Train as a rank under torchrun: with torchft's ``kind``, or ``"local"`` without it."""
+    from benchmarks.contenders import plain, torchft_local_sgd
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    recorder = PeakRecorder(Job(kind, "local", "linear16m", 0, STEPS), World.from_environment(), "lo")
+    if kind == "local":
+        plain.train(recorder, {"kind": "local"})
+    else:
+        torchft_local_sgd.train(recorder, {"kind": kind, "sync_every": PEERS[kind]})
+    if recorder.world.rank == 0:
+        print(json.dumps({"training": recorder.peak}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # libraries differ in how they leave
+
+
+def measure(*command: str) -> dict[str, int]:
+    """Peaks of fresh processes whose allocator gives every freed tensor back to the system at once."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    command = [sys.executable, "-m", "benchmarks.memory", "--case", case]
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(run.stdout.splitlines()[-1])
+    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    return json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))
+
+
+def measure_case(case: str) -> dict[str, int]:
+    return measure(sys.executable, "-m", "benchmarks.memory", "--case", case)
+
+
+def measure_peer(kind: str) -> dict[str, int]:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    return measure(interpreter("torchft"), *torchrun, "-m", "benchmarks.memory", "--peer", kind)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=["ddp", *CASES], help="train one and print its peaks")
+    parser.add_argument("--peer", choices=["local", *PEERS], help="the same for torchft, under torchrun")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *PEERS], default=[*CASES, *PEERS], metavar="CASE")
     arguments = parser.parse_args()
     if arguments.case:
         return train(arguments.case)
-    baseline = measure("ddp")
+    if arguments.peer:
+        return train_peer(arguments.peer)
+    baseline = measure_case("ddp")
     print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peak resident memory of a rank beyond DDP's, in models:\n")
     print("| scheme | " + " | ".join(baseline) + " |\n|---|" + "--:|" * len(baseline))
-    for name in CASES:
-        extra = [(value - baseline[when]) / MODEL_BYTES for when, value in measure(name).items()]
+    for name in [name for name in CASES if name in arguments.only]:
+        extra = [(value - baseline[when]) / MODEL_BYTES for when, value in measure_case(name).items()]
         print(f"| `{name}` | " + " | ".join(f"{value:+.2f}" for value in extra) + " |", flush=True)
+    peers = [kind for kind in PEERS if kind in arguments.only]
+    if peers:
+        try:
+            alone = measure_peer("local")["training"]
+        except PeerMissing as missing:
+            print(f"torchft is not to be had: {missing}")
+            return
+        for kind in peers:
+            extra_model = (measure_peer(kind)["training"] - alone) / MODEL_BYTES
+            print(f"| torchft {kind} | {extra_model:+.2f} | |", flush=True)
 
 
 if __name__ == "__main__":

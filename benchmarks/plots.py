@@ -41,14 +41,14 @@ def step_time_against_bandwidth(settings: Sequence[Sequence[Cell]], path: Path) 
 
 
 def accuracy(curves: dict[str, list[dict[str, float]]], title: str, path: Path) -> None:
-    """Held-out accuracy against time, and against bytes sent per node."""
+    """Held-out loss against time, and against bytes sent per node."""
     figure, (by_time, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for index, (row, points) in enumerate(curves.items()):
-        values = [point["accuracy"] for point in points]
+        values = [point["loss"] for point in points]
         style = {"color": _COLOURS(index % 20), "label": ROWS[row].title}
         by_time.plot([point["seconds"] for point in points], values, **style)
         by_bytes.plot([max(point["bytes"], 1) / 1e6 for point in points], values, **style)
-    by_time.set(xlabel="seconds of training", ylabel="held-out accuracy", title=title)
+    by_time.set(xlabel="seconds of training", ylabel="held-out loss", title=title)
     by_bytes.set(xlabel="MB sent per node", xscale="log")
     by_bytes.legend(fontsize=6)
     for axes in (by_time, by_bytes):

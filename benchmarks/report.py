@@ -94,18 +94,20 @@ def overheads(cells: Iterable[Cell]) -> str:
 
 
 def accuracy_table(curves: dict[str, list[dict[str, float]]], errors: dict[str, str], target: float) -> str:
-    """Final accuracy, and the time and the bytes to a target."""
+    """Final loss and accuracy, and the time and the bytes to a target; all of them means over the seeds."""
     lines = [
-        f"| | last accuracy | best | seconds | MB sent | seconds to {target:.3f} | MB to {target:.3f} |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| | last loss | between seeds | last accuracy | best | seconds | MB sent |"
+        f" seconds to {target:.3f} | MB to {target:.3f} |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row, curve in curves.items():
         there, last = first_to_reach(curve, target), curve[-1]
         best = max(point["accuracy"] for point in curve)
         reached = f"{there['seconds']:.2f} | {there['bytes'] / 1e6:.1f}" if there else "not reached | "
         spent = f"{last['seconds']:.2f} | {last['bytes'] / 1e6:.1f}"
-        lines.append(f"| {ROWS[row].title} | {last['accuracy']:.3f} | {best:.3f} | {spent} | {reached} |")
-    lines += [f"| {ROWS[row].title} | {_one_line(error)} | | | | | |" for row, error in errors.items()]
+        loss = f"{last['loss']:.3f} | {last['loss_spread']:.3f}"
+        lines.append(f"| {ROWS[row].title} | {loss} | {last['accuracy']:.3f} | {best:.3f} | {spent} | {reached} |")
+    lines += [f"| {ROWS[row].title} | {_one_line(error)} |{' |' * 7}" for row, error in errors.items()]
     return "\n".join(lines) + "\n"
 
 

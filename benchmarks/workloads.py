@@ -50,11 +50,13 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def accuracy_of(model: nn.Module, batch: Batch) -> float:
-    """The share of right predictions."""
+def judged(model: nn.Module, batch: Batch) -> tuple[float, float]:
+    """The share of right predictions, and the loss."""
     inputs, targets = batch
     with torch.no_grad():
-        return float((model(inputs).argmax(-1) == targets).float().mean())
+        logits = cast(Tensor, model(inputs))
+    loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return float((logits.argmax(-1) == targets).float().mean()), float(loss)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -87,6 +89,11 @@ def _speed(name: str, *widths: int, batch_size: int) -> Workload:
             yield from fixed
 
     return Workload(name, lambda: mlp(*widths), batches, sgd)
+
+
+def _random_batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    while True:
+        yield torch.randn(1, 1024), torch.randint(1024, (1,))
 
 
 # Digits: 1 797 images of 8 x 8 pixels; one in five is held out.
@@ -171,13 +178,24 @@ def _momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
         _speed("mlp11m", 1024, 2048, 2048, 2048, 256, batch_size=4),
         _speed("mlp1m", 256, 640, 640, 640, 32, batch_size=4),
+        Workload(
+            "linear16m",  # for :mod:`benchmarks.memory`: tensors of 4 MiB, momentum
+            lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))),
+            _random_batches,
+            _momentum,
+        ),
         _speed("mlp85k", 64, 256, 256, 10, batch_size=32),
         Workload("digits", lambda: mlp(64, 1024, 1024, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("characters", _character_model, _character_batches, _momentum, _characters_held_out),
+        Workload("characters_adamw", _character_model, _character_batches, _adamw, _characters_held_out),
     )
 }

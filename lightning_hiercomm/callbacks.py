@@ -31,8 +31,10 @@ class CommunicationMonitor(Callback):
     - ``hiercomm/world_bytes``: the same for traffic whose route the strategy leaves to the backend, such as the first
       broadcast of the parameters.
     - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication.
-    - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/disagreement``,
+    - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/outer_lr``,
       ``hiercomm/batch_size``: current values, where the scheme has them.
+    - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
+      to the mean; estimated, from a few elements of what arrived.
 
     The progress bar shows the phase and the node's inter-node MB per step. At the end of fit rank zero prints a table:
     bytes per group, seconds waited, agreements, and what plain DDP would have sent between nodes.

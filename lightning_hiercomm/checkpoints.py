@@ -93,6 +93,7 @@ class Checkpoints:
             run.module,
             run.optimizers,
             run.schemes,
+            run.gradients,
             run.agreed_model.own_values(),
             mid_epoch,
         )
@@ -121,7 +122,7 @@ class Checkpoints:
         if self.with_replicas:
             identity = self._loaded.get("identity")
             companion = load_companion(io, self._loaded_from, identity, run.topology, run.schemes)
-            restore_companion(companion, run.module, run.optimizers, run.schemes)
+            restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
             # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end it has not
             if companion["mid_epoch"]:
                 self._random_state = companion["random"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.topology import Topology
 
 
@@ -31,6 +32,7 @@ def companion_state(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     schemes: Sequence[Scheme],
+    gradients: GradientPath,
     own_values: Mapping[int, Tensor],
     mid_epoch: bool,
 ) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def companion_state(
         module: What trains.
         optimizers: The user's optimizers.
         schemes: Theirs.
+        gradients: The way of the module's gradients.
         own_values: By ``id`` of a tensor, its own value, where the module holds the agreed one at the moment.
         mid_epoch: Whether more batches of the epoch follow.
     """
@@ -51,6 +54,7 @@ def companion_state(
         "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "schemes": [scheme.state_dict() for scheme in schemes],
+        "gradients": gradients.state_dict(),
         "layouts": _layouts(schemes),
         "random": random_state(),
         "mid_epoch": mid_epoch,
@@ -89,7 +93,11 @@ def load_companion(
 
 @torch.no_grad()
 def restore_companion(
-    state: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer], schemes: Sequence[Scheme]
+    state: Mapping[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schemes: Sequence[Scheme],
+    gradients: GradientPath,
 ) -> None:
     """Put back what :func:`companion_state` took, but for the random streams."""
     for name, tensor in _tensors(module).items():
@@ -98,6 +106,7 @@ def restore_companion(
         optimizer.load_state_dict(optimizer_state)
     for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
         scheme.load_state_dict(scheme_state)
+    gradients.load_state_dict(state["gradients"])
 
 
 def random_state() -> dict[str, Any]:

@@ -1,25 +1,38 @@
 """Scheme and fields from YAML and from the command line, through LightningCLI."""
 
 import contextlib
+import copy
 import inspect
 import io
+import pickle
 import re
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 
 from lightning_hiercomm import (
     DASO,
     AllReduce,
     CommunicationMonitor,
+    DiLoCo,
     HeterogeneousBatches,
     HierarchicalStrategy,
     PeriodicAveraging,
+    RandomPermutation,
+    Topology,
 )
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes import Every
+from lightning_hiercomm.schemes.averaging import Average
 
 PERIODIC = """
 trainer:
@@ -51,6 +64,51 @@ trainer:
     class_path: lightning_hiercomm.HierarchicalStrategy
     init_args:
       scheme: all_reduce
+"""
+DILOCO = """
+trainer:
+  accelerator: cpu
+  strategy:
+    class_path: lightning_hiercomm.HierarchicalStrategy
+    init_args:
+      wire_dtype: int4
+      scheme:
+        class_path: lightning_hiercomm.DiLoCo
+        init_args:
+          sync_every: 7
+          fragments: ["layer"]
+          outer_optimizer:
+            class_path: torch.optim.AdamW
+            init_args:
+              lr: 0.5
+          outer_scheduler:
+            class_path: torch.optim.lr_scheduler.StepLR
+            init_args:
+              step_size: 10
+"""
+NOLOCO = """
+trainer:
+  accelerator: cpu
+  strategy:
+    class_path: lightning_hiercomm.HierarchicalStrategy
+    init_args:
+      scheme:
+        class_path: lightning_hiercomm.Agreement
+        init_args:
+          when:
+            class_path: lightning_hiercomm.schemes.Every
+            init_args:
+              period: 5
+          through:
+            class_path: lightning_hiercomm.RandomPermutation
+          merge:
+            class_path: lightning_hiercomm.schemes.OuterOptimizer
+            init_args:
+              optimizer:
+                class_path: torch.optim.SGD
+                init_args:
+                  lr: 0.7
+                  momentum: 0.5
 """
 SCHEME = "--trainer.strategy.init_args.scheme"
 
@@ -142,6 +200,68 @@ def test_everything_from_the_command_line(strategy):
         ]
     )
     assert built.scheme.sync_every == 9
+
+
+def test_an_outer_optimizer_and_its_scheduler_from_yaml(strategy):
+    built = strategy(DILOCO, args=[f"{SCHEME}.init_args.outer_optimizer.init_args.lr=0.25"])
+    # one copy per optimizer, as a strategy makes them; and one for a spawned process
+    for scheme in (copy.deepcopy(built.scheme), pickle.loads(pickle.dumps(built.scheme))):
+        (seen,) = ThreadWorld(1).run(lambda rank, world, scheme=scheme: outer_optimizer(scheme, world))
+        assert isinstance(seen.optimizer, AdamW)
+        assert seen.learning_rate == 0.25
+        assert isinstance(seen._scheduler, StepLR)
+
+
+def outer_optimizer(scheme, world):
+    """What the scheme makes of its arguments when it meets nodes of which there could be more."""
+    meter = Meter()
+    topology = Topology([[0]], 0, world.connect(0, meter), meter)
+    replica = Replica([torch.nn.Parameter(torch.ones(3))])
+    scheme.outer.attach(Average(replica, topology, land=scheme.outer.land))
+    return scheme.outer
+
+
+def test_a_sentence_of_words_from_yaml(strategy):
+    scheme = strategy(NOLOCO).scheme
+    assert scheme.when == Every(5)
+    assert isinstance(scheme.through, RandomPermutation)
+    assert copy.deepcopy(scheme).outer.keep_local == 0.0
+
+
+def test_a_copy_does_not_copy_what_makes_the_outer_optimizer(strategy):
+    """LightningCLI's leads to the whole program, of which a part cannot be copied once training has begun."""
+
+    class Unique:
+        def __call__(self, parameters):
+            return torch.optim.SGD(parameters, lr=0.1)
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("it was copied")
+
+    scheme = DiLoCo(outer_optimizer=Unique())
+    assert copy.deepcopy(scheme).outer is not scheme.outer
+
+
+def test_an_outer_optimizer_from_the_command_line(strategy):
+    built = strategy(
+        args=[
+            "--trainer.accelerator=cpu",
+            "--trainer.strategy=lightning_hiercomm.HierarchicalStrategy",
+            f"{SCHEME}=DiLoCo",
+            f"{SCHEME}.outer_optimizer=SGD",
+            f"{SCHEME}.outer_optimizer.lr=1.0",
+        ]
+    )
+    assert outer_optimizer(built.scheme, ThreadWorld(1)).learning_rate == 1.0
+
+
+def test_help_documents_the_outer_optimizer(capsys, tmp_path):
+    (tmp_path / "base.yaml").write_text(DILOCO)
+    with pytest.raises(SystemExit):
+        LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "base.yaml"), f"{SCHEME}.help=DiLoCo"])
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert "--scheme.outer_optimizer" in help_text
+    assert "Makes the outer optimizer" in help_text
 
 
 def test_registered_name_from_the_command_line(strategy):

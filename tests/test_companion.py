@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import DASO, AllReduce, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.companion import companion_path
 
 STEPS = 6  # per epoch
@@ -56,7 +57,14 @@ def schemes():
         "gossip": Gossip(segments=2),
         "gossip_overlap": Gossip(segments=2, overlap=True),
         "steps_delay": StepsDelay(delay=3, warmup_steps=3),
+        "all_reduce_int8": AllReduce(),  # with buckets that DDP never cuts anew, see below
+        "diloco_int4": DiLoCo(4, staleness=3),  # in flight after 6 steps
+        "streaming_int8": DiLoCo(6, AdamW, fragments=2, staleness=2, outer_scheduler=Halved),
     }
+
+
+AdamW = partial(torch.optim.AdamW, lr=0.02)
+Halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
 
 
 class SaveAfter(pl.Callback):
@@ -70,11 +78,16 @@ class SaveAfter(pl.Callback):
 
 @pytest.mark.parametrize("name", list(schemes()))
 def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
-    """With a narrow wire, whose last agreed values are state, too; without one, see compatibility/test_checkpoints."""
-    path = tmp_path / "saved.ckpt"
+    """With a narrow wire, whose last agreed values and what it keeps back are state, too.
+
+    Without one, see compatibility/test_checkpoints.
+    """
+    path, wire = tmp_path / "saved.ckpt", name.rpartition("_")[2]
 
     def strategy():
-        return {"scheme": schemes()[name], "wire_dtype": "bfloat16", "checkpoint_replicas": True}
+        wire_dtype = wire if wire.startswith("int") else "bfloat16"
+        arguments = {"scheme": schemes()[name], "wire_dtype": wire_dtype, "checkpoint_replicas": True}
+        return {**arguments, "find_unused_parameters": "all_reduce" in name}
 
     whole = fit(Net(), strategy(), max_epochs=3, callbacks=[SaveAfter(STEPS, path)])
     resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path})
@@ -91,6 +104,36 @@ def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_pa
     resumed = fit(Net(), {"scheme": PeriodicAveraging(4)}, max_epochs=1, fit_arguments={"ckpt_path": path})
     for report in resumed:
         assert torch.equal(report["state_dict"]["layers.0.weight"], saved["state_dict"]["layers.0.weight"])
+
+
+@pytest.mark.parametrize("nodes", [2, 1, [3, 1]], ids=str)
+def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, tmp_path, nodes):
+    path = tmp_path / "saved.ckpt"
+    fit(Net(), {"scheme": DiLoCo(6, AdamW)}, callbacks=[SaveAfter(11, path)], max_epochs=2)
+    saved = torch.load(path, weights_only=True)
+    (scheme,) = saved["hiercomm"]["schemes"]
+    outer = scheme["outer"]["state"]
+    assert [state["step"].item() for state in outer] == [1.0] * 6  # one agreement before
+    assert [state["exp_avg"].shape for state in outer] == [p.shape for p in Net().parameters()]
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if not seen:
+                seen.append(trainer.strategy.schemes[0].schedule()["outer"]["state"])
+                pl_module.report.append(seen[0])
+
+    resumed = fit(
+        Net(),
+        {"scheme": DiLoCo(6, AdamW, fragments=2, staleness=1), "ranks_per_node": nodes, "bucket_mb": 1e-4},
+        callbacks=[Look()],
+        max_epochs=3,
+        fit_arguments={"ckpt_path": path},
+    )
+    for report in resumed:
+        for restored, before in zip(report["report"][0], outer, strict=True):
+            assert restored.keys() == before.keys()
+            assert all(torch.equal(restored[name], before[name]) for name in before)
 
 
 def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):

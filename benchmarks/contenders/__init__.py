@@ -38,7 +38,7 @@ class Row:
     traffic: Traffic = "average"
     period: int = 1
     overlap: int = 1
-    wire_bytes: int = 4
+    wire_bytes: float = 4
     averages_in_node: bool = True
     venv: str = "main"
 
@@ -120,7 +120,7 @@ def _post_local(period: int) -> dict[str, Row]:
 
 
 def _ours(period: int) -> dict[str, Row]:
-    """lightning-hiercomm, each scheme with float32 and with bfloat16 between the nodes."""
+    """lightning-hiercomm, each scheme with float32 and with narrower types between the nodes."""
 
     def row(scheme: str, title: str, arguments: dict[str, Any], bound: Bound = "overlapped", **fields: Any) -> Row:
         return Row(title, "ours", {"scheme": scheme, "arguments": arguments, "strategy": {}}, bound, **fields)
@@ -138,6 +138,15 @@ def _ours(period: int) -> dict[str, Row]:
         "periodic": periodic(period),
         "daso": daso(1),
         "daso_stale": daso(4),
+        "diloco": row("DiLoCo", f"DiLoCo({period})", {"sync_every": period}, "blocking", period=period),
+        # as torchft's: two fragments, each sent half a period before it is needed, less a step
+        "diloco_streaming": row(
+            "DiLoCo",
+            f"streaming DiLoCo({period})",
+            {"sync_every": period, "fragments": 2, "staleness": period // 2 - 1},
+            period=period,
+            overlap=max(1, period - 2),
+        ),
         "steps_delay": row(
             "StepsDelay",
             "StepsDelay(4)",
@@ -151,12 +160,26 @@ def _ours(period: int) -> dict[str, Row]:
     }
     small = {**rows["all_reduce"].options, "strategy": {"bucket_cap_mb": 4}}
     rows["all_reduce_small"] = replace(rows["all_reduce"], title="AllReduce, DDP buckets of 4 MB", options=small)
-    return rows | {f"{key}_bf16": _bfloat16(row) for key, row in rows.items()}
+    rows["diloco_alone"] = row(
+        "DiLoCo",
+        f"DiLoCo({period}), every rank alone",  # as torchft's
+        {"sync_every": period, "gradients": "none"},
+        "blocking",
+        period=period,
+        averages_in_node=False,
+    )
+    quantised = ("all_reduce", "periodic", "diloco", "diloco_streaming")
+    return (
+        rows
+        | {f"{key}_bf16": _on_wire(row, "bfloat16", "bf16", 2) for key, row in rows.items()}
+        | {f"{key}_int8": _on_wire(rows[key], "int8", "int8", 1 + 2 / 256) for key in quantised}
+        | {f"{key}_int4": _on_wire(rows[key], "int4", "int4", 1 / 2 + 2 / 256) for key in quantised}
+    )
 
 
-def _bfloat16(row: Row) -> Row:
-    options = {**row.options, "strategy": {**row.options["strategy"], "wire_dtype": "bfloat16"}}
-    return replace(row, title=f"{row.title}, bf16 wire", options=options, wire_bytes=2)
+def _on_wire(row: Row, wire_dtype: str, name: str, wire_bytes: float) -> Row:
+    options = {**row.options, "strategy": {**row.options["strategy"], "wire_dtype": wire_dtype}}
+    return replace(row, title=f"{row.title}, {name} wire", options=options, wire_bytes=wire_bytes)
 
 
 def _rows(period: int) -> dict[str, Row]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks.contenders.plain import node_group
 from benchmarks.job import Recorder
-from benchmarks.workloads import Batch, accuracy_of
+from benchmarks.workloads import Batch, judged
 
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Module(L.LightningModule):
         super().__init__()
         self._recorder = recorder
         self.model = recorder.model()
-        self.accuracy = 0.0
+        self.judged = (0.0, 0.0)  # accuracy and loss
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.model(inputs)
@@ -90,7 +90,7 @@ class Module(L.LightningModule):
         return self._recorder.loss(self.model, batch)
 
     def validation_step(self, batch: Batch, _: int) -> None:
-        self.accuracy = accuracy_of(self.model, batch)
+        self.judged = judged(self.model, batch)
 
     def configure_optimizers(self) -> Optimizer:
         return self._recorder.workload.optimizer(self.model)
@@ -101,7 +101,7 @@ class StepTimes(Callback):
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._accuracy = 0.0
+        self._judged = (0.0, 0.0)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self._recorder.step_done()
@@ -110,11 +110,11 @@ class StepTimes(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(module, Module)
-        self._accuracy = module.accuracy
+        self._judged = module.judged
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self._recorder.evaluating:
-            self._recorder.end_evaluation(self._accuracy)
+            self._recorder.end_evaluation(*self._judged)
 
 
 class HeldOut(Dataset[Batch]):

@@ -17,6 +17,7 @@ from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.carrier import Carrier, Land
+from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.schemes.lane_sum import LaneSum
 from lightning_hiercomm.topology import Topology
@@ -71,6 +72,7 @@ class Average(Carrier):
         self._land = land
         self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
+        self.disagreement = Disagreement()
         self.anchor()
 
     def anchor(self) -> None:
@@ -200,12 +202,15 @@ class Average(Carrier):
         part, share, weight = self.carried(flat), self.sharing(), self.topology.node_weight
         has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
+        if summed_in_node is not None:
+            summed_in_node()
+        sent = sample(part[: self.buckets[index].numel])
         if summed_in_node is None:
             if anchor is not None:
                 part.sub_(anchor[: part.numel()])
             part.mul_(weight)
         else:
-            summed_in_node()
+            sent.div_(weight)
             if anchor is not None:
                 part.sub_(anchor[: part.numel()], alpha=weight)
         feedback = self._feedback[index] if self._feedback else None
@@ -213,6 +218,10 @@ class Average(Carrier):
 
         def complete() -> None:
             arrive()
+            arrived = sample(part[: self.buckets[index].numel])
+            if anchor is not None:
+                arrived.add_(sample(anchor[: part.numel()][: self.buckets[index].numel]))
+            self.disagreement.compare(index, sent, arrived)
             if anchor is not None and self._land is not None:
                 part.copy_(self._land(index, anchor, part))
             elif anchor is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.replica import Bucket
+from lightning_hiercomm.schemes.disagreement import Disagreement
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.topology import Topology
 
@@ -31,6 +32,7 @@ class Carrier(ABC):
         through: Whose communicators carry it.
         anchors: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
         parts_per_bucket: Into how many equal parts a packed bucket is cut.
+        disagreement: How far this node was from what came back.
     """
 
     buckets: Sequence[Bucket]
@@ -38,6 +40,7 @@ class Carrier(ABC):
     through: Topology
     anchors: Sequence[Tensor] = ()
     parts_per_bucket: int
+    disagreement: Disagreement
 
     @abstractmethod
     def begin(self, step: int, turn: int) -> Handle:

@@ -283,11 +283,12 @@ class DASO(Agreement):
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """``phase`` (0 warm-up, 1 cycling, 2 cool-down), and ``sync_every`` and ``staleness`` as they act in it."""
+        """``phase`` (0 warm-up, 1 cycling, 2 cool-down), ``sync_every`` and ``staleness`` in it, ``disagreement``."""
         if self._phase not in _PHASES:
             return {}
         cycles = self._phase == "cycling"
         return {
+            **super().scalars(),
             "phase": float(_PHASES.index(self._phase)),
             "sync_every": float(self.sync_every) if cycles else 1.0,
             "staleness": float(self.staleness) if cycles else 0.0,

@@ -236,13 +236,8 @@ class Gossip(Scheme):
         4096 elements of every segment that it carries. Over uniformly random peers ``E ||z_r - z_peer||^2`` is ``2 n /
         (n - 1)`` times the mean squared distance from the mean; a ring's neighbours are closer than that.
         """
-        met = [] if self.is_alone else list(self._peers.met.values())
-        if not met:
-            return {}
-        distance = sum(float((own - other).square().sum()) for own, other in met)
-        norm = sum(float(own.square().sum()) for own, _ in met)
-        size = self.topology.num_nodes
-        return {"disagreement": (distance * (size - 1) / (2 * size) / norm) ** 0.5 if norm else 0.0}
+        relative = None if self.is_alone else self._peers.disagreement.relative()
+        return {} if relative is None else {"disagreement": relative}
 
     def state_dict(self) -> dict[str, Any]:
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
@@ -272,7 +267,7 @@ class Gossip(Scheme):
         """The replicas are equal: nothing is in flight and every node has the same weight."""
         self._weights = [[1.0] * self.topology.num_nodes for _ in self._segments]
         self._in_flight.drop()
-        self._peers.met.clear()
+        self._peers.disagreement.forget()
 
     # ---- details -------------------------------------------------------------------------------------------------
 

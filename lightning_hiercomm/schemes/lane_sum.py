@@ -15,6 +15,10 @@ from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
 class LaneSum:
     """Sums parts over a lane: as they are or cast by all-reduce, codes that do not add by an :class:`EncodedSum`.
 
+    An all-reduce rounds a cast sum at every addition. Of the way that nodes go between two agreements that costs, in
+    bfloat16, 0.2 % with 2 nodes, 0.3 % with 8 and 0.8 % with 64, of which it shortens the way by 0.04 %; int8 costs 0.6
+    % with any number (``python -m benchmarks.studies.sums``). So cast sums stay with the faster move.
+
     Args:
         codec: What travels.
         first: The ranks of the lane; None on a rank that is in none.

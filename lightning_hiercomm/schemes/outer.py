@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -65,6 +66,15 @@ class OuterOptimizer(Merge):
     def __repr__(self) -> str:
         made_by = getattr(self._make_optimizer, "func", self._make_optimizer)
         return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OuterOptimizer:
+        # what makes optimizers is shared: LightningCLI's leads to its parser, and from there to the Trainer
+        for shared in (self._make_optimizer, self._make_scheduler):
+            memo[id(shared)] = shared
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return new
 
     @property
     def keep_local(self) -> float:

@@ -12,11 +12,10 @@ from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.carrier import Carrier, Land
+from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.topology import Topology
-
-_SAMPLES_PER_SEGMENT = 4096
 
 
 class Peers:
@@ -34,8 +33,8 @@ class Peers:
             sends all of its value, and goes on with the plain mean of that and what arrives.
 
     Attributes:
-        met: By segment that this rank carries, a few elements of this node's parameters and of one peer's, as they were
-            at the last exchange.
+        disagreement: How far a node is from the mean of all, estimated from what peers sent. Over uniformly random
+            peers ``E ||z_r - z_peer||^2`` is ``2 n / (n - 1)`` times the mean squared distance from the mean.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Peers:
     ) -> None:
         self.segments = segments
         self.graph = graph
-        self.met: dict[int, tuple[Tensor, Tensor]] = {}
+        self.disagreement = Disagreement((topology.num_nodes - 1) / (2 * topology.num_nodes))
         self._topology = topology
         self._beside = beside
         self._codec = wire.codec
@@ -121,7 +120,7 @@ class Peers:
             arrived.wait()
             own = share if travels_as_it_is else self._codec.decode(payload, share)
             change = flat if travels_as_it_is else self._codec.decode(received[0], flat)
-            self.met[index] = self._sample(round_, weights, own, change)
+            self._compare(index, round_, weights, own, change)
             change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
             for other in received[1:]:
                 theirs = other if travels_as_it_is else self._codec.decode(other, torch.empty_like(own))
@@ -140,14 +139,14 @@ class Peers:
     def _share(self, index: int, flat: Tensor) -> None:
         self._beside.intra.broadcast(flat, source=self.carrier(index)).wait()
 
-    def _sample(self, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-        """A few elements of this node's and of a peer's parameters."""
+    def _compare(self, index: int, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> None:
+        """Note how far apart this node's and a peer's parameters are."""
         node = self._topology.node
         peer = round_.receive_from[node][0]
-        every = -(-own.numel() // _SAMPLES_PER_SEGMENT)
-        return (
-            own[::every].float() / self._part(round_, weights, node),
-            theirs[::every].float() / self._part(round_, weights, peer),
+        self.disagreement.compare(
+            index,
+            sample(theirs).div_(self._part(round_, weights, peer)),
+            sample(own).div_(self._part(round_, weights, node)),
         )
 
     def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
@@ -187,6 +186,7 @@ class PeerMean(Carrier):
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
         self._land = land
+        self.disagreement = self._peers.disagreement
         self._step = 0
         self.anchor()
 

@@ -15,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.averaging import Average
 from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.optimizer_state import class_names, needs_whole_tensors
 from lightning_hiercomm.schemes.server import Section, ShardedServer, ShardOn
 
@@ -243,6 +244,7 @@ class StepsDelay(Scheme):
         self.hold = hold
         self.local_update = local_update
         self.shard_on: ShardOn = shard_on
+        self._disagreement = Disagreement()
         self._delayed_steps = 0  # u
         self._has_pulled = False  # weights that the next iteration takes over
         # one per section of the server
@@ -360,6 +362,8 @@ class StepsDelay(Scheme):
         used = slice(section.bucket.numel)  # the rest is padding
         device_weights = section.bucket.pack()
         weights = device_weights if arrived is None else arrived[used].clone()
+        if arrived is not None:
+            self._disagreement.compare(index, sample(device_weights), sample(arrived[used]))
         if gradients is not None:
             group = self.required_optimizer.param_groups[section.group]
             learning_rate = float(group["lr"])
@@ -433,12 +437,18 @@ class StepsDelay(Scheme):
         return "warm-up" if self.steps < self.warmup_steps else "delay"
 
     def scalars(self) -> dict[str, float]:
-        """``sync_every``, and ``staleness``: how many of the server's steps the device's weights have not seen."""
+        """``sync_every``, ``staleness`` and ``disagreement``.
+
+        The staleness is how many of the server's steps the device's weights have not seen, the disagreement how far
+        they were from the server's when these last arrived, relative to them, estimated on a few elements.
+        """
         staleness = (self._delayed_steps - 1) % self.delay + 1 if self._delayed_steps else 0
-        return {
+        values = {
             "sync_every": 1.0 if self.phase == "warm-up" else float(self.delay),
             "staleness": float(staleness),
         }
+        relative = self._disagreement.relative()
+        return values if relative is None else {**values, "disagreement": relative}
 
     def optimizer_state(self) -> dict[str, Any]:
         if self._server is None:

@@ -79,9 +79,16 @@ def test_stored_rows_survive_a_run_without_them(tmp_path: Path) -> None:
 def test_time_to_accuracy_is_the_first_point_that_reaches_it() -> None:
     first = Record("x", 0, 0, began=10.0, bytes_at_begin=100)
     for step, accuracy in ((8, 0.5), (16, 0.9), (24, 0.8)):
-        first.evaluations.append({"step": step, "seconds": 10.0 + step, "bytes": 100 + step, "accuracy": accuracy})
+        first.evaluations.append(
+            {"step": step, "seconds": 10.0 + step, "bytes": 100 + step, "accuracy": accuracy, "loss": 1}
+        )
     curve = measure.learning_curve([first])
     point = measure.first_to_reach(curve, 0.85)
-    assert point == {"step": 16, "seconds": 16.0, "bytes": 16, "accuracy": 0.9}
+    assert point == {"step": 16, "seconds": 16.0, "bytes": 16, "accuracy": 0.9, "loss": 1}
     assert measure.first_to_reach(curve, 0.95) is None
-    assert "not reached" in report.accuracy_table({"ddp": curve}, {}, 0.95)
+    assert "not reached" in report.accuracy_table({"ddp": measure.mean_curve([curve])}, {}, 0.95)
+
+
+def test_curves_of_several_seeds_are_averaged_point_by_point() -> None:
+    curves = [[{"step": 8, "seconds": seconds, "loss": loss}] for seconds, loss in ((1.0, 2.0), (3.0, 2.5))]
+    assert measure.mean_curve(curves) == [{"step": 8, "seconds": 2.0, "loss": 2.25, "loss_spread": 0.5}]

@@ -116,6 +116,9 @@ def test_profilers(follows_one_device, profiler, tmp_path):
 def test_command_line(scheme_name, scheme_arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program"])
     strategy = "--trainer.strategy"
+    fields = dict(scheme_arguments)
+    if "outer_optimizer" in fields:
+        fields |= {"outer_optimizer": "SGD", "outer_optimizer.lr": 1.0}
     cli = LightningCLI(
         Quadratic,
         args=[
@@ -127,7 +130,7 @@ def test_command_line(scheme_name, scheme_arguments, tmp_path, monkeypatch):
             "--trainer.enable_progress_bar=false",
             f"{strategy}=lightning_hiercomm.HierarchicalStrategy",
             f"{strategy}.scheme={SCHEMES[scheme_name].__name__}",
-            *(f"{strategy}.scheme.{name}={value}" for name, value in scheme_arguments.items()),
+            *(f"{strategy}.scheme.{name}={value}" for name, value in fields.items()),
             f"{strategy}.ranks_per_node=2",
             f"{strategy}.start_method=fork",
         ],

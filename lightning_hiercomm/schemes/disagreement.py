@@ -1,0 +1,70 @@
+"""How far apart the nodes are, estimated from what arrives anyway."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.codec import arithmetic_dtype
+
+_SAMPLES = 4096
+
+
+class Disagreement:
+    """The relative distance of this node's parameters from others', as of the last exchange of every bucket.
+
+    It looks at no more than 4096 elements of a bucket and sends nothing::
+
+        sqrt(share * sum over buckets of ||own - others'||^2 / sum over buckets of ||others'||^2)
+
+    Args:
+        share: Of the squared distance that counts: 1 if the others' values are the nodes' mean.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
+        self._squares: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+
+    @torch.no_grad()
+    def compare(self, index: int, own: Tensor, others: Tensor) -> None:
+        """Note how far apart two samples of a bucket are, in place of what was noted of it before.
+
+        Args:
+            index: Of the bucket.
+            own: What :func:`sample` took of this node's values when they were sent.
+            others: The same elements of what arrived.
+        """
+        if not own.numel():  # others carry this bucket, this time or always
+            return
+        wide = arithmetic_dtype(own.dtype)
+        difference = own.to(wide) - others.to(wide)
+        squares = torch.stack([difference.square().sum(), others.to(wide).square().sum()])
+        for tensor in (own, others):
+            if tensor.is_cuda:  # sampled on training's stream, compared on another
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        self._squares[index] = squares, _event(squares)
+
+    def relative(self) -> float | None:
+        """The distance, not negative; None before anything has arrived."""
+        known = [squares for squares, noted in list(self._squares.values()) if noted is None or noted.query()]
+        if not known:
+            return None
+        distance, norm = torch.stack(known).double().sum(0).tolist()
+        return float((self._share * distance / norm) ** 0.5) if norm else 0.0
+
+    def forget(self) -> None:
+        """Begin anew: the nodes are equal."""
+        self._squares.clear()
+
+
+def sample(flat: Tensor) -> Tensor:
+    """A copy of at most 4096 evenly spaced elements of a 1-D tensor."""
+    return flat[:: max(1, -(-flat.numel() // _SAMPLES))].clone()
+
+
+def _event(tensor: Tensor) -> torch.cuda.Event | None:
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
