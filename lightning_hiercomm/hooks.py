@@ -28,7 +28,7 @@ from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import DASO, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import PeriodicAveraging, Scheme
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology
 from lightning_hiercomm.training_run import TrainingRun
@@ -351,11 +351,11 @@ def required(value: T | None, what: str, set_by: str) -> T:
 
 def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
     """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
-    if not isinstance(scheme, PeriodicAveraging | DASO) or scheme.sync_every is None:
+    if not isinstance(scheme, PeriodicAveraging) or scheme.sync_every is None:
         return
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches
     if 1 < steps < scheme.sync_every:
         rank_zero_warn(
-            f"{type(scheme).__name__}(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
+            f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
             f" {math.ceil(steps)} optimizer steps: nodes agree at the ends of epochs only. Choose a smaller sync_every."
         )

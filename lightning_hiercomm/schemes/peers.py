@@ -177,6 +177,8 @@ class PeerMean(Carrier):
     ) -> Move:
         self._check(self._peers.round(self._step, index))
         own = self.buckets[index].pack() if self._peers.carries(index) or keep_sent else None
+        if own is not None:
+            background.uses(own)
 
         def add_own(change: Tensor) -> None:
             if own is None:
