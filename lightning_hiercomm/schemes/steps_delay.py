@@ -179,7 +179,8 @@ class StepsDelay(Scheme):
         local_lr_scale: The local learning rate divided by the server's. The paper uses 4 for GLU, 0.25 for ``"sgd"``
             and 1 for ``"dc_asgd"``.
         hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
-        local_update: ``"glu"`` (the optimizer must be SGD), ``"sgd"``, ``"dc_asgd"``, or a function of a ``LocalUpdate``.
+        local_update: ``"glu"`` (the optimizer must be SGD), ``"sgd"``, ``"dc_asgd"``, or a function of a
+            ``LocalUpdate``.
         shard_on: ``"elements"`` gives every rank an equal share of the server. ``"parameters"`` cuts no tensor, for
             optimizers that need whole ones (LARS, Muon, Adafactor); a rank's share is then at least the largest tensor,
             and a param group moves at once, not bucket by bucket, which takes more memory.
