@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import multiprocessing
 import os
+import sys
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +23,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -109,6 +116,61 @@ def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
 def mark_sigterm_received(trainer: pl.Trainer) -> None:
     """Let Lightning's own checks see a SIGTERM; ``Trainer.received_sigterm`` has no setter."""
     trainer._signal_connector.received_sigterm = True
+
+
+class WatchfulLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of forked and spawned ranks, with two gaps closed.
+
+    There ``Strategy.on_exception`` and ``teardown`` run in the process that launched only, where nothing is known of
+    the rank that raised. And after ``sys.exit()`` or ``os._exit(0)`` on one rank the launcher waits for the others, and
+    they for that one.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        assert isinstance(self._strategy, DDPStrategy)
+        # shared with the ranks, also when they are spawned
+        self._has_finished = multiprocessing.get_context(self._start_method).RawArray("b", self._strategy.num_processes)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+            self._has_finished[process_idx] = 1
+        except BaseException as error:
+            self._strategy.on_exception(error)
+            self._strategy.teardown()
+            if isinstance(error, SystemExit) and not error.code:
+                raise SystemExit(1) from error
+            raise
+
+    @property
+    def procs(self) -> list[Any]:
+        """The ranks' processes; set when they have been started."""
+        processes: list[Any] = self.__dict__.get("procs", [])
+        return processes
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        self.__dict__["procs"] = processes
+        if processes and self._start_method in ("fork", "spawn"):  # of the fork server's only one may ask how they end
+            threading.Thread(target=self._watch, args=(processes,), name="hiercomm-launcher", daemon=True).start()
+
+    def _watch(self, processes: list[Any]) -> None:
+        running = dict(enumerate(processes))
+        while running:
+            time.sleep(0.2)
+            for index, process in [*running.items()]:
+                with contextlib.suppress(ChildProcessError):  # the launcher has seen it end, and acts if not with 0
+                    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if end is None:
+                        continue
+                del running[index]
+                if process.exitcode == 0 and not self._has_finished[index]:
+                    message = f"local rank {index} ended, with exit code 0, before its work was done"
+                    print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+                    for other in running.values():
+                        other.kill()
+                    return
 
 
 def check_ranks_of_node(environment: ClusterEnvironment) -> None:

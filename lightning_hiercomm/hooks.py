@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
@@ -26,6 +27,7 @@ from lightning_hiercomm.checkpoints import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
+from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
 from lightning_hiercomm.schemes import PeriodicAveraging, Scheme
@@ -50,6 +52,7 @@ class HierarchicalHooks(ParallelStrategy):
     """
 
     topology: Topology | None
+    set_world_ranks: Callable[[], None]
     _timeout: timedelta | None
 
     def _configure(self, settings: Settings) -> None:
@@ -81,6 +84,18 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # before the process group, if there is none yet: what makes it waits long for ranks that die on their way to it
+        self.set_world_ranks()
+        meets_first = self.world_size > 1 and not dist.is_initialized()
+        if meets_first:
+            rendezvous = Rendezvous(
+                self._environment.main_address,
+                self._environment.main_port,
+                self.global_rank,
+                self.world_size,
+                self._timeout,
+            )
+            self._start_control(rendezvous.broadcast, rendezvous.gather)
         super().setup_environment()
         if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
@@ -91,7 +106,17 @@ class HierarchicalHooks(ParallelStrategy):
                 self._settings.inter_node,
                 self._timeout,
             )
-        self._control.start(self.topology, self._environment.main_address, self._settings.control_port, self.broadcast)
+        if not meets_first:
+            world = self.topology.world
+            self._start_control(self.broadcast, lambda own, alarm: world.all_gather_object(own))
+
+    def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
+        node, sizes = self.node_rank, self._settings.ranks_per_node
+        if sizes is not None:
+            nodes = nodes_by_count(sizes, self.world_size)
+            node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
+        address = self._environment.main_address, self._settings.control_port
+        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

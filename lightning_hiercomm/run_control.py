@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hiercomm import _lightning
-from lightning_hiercomm.control import ControlPlane, Invitation, RankFailure, start_control_plane
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.control import ControlPlane, RankFailure, start_control_plane
 
 log = logging.getLogger(__name__)
 
@@ -25,27 +25,26 @@ class RunControl:
         self._has_noted_exception = False
 
     def start(
-        self, topology: Topology, host: str, port: int, broadcast: Callable[[Invitation | None], Invitation | None]
+        self,
+        rank: int,
+        size: int,
+        node: int,
+        address: tuple[str, int],
+        broadcast: Callable[[Any], Any],
+        gather: Callable[..., list[Any]],
     ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
         Args:
-            topology: The nodes.
-            host: An address of rank 0 that every rank can reach.
-            port: Where rank 0 listens; 0 for any free port.
+            rank: This rank.
+            size: Number of ranks.
+            node: This rank's node, for people.
+            address: Of rank 0, which every rank can reach, and the port on which it listens; 0 for any free port.
             broadcast: Gives all ranks what rank 0 gives.
+            gather: Gives all ranks what each gives; its second argument may raise while it waits.
         """
-        if topology.world_size > 1 and self.plane is None:
-            place = f"rank {topology.rank} (node {topology.node})"
-            self.plane = start_control_plane(
-                topology.rank,
-                topology.world_size,
-                place,
-                host,
-                port,
-                broadcast=broadcast,
-                gather=topology.world.all_gather_object,
-            )
+        if size > 1 and self.plane is None:
+            self.plane = start_control_plane(rank, size, f"rank {rank} (node {node})", *address, broadcast, gather)
 
     def watch_over(self, trainer: pl.Trainer) -> None:
         """Stop this trainer's ranks together from now on."""

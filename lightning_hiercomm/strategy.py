@@ -161,6 +161,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         elif self._start_method == "popen":
             _lightning.check_program_can_run_again()
         super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = _lightning.WatchfulLauncher(self, start_method=self._start_method)
 
     @property
     @override

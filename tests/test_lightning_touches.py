@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -66,6 +67,12 @@ def test_a_sigterm_reaches_the_replaced_handler_only():
         run._signal_connector.teardown()
     assert heard == ["term"]
     assert not run.received_sigterm
+
+
+def test_the_launcher_of_forked_ranks_does_what_the_watchful_one_builds_on():
+    launch = inspect.getsource(_MultiProcessingLauncher.launch)
+    assert launch.index("self._wrapping_function,") < launch.index("self.procs = ") < launch.index(".join()")
+    assert issubclass(SIGTERMException, SystemExit)  # which leaves a rank with exit code 0
 
 
 def test_a_version_without_the_touched_method_is_refused(monkeypatch):

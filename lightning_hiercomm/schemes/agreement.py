@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
 from lightning_hiercomm.schemes.base import Scheme
@@ -140,25 +141,30 @@ class Agreement(Scheme):
         ends = list(accumulate(map(len, cut)))
         self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
         self._check_staleness(len(cut))
-        self._carrier = self._carrier_of([bucket for part in cut for bucket in part])
+        self._carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
         if self.outer is not None:
             self.outer.attach(self._carrier)
 
-    def _carrier_of(self, buckets: list[Bucket]) -> Carrier:
+    def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
         land = None if self.outer is None else self.outer.land
         if isinstance(self.through, Graph):
-            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, self.wire, land)
+            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land)
         carrier = RotatingAverage if self.through == "rotating" else Average
         return carrier(
             self.replica,
             self.topology,
-            self.wire,
+            wire,
             self._beside,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
             equal_in_node=self.equal_in_node,
             land=land,
         )
+
+    @property
+    def _carrier_beside_training(self) -> Carrier:
+        """Who carries what training does not wait for: here, the same as ever."""
+        return self._carrier
 
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
@@ -220,7 +226,7 @@ class Agreement(Scheme):
         """
         sent: Exchange | None = None
         if leaving:
-            check = self._carrier.begin(self.steps, self._take_turn())
+            check = self._carrier_beside_training.begin(self.steps, self._take_turn())
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
         if arrived is not None:
             arrived.check.wait()
@@ -239,8 +245,11 @@ class Agreement(Scheme):
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
-            move = self._carrier.start(waiting.popleft(), self._inbound, self.merge.needs_sent, self._outbound)
-            exchange.moves.append(move)
+            exchange.moves.append(
+                self._carrier_beside_training.start(
+                    waiting.popleft(), self._inbound, self.merge.needs_sent, self._outbound
+                )
+            )
 
     def _merge_up_to(self, last: int | None, arrived: Exchange) -> None:
         """Merge the buckets that are left of an exchange, in their order, up to one of them, or all."""

@@ -240,7 +240,7 @@ def test_any_run_equals_a_plain_simulation_with_a_server(
 
     runs = train(
         work,
-        lambda: StepsDelay(delay, delay * warmups, hold=hold, shard_on=shard_on),
+        lambda: StepsDelay(delay, delay * warmups, hold=hold, local_lr_scale=4.0, shard_on=shard_on),
         nodes=nodes,
         weights=weights,
         shapes=shapes,
@@ -851,3 +851,23 @@ def test_a_checkpoint_resumes_under_plain_ddp_and_on_other_nodes_with_its_moment
     # the exchange starts anew: nothing has been pulled yet, so the first local step has no global gradient
     for report, target in zip(others, (4.0, 1.0, 7.0), strict=True):
         assert report["report"][0] == pytest.approx([weight - 0.04 * 2 * (weight - target)], abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("rule", "momentum", "expected"),
+    [("glu", 0.9, 4.0), ("glu", 0.0, 0.4), ("glu", 0.5, 0.8), ("sgd", 0.9, 0.25), ("dc_asgd", 0.9, 1.0)],
+)
+def test_the_local_learning_rate_fits_the_rule_and_the_momentum(rule, momentum, expected):
+    scheme = StepsDelay(2, 0, local_update=rule)
+    assert scheme._local_scale({"lr": 0.1, "momentum": momentum}) == pytest.approx(expected)
+
+
+def test_a_plain_sgd_module_trains_with_the_defaults():
+    # 16 times too long local steps made it diverge: momentum 0 wants a scale of 0.4, not the paper's 4
+    def work(run: Run) -> float:
+        for _ in range(60):
+            run.step()
+        return max(abs(value) for value in run.values())
+
+    (largest, _) = train(work, lambda: StepsDelay(4, 0), optimizer=lambda p: torch.optim.SGD(p, lr=0.4), targets=(1, 3))
+    assert largest < 5
