@@ -32,7 +32,7 @@ from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
 from lightning_hiercomm.schemes import PeriodicAveraging, Scheme
 from lightning_hiercomm.settings import Settings
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
 from lightning_hiercomm.world import check_equal_work, connect_world
 
