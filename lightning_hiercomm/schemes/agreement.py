@@ -62,11 +62,10 @@ class Agreement(Scheme):
         what: Into how many equal parts the model is cut, or a list of module names: the parameters below each are one
             part, all others the last one. All parts are exchanged in one go where the schedule says so.
         through: ``"mean"``: over all nodes, each rank of a node carrying its part. ``"rotating"``: the same mean, but
-            one rank of each node carries everything, the next rank the next time. A
-            :class:`~lightning_hiercomm.schemes.graphs.Graph`: the mean with those nodes that the graph names.
+            one rank of each node carries everything, the next rank the next time. A ``Graph``: the
+            mean with those nodes that the graph names.
         merge: ``"replace"`` by what arrived, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
-            :class:`~lightning_hiercomm.schemes.outer.OuterOptimizer`, or another
-            :class:`~lightning_hiercomm.schemes.merging.Merge`.
+            ``OuterOptimizer``, or another ``Merge``.
         staleness: Optimizer steps between sending and merging, in which training goes on. 0 waits.
         gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
             alone between agreements, which then average inside the node as well.

@@ -70,13 +70,13 @@ class Gossip(Scheme):
     Gradient Push for Distributed Deep Learning", Algorithm 1; Lian et al. 2017 (DP-SGD), Algorithm 1.
 
     Args:
-        graph: Who sends to whom: a name, or any :class:`~lightning_hiercomm.schemes.graphs.Graph`.
+        graph: Who sends to whom: a name, or any ``Graph``.
         segments: The number of equal parts into which the model is cut (never more than elements; one more per further
             dtype), or a list of module names such as ``["net.layer1", "net.layer2"]``: the parameters below each are
             one segment, all others the last one.
         hierarchical: Average gradients inside a node and gossip between nodes. Otherwise every rank gossips on its own,
             and gradients are not exchanged at all.
-        fair: How ``"random_permutation"`` draws; see :class:`~lightning_hiercomm.schemes.graphs.RandomPermutation`.
+        fair: How ``"random_permutation"`` draws; see ``RandomPermutation``.
         seed: Of ``"random_permutation"``.
         overlap: Let the exchange travel during the next forward and backward pass. What arrives is added before the
             next optimizer step, whose gradients are then taken at the parameters before mixing: ``x := mix(x) - lr

@@ -197,8 +197,8 @@ class StepsDelay(Scheme):
             (the paper's 4 at momentum 0.9), for ``"sgd"`` the paper's 0.25, otherwise 1 (the paper's for
             ``"dc_asgd"``).
         hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
-        local_update: ``"glu"`` (:func:`glu`; the optimizer must be SGD), ``"sgd"`` (:func:`sgd`), ``"dc_asgd"``
-            (:class:`DelayCompensation`), or a function of a :class:`LocalUpdate`.
+        local_update: ``"glu"`` (the optimizer must be SGD), ``"sgd"``, ``"dc_asgd"``, or a function of a
+            ``LocalUpdate``.
         shard_on: ``"elements"`` gives every rank an equal share of the server. ``"parameters"`` cuts no tensor, for
             optimizers that need whole ones (LARS, Muon, Adafactor); a rank's share is then at least the largest tensor,
             and a param group moves at once, not bucket by bucket, which takes more memory.

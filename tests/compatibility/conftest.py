@@ -1,4 +1,4 @@
-"""The compatibility suite: every scheme of ``SCHEMES`` takes every test; the README's matrix is made of the results.
+"""The compatibility suite: every scheme takes every test; docs/compatibility.md has the results as a table.
 
 A new scheme is tested by being registered. If it deliberately leaves the trajectory of plain SGD on the mean of the
 replicas, its row in ``EXACT`` says how to switch that off: then training on 2 nodes of 2 ranks must give the
@@ -34,7 +34,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "feature(name, note='', refused=False): the row of the README's compatibility matrix"
+        "markers", "feature(name, note='', refused=False): the row of the documentation's compatibility matrix"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs the compatibility suite and writes its results into the README.
+"""Runs the compatibility suite and writes its results into the documentation.
 
 ``python -m tests.compatibility.matrix`` in a checkout; further arguments go to pytest.
 """
@@ -13,7 +13,7 @@ import pytest
 
 from lightning_hiercomm.schemes import SCHEMES
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 
@@ -53,9 +53,9 @@ class Matrix:
         return "\n".join([*lines, "", *footnotes])
 
 
-def written(readme: str, table: str) -> str:
-    """The README with the table between its markers."""
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table.strip()}\n{END}", readme, flags=re.DOTALL)
+def written(page: str, table: str) -> str:
+    """The page with the table between its markers."""
+    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table.strip()}\n{END}", page, flags=re.DOTALL)
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def main() -> int:
     folder = Path(__file__).parent
     status = pytest.main([str(folder), f"--ignore={folder / 'test_matrix.py'}", *sys.argv[1:]], plugins=[matrix])
     if matrix.passed:
-        README.write_text(written(README.read_text(), matrix.table()))
+        PAGE.write_text(written(PAGE.read_text(), matrix.table()))
     return int(status)
 
 

@@ -1,17 +1,17 @@
-"""The README's matrix is that of this suite."""
+"""The documentation's matrix is that of this suite."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-from compatibility.matrix import BEGIN, END, README
+from compatibility.matrix import BEGIN, END, PAGE
 
 from lightning_hiercomm.schemes import SCHEMES
 
 
 def rows():
-    table = README.read_text().partition(BEGIN)[2].partition(END)[0]
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     lines = [line.strip("| ").split("|") for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line] for line in lines]
 

@@ -1,4 +1,4 @@
-"""The main job, run the way the README says."""
+"""The main job, run the way `make demo` does."""
 
 import re
 

@@ -1,0 +1,24 @@
+"""Sphinx: `make docs` builds the site, and takes a warning for an error."""
+
+from importlib import import_module
+
+project = "lightning-hiercomm"
+author = "The lightning-hiercomm authors"
+copyright = f"2026, {author}"
+release = import_module("lightning_hiercomm").__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"lightning-hiercomm {release}"
+
+myst_heading_anchors = 3
+highlight_language = "none"  # equations in docstrings are no programs; blocks in Markdown name their language
+
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # Lightning's hooks are documented by Lightning
+maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
+add_module_names = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False

@@ -1,0 +1,55 @@
+"""The README and the documentation: what they show exists, and the site builds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_hiercomm
+from lightning_hiercomm.schemes import SCHEMES
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+README = CHECKOUT / "README.md"
+PAGES = sorted((CHECKOUT / "docs").glob("[!_]*.md")) + sorted((CHECKOUT / "docs" / "schemes").glob("*.md"))
+
+
+def test_the_readme_is_short_and_shows_the_quickstart_as_it_runs():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    quickstart = (CHECKOUT / "examples" / "quickstart.py").read_text()
+    assert len(quickstart.splitlines()) <= 25
+    assert f"```python\n{quickstart}```\n" in text
+
+
+@pytest.mark.parametrize("page", [README, CHECKOUT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_public_name_is_documented():
+    documented = set(re.findall(r"autoclass:: lightning_hiercomm\.(\w+)$", "\n".join(map(Path.read_text, PAGES)), re.M))
+    assert documented == set(lightning_hiercomm.__all__)
+
+
+def test_every_scheme_has_a_card_and_a_row_in_both_tables_of_choice():
+    assert {page.stem for page in PAGES if page.parent.name == "schemes"} == set(SCHEMES)
+    choosing = (CHECKOUT / "docs" / "choosing.md").read_text()
+    for name, scheme in SCHEMES.items():
+        assert f"| [`{scheme.__name__}`](schemes/{name}.md) | `{name}` |" in choosing
+        assert f"| `{scheme.__name__}(" in README.read_text()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-d", str(tmp_path / "trees")]
+    command = [sys.executable, "-m", "sphinx", *options, str(CHECKOUT / "docs"), str(tmp_path / "html")]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert built.returncode == 0, built.stderr
+    for name in lightning_hiercomm.__all__:
+        pages = (tmp_path / "html").rglob("*.html")
+        assert any(f'id="lightning_hiercomm.{name}"' in page.read_text() for page in pages), name
