@@ -150,7 +150,7 @@ def _digest(value: Any, digest: hashlib.blake2b) -> None:
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):
         digest.update(b"{")
         for key, item in value.items():
