@@ -73,11 +73,11 @@ class Checkpoints:
         filepath: Any,
         storage_options: Any | None = None,
     ) -> Iterator[None]:
-        """Write what each rank alone knows beside the checkpoint that is written inside; after :meth:`add_to`, collective.
+        """Write what each rank alone knows beside a checkpoint that is written inside; after :meth:`add_to`.
 
-        The companions carry an identity in their names, and the checkpoint says which one is its own. So all become
-        valid together, when the checkpoint's file gets its name; until then, what was there before is complete, and
-        after an error it stays so.
+        Collective. The companions carry an identity in their names, and the checkpoint says which one is its own. So
+        all become valid together, when the checkpoint's file gets its name; until then, what was there before is
+        complete, and after an error it stays so.
 
         Args:
             checkpoint: Not yet written.
