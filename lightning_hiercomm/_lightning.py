@@ -17,12 +17,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
@@ -324,6 +326,56 @@ def restart_train_dataloaders(trainer: pl.Trainer) -> None:
     """Begin the train dataloaders' iteration again: Lightning begins the first one when it makes the loaders."""
     assert trainer.fit_loop._data_fetcher is not None
     iter(trainer.fit_loop._data_fetcher)
+
+
+def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:
+    """The user's plugin, or ``base``, which is also what a plugin wraps that was given nothing else to wrap."""
+    if io is None:
+        return base
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = base  # which has no effect if there is one
+    return io
+
+
+def wait_for_saves(io: CheckpointIO) -> None:
+    """Return when what a plugin saves beside training is saved; ``AsyncCheckpointIO`` can only be torn down.
+
+    Raises:
+        BaseException: What it met while it saved.
+    """
+    beside = _saves_beside_training(io)
+    if beside is not None and beside._executor is not None:
+        beside._executor.submit(lambda: None).result()
+        if beside._error is not None:
+            raise beside._error
+
+
+def after_saves(io: CheckpointIO, action: Callable[[], None]) -> None:
+    """Call ``action`` when all is saved that a plugin was told to: now, or beside training, unless a save failed.
+
+    ``AsyncCheckpointIO`` saves later but removes at once, so the old checkpoint would go before the new one is there.
+    """
+    beside = _saves_beside_training(io)
+    if beside is None or beside._executor is None:
+        action()
+        return
+
+    def act() -> None:
+        if beside._error is None:
+            try:
+                action()
+            except BaseException as error:
+                beside._error = error
+
+    beside._executor.submit(act)
+
+
+def _saves_beside_training(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
+    while isinstance(io, _WrappingCheckpointIO):
+        if isinstance(io, AsyncCheckpointIO):
+            return io
+        io = io.checkpoint_io
+    return None
 
 
 def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[], AbstractContextManager[None]]) -> None:

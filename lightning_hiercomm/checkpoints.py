@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import secrets
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from fsspec.core import url_to_fs
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from lightning_hiercomm import _lightning
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.companion import (
     companion_path,
+    companion_prefix,
     companion_state,
     load_companion,
     restore_companion,
@@ -22,6 +25,7 @@ from lightning_hiercomm.companion import (
 )
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.averaging import Average
+from lightning_hiercomm.topology import Topology
 from lightning_hiercomm.training_run import TrainingRun
 
 _KEY = "hiercomm"
@@ -40,6 +44,7 @@ class Checkpoints:
         self.with_replicas = with_replicas
         self._loaded: Mapping[str, Any] = {}
         self._loaded_from: Any = None
+        self._resumed_from: tuple[str, str | None] | None = None
         self._random_state: Mapping[str, Any] | None = None
 
     def add_to(self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None) -> None:
@@ -57,38 +62,41 @@ class Checkpoints:
             Average(Replica((), floats, run.replicas.bucket_bytes), run.topology)()
             checkpoint["state_dict"] = state_dict
 
-    def announce_companions(self, checkpoint: dict[str, Any], share: Callable[[str], str]) -> None:
-        """Give the checkpoint and its companions an identity, after :meth:`add_to`; collective.
-
-        Args:
-            checkpoint: Not yet written.
-            share: Broadcasts rank 0's word.
-        """
-        checkpoint[_KEY]["identity"] = share(secrets.token_hex(8))
-
-    def save_companion(
+    @contextmanager
+    def companions(
         self,
-        checkpoint: Mapping[str, Any],
+        checkpoint: dict[str, Any],
         run: TrainingRun,
         mid_epoch: bool,
+        share: Callable[[str], str],
         io: CheckpointIO,
         filepath: Any,
         storage_options: Any | None = None,
-    ) -> None:
-        """Write what this rank alone knows beside the checkpoint, after :meth:`announce_companions`; collective.
+    ) -> Iterator[None]:
+        """Write what each rank alone knows beside a checkpoint that is written inside; after :meth:`add_to`.
+
+        Collective. The companions carry an identity in their names, and the checkpoint says which one is its own. So
+        all become valid together, when the checkpoint's file gets its name; until then, what was there before is
+        complete, and after an error it stays so.
 
         Args:
-            checkpoint: As it was written.
+            checkpoint: Not yet written.
             run: What to save.
             mid_epoch: Whether more batches of the epoch follow.
-            io: Writes the file.
+            share: Broadcasts rank 0's word.
+            io: Writes the files.
             filepath: Of the checkpoint.
             storage_options: For ``io``.
+
+        Raises:
+            OSError: On every rank, if one could not write its companion.
         """
+        identity = share(secrets.token_hex(8))
+        checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.settle()
         state = companion_state(
-            checkpoint[_KEY]["identity"],
+            identity,
             run.topology,
             run.module,
             run.optimizers,
@@ -97,17 +105,65 @@ class Checkpoints:
             run.agreed_model.own_values(),
             mid_epoch,
         )
-        io.save_checkpoint(state, companion_path(filepath, run.topology.rank), storage_options)
+        rank = run.topology.rank
+        try:
+            self._write_together(run.topology, io, state, companion_path(filepath, rank, identity), storage_options)
+            yield
+        except BaseException:
+            if rank == 0:
+                self._remove_companions(io, filepath, lambda other: other == identity)
+            raise
 
-    def remove_companion(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
-        """Delete this rank's companion of a checkpoint that is deleted."""
-        companion = companion_path(filepath, rank)
-        if self.with_replicas and Path(companion).exists():
-            io.remove_checkpoint(companion)
+    def _write_together(
+        self, topology: Topology, io: CheckpointIO, state: dict[str, Any], path: str, storage_options: Any | None
+    ) -> None:
+        """Write a companion, and return when all ranks have written theirs."""
+        failure: Exception | None = None
+        try:
+            io.save_checkpoint(state, path, storage_options)
+            _lightning.wait_for_saves(io)
+        except Exception as error:
+            failure = error
+        what = None if failure is None else f"{type(failure).__name__}: {failure}"
+        failures = topology.world.all_gather_object(what)
+        for rank, what in enumerate(failures):
+            if what is not None:
+                raise OSError(
+                    f"rank {rank} could not write its part of the checkpoint, beside {path}: {what}. The checkpoints"
+                    " that were there are complete. Make room there, or set checkpoint_replicas=False."
+                ) from failure
+
+    def remove_stale_companions(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Delete the companions of what a checkpoint has replaced; on one rank, once the checkpoint is written."""
+        own = checkpoint[_KEY].get("identity")
+        _lightning.after_saves(io, lambda: self._remove_companions(io, filepath, lambda other: other != own))
+
+    def remove(self, io: CheckpointIO, filepath: Any) -> None:
+        """Delete a checkpoint and its companions; on one rank, after all that was told to be written is written."""
+
+        def remove() -> None:
+            io.remove_checkpoint(filepath)
+            self._remove_companions(io, filepath, lambda _: True)
+
+        _lightning.after_saves(io, remove)
+
+    def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool]) -> None:
+        """Delete all ranks' companions at a checkpoint's place whose identity is condemned."""
+        try:
+            file_system, prefix = url_to_fs(companion_prefix(filepath))
+            beside = file_system.ls(os.path.dirname(prefix), detail=False, refresh=True)
+        except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
+            return
+        for path in beside:
+            if path.startswith(prefix):
+                identity = path.removesuffix(".part").rpartition(".")[2]
+                if condemned(identity):
+                    io.remove_checkpoint(file_system.unstrip_protocol(path) if "://" in str(filepath) else path)
 
     def take(self, checkpoint: Mapping[str, Any], filepath: Any, batches: HeterogeneousBatches | None) -> None:
         """Remember what was read, until there are schemes to restore; ``batches`` is restored now."""
         self._loaded = checkpoint.get(_KEY, {})
+        self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
         self._loaded_from = filepath
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
@@ -121,7 +177,7 @@ class Checkpoints:
         """
         if self.with_replicas:
             identity = self._loaded.get("identity")
-            companion = load_companion(io, self._loaded_from, identity, run.topology, run.schemes)
+            companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)
             restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
             # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end it has not
             if companion["mid_epoch"]:
@@ -135,7 +191,25 @@ class Checkpoints:
                     f"the checkpoint holds {len(schedules)} schemes, but this run has {len(run.schemes)} optimizers"
                 )
             for scheme, schedule in zip(run.schemes, schedules, strict=True):
-                scheme.load_state_dict(schedule)
+                scheme.load_schedule(schedule)
+
+    def check_equal(self, topology: Topology) -> None:
+        """See that all ranks have resumed from the same checkpoint, or none; collective.
+
+        Each looks for itself which one is ``"last"``, and a shared folder may show one rank what it hides from another.
+
+        Raises:
+            ValueError: If they have not.
+        """
+        resumed, self._resumed_from = self._resumed_from, None
+        everyone = topology.world.all_gather_object(resumed)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                said = ["from none" if one is None else f"from one of step {one[0]}" for one in (everyone[0], other)]
+                raise ValueError(
+                    f"rank 0 resumed {said[0]}, but rank {rank} {said[1]}: they have not found the same checkpoint."
+                    " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
+                )
 
     def restore_random_state(self) -> None:
         """Put back random streams that were saved in mid-epoch, once that epoch's loader has drawn its seed."""

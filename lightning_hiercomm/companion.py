@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +17,21 @@ from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.topology import Topology
 
+_REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
 
-def companion_path(checkpoint_path: Any, rank: int) -> str:
-    """Where a rank's companion lies: beside the checkpoint itself, also when given a link such as ``last.ckpt``."""
-    path = str(checkpoint_path)
-    if os.path.islink(path):
-        path = os.path.realpath(path)
-    return f"{path}.rank-{rank:04d}"
+
+def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
+    """Where a rank's companion of a checkpoint lies.
+
+    It lies beside it, under a name that no companion of another checkpoint has that was written to the same place
+    before: so those stay valid until the checkpoint itself is replaced.
+    """
+    return f"{companion_prefix(checkpoint_path)}{rank:04d}.{identity}"
+
+
+def companion_prefix(checkpoint_path: Any) -> str:
+    """What the paths of all companions at a checkpoint's place begin with."""
+    return f"{checkpoint_path}.rank-"
 
 
 def companion_state(
@@ -48,8 +56,9 @@ def companion_state(
         own_values: By ``id`` of a tensor, its own value, where the module holds the agreed one at the moment.
         mid_epoch: Whether more batches of the epoch follow.
     """
-    return {
+    state = {
         "identity": identity,
+        "rank": topology.rank,
         "nodes": [list(ranks) for ranks in topology.nodes],
         "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -59,6 +68,7 @@ def companion_state(
         "random": random_state(),
         "mid_epoch": mid_epoch,
     }
+    return {**state, "checksum": checksum(state)}
 
 
 def load_companion(
@@ -66,28 +76,54 @@ def load_companion(
     checkpoint_path: Any,
     identity: str | None,
     topology: Topology,
+    module: nn.Module,
     schemes: Sequence[Scheme],
 ) -> dict[str, Any]:
-    """Read this rank's companion and see that it belongs to the checkpoint, to these nodes and to these schemes.
+    """Read this rank's companion; see that it is whole, and belongs to the checkpoint, this rank and this run.
+
+    Args:
+        checkpoint_io: Reads the file.
+        checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
+        identity: What the checkpoint says; None if it says that there are no companions.
+        topology: The nodes.
+        module: What trains.
+        schemes: Of the optimizers.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it belongs to another checkpoint, or to a run with other nodes, schemes, buckets or wires.
+        ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes,
+            parameters, schemes, buckets or wires.
     """
-    remedy = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
-    path = companion_path(checkpoint_path, topology.rank)
     if identity is None:
-        raise ValueError(f"{checkpoint_path} was saved without checkpoint_replicas=True. {remedy}")
-    if not Path(path).exists():
-        raise FileNotFoundError(f"{path}, the part of the checkpoint that belongs to this rank, is missing. {remedy}")
-    state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
-    if state.get("identity") != identity:
-        raise ValueError(f"{path} belongs to another checkpoint than {checkpoint_path}. {remedy}")
+        raise ValueError(f"{checkpoint_path} was saved without checkpoint_replicas=True. {_REMEDY}")
+    place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
+    path = companion_path(place, topology.rank, identity)
+    try:
+        state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}, the part of the checkpoint that belongs to this rank, is missing. {_REMEDY}"
+        ) from error
+    except Exception as error:  # what torch raises depends on which byte is wrong
+        raise ValueError(f"{path} is damaged, and cannot be read ({error}). {_REMEDY}") from error
+    said = state.pop("checksum", None) if isinstance(state, dict) else None
+    if said is None:
+        raise ValueError(f"{path} is no companion of a checkpoint: it has no checksum. {_REMEDY}")
+    if said != checksum(state):
+        raise ValueError(f"{path} is damaged: its contents do not have the checksum that was saved. {_REMEDY}")
+    if state["identity"] != identity:
+        raise ValueError(f"{path} belongs to another checkpoint than {checkpoint_path}. {_REMEDY}")
+    if state["rank"] != topology.rank:
+        raise ValueError(f"{path} was saved by rank {state['rank']}, not by rank {topology.rank}. {_REMEDY}")
     nodes = [list(ranks) for ranks in topology.nodes]
     if state["nodes"] != nodes:
-        raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {remedy}")
+        raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
+    saved, own = ({name: tuple(t.shape) for name, t in ts.items()} for ts in (state["tensors"], _tensors(module)))
+    if saved != own:
+        other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
+        raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
     if state["layouts"] != _layouts(schemes):
-        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {remedy}")
+        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {_REMEDY}")
     return state
 
 
@@ -107,6 +143,38 @@ def restore_companion(
     for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
         scheme.load_state_dict(scheme_state)
     gradients.load_state_dict(state["gradients"])
+
+
+def checksum(state: Any) -> str:
+    """128 bits of everything in nested containers, numbers, strings and tensors: an error anywhere changes them.
+
+    Of the contents and not of a file, for files are written and read by whatever ``CheckpointIO`` the user brings.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    _digest(state, digest)
+    return digest.hexdigest()
+
+
+def _digest(value: Any, digest: hashlib.blake2b) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        digest.update(b"{")
+        for key, item in value.items():
+            _digest(key, digest)
+            _digest(item, digest)
+        digest.update(b"}")
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[")
+        for item in value:
+            _digest(item, digest)
+        digest.update(b"]")
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        digest.update(f"{value!r},".encode())
+    else:  # what it looks like may be another in another process
+        digest.update(f"{type(value).__name__},".encode())
 
 
 def random_state() -> dict[str, Any]:

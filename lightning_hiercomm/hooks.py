@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
@@ -23,6 +24,7 @@ from typing_extensions import override
 
 from lightning_hiercomm import _lightning, traffic
 from lightning_hiercomm.batches.in_trainer import WeightedMeans, attach_batches, begin_batches, detach_batches
+from lightning_hiercomm.checkpoint_io import DurableCheckpointIO
 from lightning_hiercomm.checkpoints import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
@@ -165,6 +167,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _warn_of_long_period(self.scheme, trainer)
         self._announce()
@@ -254,26 +257,41 @@ class HierarchicalHooks(ParallelStrategy):
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = _lightning.with_base_io(self._checkpoint_io, DurableCheckpointIO())
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        together, run = self._ranks_are_together, self._run
-        with_companions = self._checkpoints.with_replicas and together
+        together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints
         if together:
-            self._checkpoints.average_foreign_weights(checkpoint, run)
-        self._checkpoints.add_to(checkpoint, run, self.batches)
-        if with_companions:
-            self._checkpoints.announce_companions(checkpoint, lambda own: self.broadcast(own))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if with_companions:
-            mid_epoch = not self._module.trainer.is_last_batch
-            self._checkpoints.save_companion(checkpoint, run, mid_epoch, self.checkpoint_io, filepath, storage_options)
+            checkpoints.average_foreign_weights(checkpoint, run)
+        checkpoints.add_to(checkpoint, run, self.batches)
+        io = self.checkpoint_io
+        with contextlib.ExitStack() as beside:
+            if checkpoints.with_replicas and together:
+                mid_epoch = not self._module.trainer.is_last_batch
+                beside.enter_context(
+                    checkpoints.companions(
+                        checkpoint, run, mid_epoch, lambda own: self.broadcast(own), io, filepath, storage_options
+                    )
+                )
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            checkpoints.remove_stale_companions(io, filepath, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        self._checkpoints.remove_companion(self.checkpoint_io, filepath, self.global_rank)
+        if self.is_global_zero:
+            self._checkpoints.remove(self.checkpoint_io, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

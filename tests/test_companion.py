@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -9,10 +11,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
-from lightning_hiercomm.companion import companion_path
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.checkpoint_io import DurableCheckpointIO
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.companion import checksum, companion_path, companion_state, load_companion
+from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes.gradients import Untouched
+from lightning_hiercomm.topology import Topology
 
 STEPS = 6  # per epoch
 
@@ -136,28 +145,208 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, t
             assert all(torch.equal(restored[name], before[name]) for name in before)
 
 
+def companions_of(path: Path) -> list[str]:
+    """The names of what lies beside a checkpoint, which is itself there."""
+    assert path.exists()
+    return sorted(other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}."))
+
+
+def identity_of(path: Path) -> str:
+    return torch.load(path, weights_only=True)["hiercomm"]["identity"]
+
+
 def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, filename="{epoch}", monitor=None, every_n_epochs=1, save_top_k=1)
     fit(Net(), {"checkpoint_replicas": True}, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+    identity = identity_of(tmp_path / "epoch=2.ckpt")
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == [
         "epoch=2.ckpt",
-        *(f"epoch=2.ckpt.rank-{rank:04d}" for rank in range(4)),
+        *(f"epoch=2.ckpt.rank-{rank:04d}.{identity}" for rank in range(4)),
     ]
 
 
-def test_a_missing_companion_a_foreign_one_other_nodes_and_other_settings_are_refused(fit, tmp_path):
-    path, other = tmp_path / "saved.ckpt", tmp_path / "other.ckpt"
-    strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True}
-    for target in (path, other):
-        fit(Net(), strategy, callbacks=[SaveAfter(2, target)])
+class Links(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "last-{epoch}"
 
-    with pytest.raises(Exception, match="but this run has"):
-        fit(Net(), {**strategy, "ranks_per_node": [3, 1]}, fit_arguments={"ckpt_path": path})
+
+def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_companions(fit, tmp_path):
+    strategy = {"checkpoint_replicas": True}
+    callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
+    fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    assert [path.name for path in tmp_path.glob("last*")] == ["last-epoch=1.ckpt"]
+    assert len(companions_of(tmp_path / "epoch=0.ckpt")) == len(companions_of(tmp_path / "epoch=1.ckpt")) == 4
+    fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"})
+
+
+@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
+def test_a_checkpoint_that_replaces_another_brings_its_own_companions(fit, tmp_path, io):
+    path = tmp_path / "last.ckpt"
+    strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io()}
+    whole = fit(Net(), strategy, max_epochs=3, callbacks=[SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)])
+    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(4)]
+    resumed = fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": path})
+    assert resumed[0]["report"] == whole[0]["report"][2 * STEPS :]
+
+
+class Fails(DurableCheckpointIO):
+    """Fails, or dies, in the middle of a file of some rank."""
+
+    def __init__(self, name: str, how: str) -> None:
+        self.name, self.how = name, how
+        self.saved = 0
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved += self.name in str(path)
+        if self.name in str(path) and self.saved == 2:
+            Path(f"{path}.part").write_bytes(b"half")
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+@pytest.mark.parametrize("how", ["dies", "finds no space"])
+@pytest.mark.parametrize("name", ["last.ckpt.rank-0003", "last.ckpt"], ids=["companion", "checkpoint"])
+def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, tmp_path, name, how):
+    path = tmp_path / "last.ckpt"
+
+    def strategy(io=None):
+        return {"scheme": PeriodicAveraging(4, at_epoch_end=False), "checkpoint_replicas": True, "checkpoint_io": io}
+
+    saves = [SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)]
+    # rank 0 writes a companion and the checkpoint itself, whose name is in that of its companion, too
+    io = Fails(name, how) if "rank" in name else FailsAtItself(name, how)
+    with pytest.raises(Exception, match="No space left on device" if "space" in how else "SIGKILL"):
+        fit(Net(), strategy(io), max_epochs=3, callbacks=saves)
+    assert torch.load(path, weights_only=True)["global_step"] == STEPS
+    whole = fit(Net(), strategy(), max_epochs=3)
+    resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path}, callbacks=saves[1:])
+    assert resumed[3]["report"] == whole[3]["report"][STEPS:]
+    # what was left behind goes with the next one
+    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(4)]
+
+
+class FailsAtItself(Fails):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if Path(path).name == self.name:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            DurableCheckpointIO.save_checkpoint(self, checkpoint, path, storage_options)
+
+
+def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(Net(), callbacks=[callback], enable_checkpointing=True)
+
+    class Confused(HierarchicalStrategy):
+        def load_checkpoint(self, checkpoint_path, weights_only=None):
+            other = Path(checkpoint_path).with_name("step=4.ckpt")
+            return super().load_checkpoint(other if self.global_rank == 1 else checkpoint_path, weights_only)
+
+    with pytest.raises(Exception, match="rank 0 resumed from one of step 2, but rank 1 from one of step 4"):
+        fit(
+            Net(),
+            Confused(ranks_per_node=2, start_method="fork"),
+            fit_arguments={"ckpt_path": tmp_path / "step=2.ckpt"},
+        )
+
+
+# ---- without processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path):
+    """``load(rank, identity=..., nodes=..., module=...)`` for what two ranks have saved beside "saved.ckpt"."""
+
+    def attached(rank, nodes, module):
+        def work(own, world):
+            meter = Meter()
+            topology = Topology(nodes, own, world.connect(own, meter), meter)
+            scheme = AllReduce()
+            scheme.attach(Replica(module.parameters()), topology)
+            return topology, scheme
+
+        return ThreadWorld(sum(map(len, nodes))).run(work)[rank]
+
+    def run(rank, identity="good", nodes=((0,), (1,)), module=None):
+        module = module or torch.nn.Linear(2, 2)
+        topology, scheme = attached(rank, nodes, module)
+        return load_companion(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology, module, [scheme])
+
+    for identity in ("good", "other"):
+        for rank in range(2):
+            module = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.Adam(module.parameters())
+            topology, scheme = attached(rank, ((0,), (1,)), module)
+            state = companion_state(identity, topology, module, [optimizer], [scheme], Untouched(), {}, False)
+            DurableCheckpointIO().save_checkpoint(state, companion_path(tmp_path / "saved.ckpt", rank, identity))
+    return run
+
+
+def test_a_companion_is_what_its_rank_saved(load):
+    assert [load(rank)["rank"] for rank in range(2)] == [0, 1]
+
+
+def is_refused(load, file: Path, message: str, error=ValueError, **arguments) -> None:
+    with pytest.raises(error, match=message) as raised:
+        load(1, **arguments)
+    assert str(file) in str(raised.value)
+    assert "Set checkpoint_replicas=False to resume from the agreed parameters instead." in str(raised.value)
+
+
+def test_a_companion_of_another_place_is_refused(load, tmp_path):
+    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole = file.read_bytes()
+    is_refused(load, tmp_path / "saved.ckpt", "saved without checkpoint_replicas=True", identity=None)
+    is_refused(load, file, r"saved by nodes \[\[0\], \[1\]\], but this run has \[\[0, 1\]\]", nodes=((0, 1),))
+    is_refused(load, file, "another model: bias, weight are not the same", module=torch.nn.Linear(3, 3))
+    file.write_bytes(Path(companion_path(tmp_path / "saved.ckpt", 0, "good")).read_bytes())
+    is_refused(load, file, "saved by rank 0, not by rank 1")
+    file.write_bytes(Path(companion_path(tmp_path / "saved.ckpt", 1, "other")).read_bytes())
+    is_refused(load, file, "another checkpoint")
+    file.unlink()
+    is_refused(load, file, "is missing", FileNotFoundError)
+    file.write_bytes(whole)
+    assert load(1)["rank"] == 1
+
+
+def test_a_companion_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
+    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole = file.read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        is_refused(load, file, "is damaged, and cannot be read")
+    for something in ([1, 2], {}, {"identity": "good"}):
+        torch.save(something, file)
+        is_refused(load, file, "is no companion of a checkpoint")
+
+
+def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
+    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole, expected = file.read_bytes(), checksum(load(1))
+    refused = 0
+    for place in range(0, len(whole), 29):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            same = checksum(load(1)) == expected  # it lay between the records
+        except ValueError as error:
+            same = str(file) in str(error)
+            refused += 1
+        assert same
+    assert refused > len(whole) / 29 / 3
+
+
+def test_a_checksum_is_of_every_kind_of_value():
+    values = [None, 0, 0.0, False, "0", b"0", [], {}, [0], [[0]], {0: 0}, {"0": 0}, torch.zeros(1), torch.zeros(2)]
+    values += [torch.zeros(()), torch.zeros(1, 1), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1).bool()]
+    assert len({checksum(value) for value in values}) == len(values)
+    assert checksum([torch.arange(6).view(2, 3).T]) == checksum([torch.arange(6).view(2, 3).T.contiguous()])
+    assert checksum([float("nan")]) == checksum([float("nan")])
+
+
+def test_other_settings_are_refused(fit, tmp_path):
+    path = tmp_path / "saved.ckpt"
+    strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True}
+    fit(Net(), strategy, callbacks=[SaveAfter(2, path)])
     with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
         fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path})
-    Path(companion_path(other, 1)).replace(companion_path(path, 1))
-    with pytest.raises(Exception, match="belongs to another checkpoint"):
-        fit(Net(), strategy, fit_arguments={"ckpt_path": path})
-    Path(companion_path(path, 1)).unlink()
-    with pytest.raises(Exception, match=r"rank-0001.* is missing. Set checkpoint_replicas=False"):
-        fit(Net(), strategy, fit_arguments={"ckpt_path": path})

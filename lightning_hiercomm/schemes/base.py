@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -20,6 +21,9 @@ from lightning_hiercomm.topology import Topology
 T = TypeVar("T")
 
 Gradients = Literal["node", "world", "none"]
+
+_COUNTERS = ("steps", "step_in_epoch", "epoch")
+"""Of a schedule, what means the same in every scheme."""
 
 
 class Scheme(ABC):
@@ -206,6 +210,7 @@ class Scheme(ABC):
     def schedule(self) -> dict[str, Any]:
         """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective."""
         return {
+            "scheme": type(self).__name__,
             "steps": self.steps,
             "step_in_epoch": self.step_in_epoch,
             "epoch": self.epoch,
@@ -226,6 +231,22 @@ class Scheme(ABC):
         self.epoch = state["epoch"]
         self.agreements = state["agreements"]
         self.unagreed_steps = state.get("unagreed_steps", 0)
+
+    def load_schedule(self, schedule: Mapping[str, Any]) -> None:
+        """Restore the :meth:`schedule` of this scheme, or of another what means the same here: the counted steps.
+
+        Warns:
+            UserWarning: If it is another's.
+        """
+        if schedule.get("scheme") != type(self).__name__:
+            if self.topology.rank == 0:
+                warnings.warn(
+                    f"the checkpoint was saved with {schedule.get('scheme')}: {type(self).__name__} goes on from its"
+                    " parameters and its number of steps, and begins a schedule of its own",
+                    stacklevel=2,
+                )
+            schedule = {**self.schedule(), **{name: schedule[name] for name in _COUNTERS}}
+        self.load_state_dict(schedule)
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state for a checkpoint, as ``Optimizer.state_dict`` lays it out. Collective.

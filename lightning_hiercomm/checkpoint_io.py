@@ -1,0 +1,87 @@
+"""Files that are either the old ones or the new ones, whatever ends the writing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from typing_extensions import override
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, syncs it to the disk, and renames it.
+
+    Lightning's own writes to the folder for temporary files and moves from there: on another file system that is a
+    copy, and when the disk fills or the process dies meanwhile, the new file is half written and the old one gone.
+    Nothing is synced. Besides, this one does not hold the file in memory.
+
+    Object stores, which have no halves, are left to Lightning.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        file_system, name = url_to_fs(str(path))
+        if storage_options is not None or not isinstance(file_system, LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place = Path(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside = place.with_name(f"{place.name}.part")
+        try:
+            with beside.open("wb") as file:
+                _save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(place)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        _sync_folder(place.parent)
+
+
+class _Remembering:
+    """A file whose first error is not lost: torch raises another, of its own, over it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
+    remembering = _Remembering(file)
+    try:
+        torch.save(checkpoint, remembering)  # type: ignore[arg-type]
+    except RuntimeError:
+        if remembering.error is not None:
+            raise remembering.error from None
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming last, where folders can be synced."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
