@@ -16,6 +16,18 @@ BATCH = 8
 """Samples per step over all ranks: each takes ``BATCH / world_size``."""
 
 
+STEPS_DELAY_TABLE = [
+    (0.04, 0.04, 0.04),
+    (0.1156, 0.1156, 0.1156),
+    (0.186352, 0.666352, 0.222484),
+    (0.25851904, 1.22811904, 0.35441608),
+    (0.4376161648, 0.8400481648, 0.5057217616),
+    (0.4909268801, 1.3814075201, 0.6755085534),
+    (0.7483436503, 1.1571051991, 0.8589549940),
+]
+"""StepsDelay(2, warmup_steps=2) at targets 1 and 7: weights of the two nodes after each step, and the server's."""
+
+
 class Oracle(pl.LightningModule):
     """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD; ``report`` is x after each batch.
 

@@ -124,7 +124,7 @@ class Validated(Oracle):
         self.seen.append(self.x.item())
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(Ones(self.trainer.world_size))
+        return DataLoader(torch.ones(self.trainer.world_size, 1))
 
     def on_train_end(self) -> None:
         self.report = [self.report, self.seen]
@@ -191,7 +191,7 @@ def test_ranks_per_node_must_fit_the_world(fit, ranks_per_node, message):
 def test_dataloaders_of_unequal_length_are_refused(fit):
     class Unequal(Oracle):
         def train_dataloader(self):
-            return DataLoader(Ones(3 + self.global_rank))
+            return DataLoader(torch.ones(3 + self.global_rank, 1))
 
     with pytest.raises(Exception, match="unequal lengths: \\[3, 4, 5, 6\\]"):
         fit(Unequal(), {}, use_distributed_sampler=False)
