@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Directories are listed too: their time changes when a file goes away.
 SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 
-.PHONY: demo test format clean
+.PHONY: demo test docs format clean
 
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
@@ -17,6 +17,9 @@ test: $(VENV)/.installed-dev  ## all checks and tests, against the installed pac
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+docs: $(VENV)/.installed-dev  ## the documentation, in docs/_build/html; a warning is an error
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

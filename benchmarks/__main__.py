@@ -27,7 +27,16 @@ ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "da
 TIMELINE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
 
 
+OUT = Path("runs/benchmarks")  # which git ignores
+
+
 def main() -> None:
+    arguments = make_parser().parse_args()
+    signal.signal(signal.SIGTERM, _end)
+    arguments.command(arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -60,17 +69,14 @@ def main() -> None:
     timeline.set_defaults(command=timeline_command)
 
     plots = commands.add_parser("report", help="one Markdown document and the plots, from what is stored")
-    plots.add_argument("--out", type=Path, default=report.RESULTS)
+    plots.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
     plots.set_defaults(command=report_command)
 
     rows = commands.add_parser("rows", help="list the rows")
     rows.set_defaults(command=lambda _: print(*(f"{key:<24} {row.title}" for key, row in ROWS.items()), sep="\n"))
     check = commands.add_parser("check", help="say whether this machine can make slow networks")
     check.set_defaults(command=lambda _: print(why_no_namespaces() or "network namespaces work here"))
-
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
-    arguments.command(arguments)
+    return parser
 
 
 def _end(*_: object) -> None:
@@ -85,7 +91,7 @@ def _common(parser: argparse.ArgumentParser, rows: Sequence[str]) -> None:
     parser.add_argument("--lock", help="hold this file's lock while processes run")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which one row counts as hung")
     parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder that gets the results (default: %(default)s)")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/hiercomm-benchmarks"))
 
 

@@ -12,15 +12,13 @@ from typing import Any
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.measure import Cell, first_to_reach
 
-RESULTS = Path(__file__).parent / "results"
-
 
 def setting_name(cell: Cell) -> str:
     rate = "unlimited" if cell.mbit is None else f"{cell.mbit:g}mbit"
     return f"{cell.workload}-{cell.nodes}x{cell.ranks_per_node}-{rate}"
 
 
-def save(cells: list[Cell], about: dict[str, Any], folder: Path = RESULTS) -> Path:
+def save(cells: list[Cell], about: dict[str, Any], folder: Path) -> Path:
     """Write the cells of one setting; rows that an earlier run has measured and this one has not are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{setting_name(cells[0])}.json"
@@ -31,7 +29,7 @@ def save(cells: list[Cell], about: dict[str, Any], folder: Path = RESULTS) -> Pa
     return path
 
 
-def load(folder: Path = RESULTS) -> list[list[Cell]]:
+def load(folder: Path) -> list[list[Cell]]:
     """All stored settings, each a list of cells."""
     names = Cell.__dataclass_fields__
 
@@ -111,7 +109,7 @@ def accuracy_table(curves: dict[str, list[dict[str, float]]], errors: dict[str, 
     return "\n".join(lines) + "\n"
 
 
-def full_report(folder: Path = RESULTS) -> str:
+def full_report(folder: Path) -> str:
     """All stored settings as one Markdown document."""
     parts = ["# Benchmark results\n"]
     for cells in load(folder):

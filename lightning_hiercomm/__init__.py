@@ -24,6 +24,8 @@ from lightning_hiercomm.schemes import (
 from lightning_hiercomm.strategy import HierarchicalStrategy
 from lightning_hiercomm.topology import Topology
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DASO",
     "Agreement",

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import inspect
+import multiprocessing
 import os
+import sys
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,7 +20,11 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -23,6 +34,46 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from lightning_hiercomm.comm.mpi import load_mpi
+
+
+def name_tree(name: str) -> str:
+    """To whom this module's classes belong, and where their twins are, for people who mix Lightning's two packages.
+
+    ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
+    refuses objects of the other.
+    """
+    ours = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
+    (other,) = ours.keys() - {pl.__name__}
+    return f"`{pl.__name__}`; with `{other}`, use `{ours[other]}.{name}`"
+
+
+def check_ddp_arguments(arguments: Iterable[str], strategy: type) -> None:
+    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
+
+    Args:
+        arguments: Names of the keywords that are not the strategy's own.
+        strategy: Whose process group and communication hook DDP gets.
+
+    Raises:
+        ValueError: For those that the strategy itself sets.
+        TypeError: For those that nobody knows.
+    """
+    owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
+    owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
+    known = inspect.signature(DistributedDataParallel).parameters.keys() - owned
+    own = inspect.signature(strategy).parameters.keys() - {"ddp_kwargs"}
+    for name in arguments:
+        if name in owned:
+            raise ValueError(
+                f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
+                " Choose what nodes exchange with `scheme` and `wire_dtype`."
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name, [*own, *known], n=1)
+            hint = (
+                f"Did you mean {near[0]!r}?" if near else f"DistributedDataParallel takes {', '.join(sorted(known))}."
+            )
+            raise TypeError(f"{strategy.__name__} has no argument {name!r}. {hint}")
 
 
 def replace_sigterm_broadcast(
@@ -67,6 +118,61 @@ def mark_sigterm_received(trainer: pl.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+class WatchfulLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher of forked and spawned ranks, with two gaps closed.
+
+    There ``Strategy.on_exception`` and ``teardown`` run in the process that launched only, where nothing is known of
+    the rank that raised. And after ``sys.exit()`` or ``os._exit(0)`` on one rank the launcher waits for the others, and
+    they for that one.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        assert isinstance(self._strategy, DDPStrategy)
+        # shared with the ranks, also when they are spawned
+        self._has_finished = multiprocessing.get_context(self._start_method).RawArray("b", self._strategy.num_processes)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(process_idx, *args, **kwargs)
+            self._has_finished[process_idx] = 1
+        except BaseException as error:
+            self._strategy.on_exception(error)
+            self._strategy.teardown()
+            if isinstance(error, SystemExit) and not error.code:
+                raise SystemExit(1) from error
+            raise
+
+    @property
+    def procs(self) -> list[Any]:
+        """The ranks' processes; set when they have been started."""
+        processes: list[Any] = self.__dict__.get("procs", [])
+        return processes
+
+    @procs.setter
+    def procs(self, processes: list[Any]) -> None:
+        self.__dict__["procs"] = processes
+        if processes and self._start_method in ("fork", "spawn"):  # of the fork server's only one may ask how they end
+            threading.Thread(target=self._watch, args=(processes,), name="hiercomm-launcher", daemon=True).start()
+
+    def _watch(self, processes: list[Any]) -> None:
+        running = dict(enumerate(processes))
+        while running:
+            time.sleep(0.2)
+            for index, process in [*running.items()]:
+                with contextlib.suppress(ChildProcessError):  # the launcher has seen it end, and acts if not with 0
+                    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                    if end is None:
+                        continue
+                del running[index]
+                if process.exitcode == 0 and not self._has_finished[index]:
+                    message = f"local rank {index} ended, with exit code 0, before its work was done"
+                    print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+                    for other in running.values():
+                        other.kill()
+                    return
+
+
 def check_ranks_of_node(environment: ClusterEnvironment) -> None:
     """Compare ``Trainer(devices=...)`` with the ranks that torchrun or mpiexec started on this node.
 
@@ -89,6 +195,19 @@ def check_ranks_of_node(environment: ClusterEnvironment) -> None:
             )
 
     environment.validate_settings = validate  # type: ignore[method-assign]
+
+
+def check_program_can_run_again() -> None:
+    """Refuse to start ranks by running the program again where there is none: in a notebook, or at a Python prompt.
+
+    Lightning refuses it, too, but the remedy it names is its own ``ddp_notebook``.
+    """
+    if imports._IS_INTERACTIVE:
+        raise MisconfigurationException(
+            "start_method='popen' starts ranks by running the script again, but an interactive session has none. Use"
+            " HierarchicalStrategy(..., start_method='fork'), or a name that ends in _notebook, such as"
+            " Trainer(strategy='hierarchical_periodic_notebook')."
+        )
 
 
 def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
@@ -239,6 +358,6 @@ def unprofiled() -> Iterator[None]:
 def _require_attribute(owner: object, name: str) -> None:
     if not hasattr(owner, name):
         raise RuntimeError(
-            f"this version of Lightning or torch has no {type(owner).__name__}.{name}; lightning-hiercomm was made for"
-            " lightning 2.6. Please install 'lightning>=2.6.1,<2.7' and report this."
+            f"this version of Lightning or torch has no {type(owner).__name__}.{name}, which this version of"
+            " lightning-hiercomm relies on: upgrade it, or go back to an earlier Lightning, and report this."
         )

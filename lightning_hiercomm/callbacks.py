@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
-from lightning_hiercomm._lightning import batches_that_stepped
+from lightning_hiercomm._lightning import batches_that_stepped, name_tree
 from lightning_hiercomm.strategy import HierarchicalStrategy
 
 _MB = 1e6
@@ -155,6 +155,8 @@ class CommunicationMonitor(Callback):
 
 def _strategy(trainer: pl.Trainer) -> HierarchicalStrategy:
     strategy = trainer.strategy
+    if not isinstance(trainer, pl.Trainer):
+        raise MisconfigurationException(f"this CommunicationMonitor is of {name_tree('CommunicationMonitor')}")
     if not isinstance(strategy, HierarchicalStrategy):
         raise MisconfigurationException(
             f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"

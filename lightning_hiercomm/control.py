@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_hiercomm import hub
 
@@ -199,6 +200,15 @@ class ControlPlane:
             self._failed.wait(timeout)
         return self.failure
 
+    def check(self) -> None:
+        """Look for news.
+
+        Raises:
+            RankFailure: If another rank failed.
+        """
+        if self.failure is not None:
+            raise RankFailure(self.failure)
+
     def request_stop(self) -> None:
         """Ask all ranks to stop at one common batch. Safe in a signal handler."""
         self.stop_requested = True
@@ -210,8 +220,7 @@ class ControlPlane:
         Raises:
             RankFailure: If another rank failed.
         """
-        if self.failure is not None:
-            raise RankFailure(self.failure)
+        self.check()
         with self._changed:
             self._batch += 1
             if self._hold_at is None or self._batch < self._hold_at:
@@ -220,8 +229,7 @@ class ControlPlane:
             self._changed.wait_for(
                 lambda: self._stop_at is not None or self.failure is not None or self._is_lost, timeout=30.0
             )
-            if self.failure is not None:
-                raise RankFailure(self.failure)
+            self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
     def close(self) -> None:
@@ -356,8 +364,8 @@ def start_control_plane(
     place: str,
     host: str,
     port: int,
-    broadcast: Callable[[Invitation | None], Invitation | None],
-    gather: Callable[[str | None], list[str | None]],
+    broadcast: Callable[[Any], Any],
+    gather: Callable[..., list[Any]],
 ) -> ControlPlane | None:
     """Start the star, or agree to do without; collective.
 
@@ -370,26 +378,32 @@ def start_control_plane(
         place: How to name this rank to people.
         host: An address of rank 0 that every rank can reach.
         port: Where rank 0 listens; 0 for any free port.
-        broadcast: Gives all ranks rank 0's invitation.
-        gather: Gives all ranks what all say.
+        broadcast: Gives all ranks what rank 0 says.
+        gather: Gives all ranks what all say; calls ``alarm``, if it can, while it waits.
 
     Returns:
         The plane, joined; None, and a warning on rank 0, if some rank could not join.
     """
     plane = ControlPlane(rank, size, place)
-    invitation, trouble = None, None
+    said, trouble = None, None
     try:
         if rank == 0:
-            invitation = plane.invite(host, port)
+            said = asdict(plane.invite(host, port))
     except OSError as error:
         trouble = f"{place} cannot listen on port {port}: {error}"
-    invitation = broadcast(invitation)
-    if invitation is not None:
+    said = broadcast(said)
+    if said is not None:
+        invitation = Invitation(**said)
         try:
             plane.join(invitation)
         except OSError as error:
             trouble = f"{place} cannot reach {invitation}: {error}"
-    troubles = [trouble for trouble in gather(trouble) if trouble is not None]
+    try:
+        troubles = [trouble for trouble in gather(trouble, plane.check) if trouble is not None]
+    except BaseException as error:
+        plane.report_failure(error)
+        plane.close()
+        raise
     if not troubles:
         return plane
     plane.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,11 +10,13 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,11 +27,12 @@ from lightning_hiercomm.checkpoints import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
+from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import PeriodicAveraging, Scheme
 from lightning_hiercomm.settings import Settings
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
 from lightning_hiercomm.world import check_equal_work, connect_world
 
@@ -48,6 +52,7 @@ class HierarchicalHooks(ParallelStrategy):
     """
 
     topology: Topology | None
+    set_world_ranks: Callable[[], None]
     _timeout: timedelta | None
 
     def _configure(self, settings: Settings) -> None:
@@ -64,8 +69,8 @@ class HierarchicalHooks(ParallelStrategy):
         self._epoch_clock: EpochClock | None = None
 
     def __repr__(self) -> str:
-        # `pytorch_lightning.Trainer` prints this when it refuses the strategy, so say what is wrong with it there
-        return f"<{type(self).__name__} for `lightning.pytorch.Trainer`; `pytorch_lightning` is another class tree>"
+        # the Trainer of the other tree of classes prints this when it refuses the strategy
+        return f"<{type(self).__name__} of {_lightning.name_tree(type(self).__name__)}>"
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
@@ -79,6 +84,18 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # before the process group, if there is none yet: what makes it waits long for ranks that die on their way to it
+        self.set_world_ranks()
+        meets_first = self.world_size > 1 and not dist.is_initialized()
+        if meets_first:
+            rendezvous = Rendezvous(
+                self._environment.main_address,
+                self._environment.main_port,
+                self.global_rank,
+                self.world_size,
+                self._timeout,
+            )
+            self._start_control(rendezvous.broadcast, rendezvous.gather)
         super().setup_environment()
         if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
@@ -89,7 +106,17 @@ class HierarchicalHooks(ParallelStrategy):
                 self._settings.inter_node,
                 self._timeout,
             )
-        self._control.start(self.topology, self._environment.main_address, self._settings.control_port, self.broadcast)
+        if not meets_first:
+            world = self.topology.world
+            self._start_control(self.broadcast, lambda own, alarm: world.all_gather_object(own))
+
+    def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
+        node, sizes = self.node_rank, self._settings.ranks_per_node
+        if sizes is not None:
+            nodes = nodes_by_count(sizes, self.world_size)
+            node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
+        address = self._environment.main_address, self._settings.control_port
+        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -139,10 +166,28 @@ class HierarchicalHooks(ParallelStrategy):
     def on_train_start(self) -> None:
         trainer = self._module.trainer
         check_equal_work(self._topology, trainer.num_training_batches)
+        _warn_of_long_period(self.scheme, trainer)
+        self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
         self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
+
+    def _announce(self) -> None:
+        """Say once what runs."""
+        topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
+        if topology.num_nodes == 1 and self.scheme.gradients != "none":
+            say = rank_zero_info if topology.world_size == 1 else rank_zero_warn
+            say(
+                f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
+                " environment does not say so: set ranks_per_node."
+            )
+            return
+        nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
+        rank_zero_info(
+            f"{topology.num_nodes} nodes {nodes} over {self._settings.inter_node}; {self.scheme!r};"
+            f" {megabytes:.3g} MB of parameters and buffers"
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and _lightning.skips_backward(self._module.trainer):
@@ -344,3 +389,15 @@ def required(value: T | None, what: str, set_by: str) -> T:
     if value is None:
         raise RuntimeError(f"there is no {what} yet: it is set up by {set_by}")
     return value
+
+
+def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
+    """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
+    if not isinstance(scheme, PeriodicAveraging) or scheme.sync_every is None:
+        return
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if 1 < steps < scheme.sync_every:
+        rank_zero_warn(
+            f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
+            f" {math.ceil(steps)} optimizer steps: nodes agree at the ends of epochs only. Choose a smaller sync_every."
+        )

@@ -124,6 +124,7 @@ class Hub:
         self._token = token
         self._strangers: dict[Channel, Stranger] = {}  # the oldest first
         self._members: dict[Channel, Member] = {}
+        self._missing = set(range(size))  # who has not joined yet
         self._holds: dict[int, int] = {}
         self._proposed = False
         self._failure: Message | None = None
@@ -204,6 +205,7 @@ class Hub:
         ):
             del self._strangers[channel]
             self._members[channel] = Member(rank, place)
+            self._missing.discard(rank)
             channel.limit = MAX_MESSAGE
             self._tell(channel, {"kind": "welcome"})
             if self._failure is not None:
@@ -241,9 +243,12 @@ class Hub:
         member = self._members.pop(channel, None)
         if member is None:
             return
-        failure = {"kind": "failed", "message": f"{member.place} died"}
+        message = f"{member.place} died"
+        if self._missing:  # a launcher that ends everybody because of them is quicker than their absence
+            message += f" while rank {', '.join(map(str, sorted(self._missing)[:10]))} had not come yet"
+        failure = {"kind": "failed", "message": message}
         if self._failure is None:
-            print(f"lightning_hiercomm: {failure['message']}", file=sys.stderr, flush=True)
+            print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
             self._failure = failure
         self._tell_all(failure)
 

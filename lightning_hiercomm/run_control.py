@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hiercomm import _lightning
-from lightning_hiercomm.control import ControlPlane, Invitation, RankFailure, start_control_plane
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.control import ControlPlane, RankFailure, start_control_plane
 
 log = logging.getLogger(__name__)
 
@@ -20,37 +20,36 @@ class RunControl:
     """Starts a :class:`~lightning_hiercomm.control.ControlPlane` with the processes, and ends it with them."""
 
     def __init__(self) -> None:
-        self._control: ControlPlane | None = None
+        self.plane: ControlPlane | None = None
         self._is_stopping_together = False
         self._has_noted_exception = False
 
     def start(
-        self, topology: Topology, host: str, port: int, broadcast: Callable[[Invitation | None], Invitation | None]
+        self,
+        rank: int,
+        size: int,
+        node: int,
+        address: tuple[str, int],
+        broadcast: Callable[[Any], Any],
+        gather: Callable[..., list[Any]],
     ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
         Args:
-            topology: The nodes.
-            host: An address of rank 0 that every rank can reach.
-            port: Where rank 0 listens; 0 for any free port.
+            rank: This rank.
+            size: Number of ranks.
+            node: This rank's node, for people.
+            address: Of rank 0, which every rank can reach, and the port on which it listens; 0 for any free port.
             broadcast: Gives all ranks what rank 0 gives.
+            gather: Gives all ranks what each gives; its second argument may raise while it waits.
         """
-        if topology.world_size > 1 and self._control is None:
-            place = f"rank {topology.rank} (node {topology.node})"
-            self._control = start_control_plane(
-                topology.rank,
-                topology.world_size,
-                place,
-                host,
-                port,
-                broadcast=broadcast,
-                gather=topology.world.all_gather_object,
-            )
+        if size > 1 and self.plane is None:
+            self.plane = start_control_plane(rank, size, f"rank {rank} (node {node})", *address, broadcast, gather)
 
     def watch_over(self, trainer: pl.Trainer) -> None:
         """Stop this trainer's ranks together from now on."""
-        if self._control is not None:
-            _lightning.replace_sigterm_broadcast(trainer, self._control.should_stop, self._control.request_stop)
+        if self.plane is not None:
+            _lightning.replace_sigterm_broadcast(trainer, self.plane.should_stop, self.plane.request_stop)
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
@@ -60,19 +59,19 @@ class RunControl:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
         if isinstance(exception, SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at one batch
-            self._is_stopping_together = self._control is None or self._control.stops_together
+            self._is_stopping_together = self.plane is None or self.plane.stops_together
             if self._is_stopping_together:
                 return
-        if self._control is None or self._has_noted_exception or isinstance(exception, RankFailure):
+        if self.plane is None or self._has_noted_exception or isinstance(exception, RankFailure):
             return
         self._has_noted_exception = True
         # a peer that is gone breaks our collective before the news of it arrives
-        heard = self._control.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self._control.failure
+        heard = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
         if heard is None:
-            self._control.report_failure(exception)
-            note = f"{self._control.place} failed: {type(exception).__name__}: {exception}"
+            self.plane.report_failure(exception)
+            note = f"{self.plane.place} failed: {type(exception).__name__}: {exception}"
         else:
-            note = f"{self._control.place} ends because {heard}"
+            note = f"{self.plane.place} ends because {heard}"
         log.error(note)
         if sys.version_info >= (3, 11):
             exception.add_note(f"lightning_hiercomm: {note}")
@@ -81,8 +80,8 @@ class RunControl:
         """Leave the trainer as it was, and disconnect."""
         if trainer is not None:
             _lightning.restore_sigterm_broadcast(trainer)
-        if self._control is not None:
-            if self._control.stop_requested and trainer is not None:
+        if self.plane is not None:
+            if self.plane.stop_requested and trainer is not None:
                 _lightning.mark_sigterm_received(trainer)
-            self._control.close()
-            self._control = None
+            self.plane.close()
+            self.plane = None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,6 +62,7 @@ class Settings:
             scheme = SCHEMES[scheme]()
         if not isinstance(scheme, Scheme):
             raise ValueError(f"scheme={scheme!r} must be a Scheme or one of {', '.join(SCHEMES)}")
+        _warn_of_kept_arguments(scheme)
         if evaluate not in ("consensus", "replica"):
             raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
         if inter_node not in ("torch", "mpi"):
@@ -87,4 +92,31 @@ class Settings:
             checkpoint_replicas=checkpoint_replicas,
             control_port=control_port or 0,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
+        )
+
+
+def _warn_of_kept_arguments(scheme: Scheme) -> None:
+    """Warn where a scheme whose class was given on the command line has values of the class before it.
+
+    By design (its issue 460), jsonargparse keeps from the configuration files what the new class takes as well, and the
+    objects that it makes do not know where their arguments come from: so this reads the command line.
+    """
+    command_line = " ".join(sys.argv)
+    if not re.search(r"\.scheme(\.class_path)?[ =]\S*\b" + type(scheme).__name__ + r"\b", command_line):
+        return
+    before = set[str]().union(
+        *(inspect.signature(other).parameters for other in SCHEMES.values() if other is not type(scheme))
+    )
+    given = re.findall(r"\.scheme(?:\.init_args)?\.(\w+)", command_line)
+    kept = [
+        f"{name}={getattr(scheme, name)!r}"
+        for name, parameter in inspect.signature(type(scheme)).parameters.items()
+        if name in before and name not in given and getattr(scheme, name, parameter.default) != parameter.default
+    ]
+    if kept:
+        warnings.warn(
+            f"{type(scheme).__name__}, chosen on the command line, keeps {', '.join(kept)} from the configuration file,"
+            " even if that was meant for another scheme. Give these arguments, too, or choose the scheme by its name,"
+            " which stands for its own defaults.",
+            stacklevel=4,
         )

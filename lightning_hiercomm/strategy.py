@@ -37,8 +37,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     and ``fit`` ends on it.
 
     Args:
-        scheme: When and how the nodes agree: a :class:`~lightning_hiercomm.schemes.Scheme`, or the name of one with its
-            default arguments.
+        scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its default arguments.
         batches: Gives ranks of unequal speed batches of unequal size. None: all take what the dataloader says.
         ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: what the
             cluster environment says (found by asking every rank, so ranks of a node need not be consecutive).
@@ -46,7 +45,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
         wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
             quantised in blocks, whose rounding errors are sent later; None is the tensors' own. Parameters then travel
-            as differences from the last agreed ones, see :class:`~lightning_hiercomm.comm.wire.Wire`.
+            as differences from the last agreed ones.
         wire_raw: Cast the parameters themselves instead, as DASO's paper does. It saves a copy of this rank's part of
             the model, but updates smaller than half a unit in the last place of ``wire_dtype`` are lost.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
@@ -74,6 +73,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     Raises:
         ValueError: For arguments that make no sense, naming what would be right.
+        TypeError: For keywords that neither this strategy nor ``DistributedDataParallel`` knows.
     """
 
     strategy_name = "hierarchical"
@@ -103,14 +103,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        # jsonargparse fills **kwargs with every default of DDPStrategy and of DDP: what is None was not asked for
-        owned = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group")
-        for name, value in ddp_kwargs.items():
-            if name in owned and value is not None:
-                raise ValueError(
-                    f"{name} cannot be set: HierarchicalStrategy owns DDP's process group and communication hook."
-                    " Choose what nodes exchange with `scheme` and `wire_dtype`."
-                )
+        _lightning.check_ddp_arguments(ddp_kwargs, type(self))
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -121,6 +114,15 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             timeout=timeout,
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            # ours to set; naming them here keeps them out of the command line's help
+            ddp_comm_state=None,
+            ddp_comm_hook=None,
+            ddp_comm_wrapper=None,
+            model_averaging_period=None,
+            process_group=None,
+            device_mesh=None,
+            output_device=None,
+            dim=0,
             **ddp_kwargs,
         )
         self._configure(
@@ -145,17 +147,22 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("hierarchical", cls, description="Nodes agree by periodic averaging", override=True)
-        for name in SCHEMES:
-            strategy_registry.register(
-                f"hierarchical_{name}", cls, description=f"Nodes agree by {name}", override=True, scheme=name
-            )
+        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
 
     @override
     def _configure_launcher(self) -> None:
         if self._environment.creates_processes_externally:
             self._start_method = "popen"  # whose launcher starts nothing where someone else did
+        elif self._start_method == "popen":
+            _lightning.check_program_can_run_again()
         super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = _lightning.WatchfulLauncher(self, start_method=self._start_method)
 
     @property
     @override

@@ -58,6 +58,7 @@ def clean_process() -> Iterator[None]:
     yield
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # here, where its threads are, and not in a rank that the next test forks
     os.environ.clear()
     os.environ.update(environment)
     deadline = time.monotonic() + 5

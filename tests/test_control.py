@@ -206,7 +206,7 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
             host,
             port,
             broadcast=lambda own: gathering(rank, own)[0],
-            gather=lambda own: gathering(rank, own),
+            gather=lambda own, alarm: gathering(rank, own),
         )
 
     with ThreadPoolExecutor(size) as threads:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import warnings
 
+import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.hooks import HierarchicalHooks
 
 
@@ -47,3 +51,42 @@ def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
     assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
     order = [cls.__name__ for cls in Sharded.__mro__[1:4]]
     assert order == ["HierarchicalHooks", "ModelParallelStrategy", "ParallelStrategy"]
+
+
+@pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])
+def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every, warned):
+    strategy = HierarchicalStrategy(PeriodicAveraging(sync_every), ranks_per_node=1)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, max_epochs=2, **quiet)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel())
+    said = [str(warning.message) for warning in caught if "sync_every" in str(warning.message)]
+    assert len(said) == warned
+    assert all("which has 4 optimizer steps" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (2, "2 nodes [0] [1] over torch; PeriodicAveraging(sync_every=2); 0.000264 MB of parameters and buffers"),
+        (1, "there is one node, so PeriodicAveraging(sync_every=2) is plain data-parallel training"),
+    ],
+)
+def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
+    class Listening(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.heard = []
+            handler = logging.Handler()
+            handler.emit = lambda record: self.heard.append(record.getMessage())
+            logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+            warnings.showwarning = lambda message, *_: self.heard.append(str(message))
+
+        def on_train_end(self, trainer, pl_module):
+            if trainer.is_global_zero:
+                (tmp_path / "heard").write_text("\n".join(self.heard))
+
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=2 // nodes, start_method="fork")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+    pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Listening()], **quiet).fit(BoringModel())
+    assert sum(line.startswith(said) for line in (tmp_path / "heard").read_text().splitlines()) == 1

@@ -170,11 +170,12 @@ def test_a_rank_joins_once(served):
 def test_a_rank_that_joins_late_hears_what_happened(served):
     first = served.member(0)
     served.member(1).close()
-    assert read(first) == {"kind": "failed", "message": "rank 1 died"}
+    news = {"kind": "failed", "message": "rank 1 died while rank 2 had not come yet"}
+    assert read(first) == news
     hub.Channel(first).send({"kind": "stop"})
     assert read(first) == {"kind": "propose"}
     late = served.member(2)
-    assert read(late) == {"kind": "failed", "message": "rank 1 died"}
+    assert read(late) == news
     assert read(late) == {"kind": "propose"}
 
 
@@ -182,7 +183,7 @@ def test_a_rank_that_joins_late_hears_what_happened(served):
     "said", [b"x" * 20_000, b"nonsense\n", b'{"kind": "hold"}\n'], ids=["endless", "line", "short"]
 )
 def test_a_member_that_talks_nonsense_is_a_death(served, said):
-    members = [served.member(rank) for rank in (0, 1)]
+    members = [served.member(rank) for rank in (0, 1, 2)]
     members[1].sendall(said)
     assert read(members[0]) == {"kind": "failed", "message": "rank 1 died"}
 

@@ -2,10 +2,14 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import lightning_hiercomm
 
@@ -28,3 +32,34 @@ def test_ships_every_module_and_its_types():
     source = CHECKOUT / "lightning_hiercomm"
     assert shipped == {path.relative_to(source) for path in source.rglob("*.py")}
     assert (installed / "py.typed").is_file()
+
+
+def test_the_version_is_written_once():
+    assert distribution("lightning-hiercomm").version == lightning_hiercomm.__version__
+    assert f"version: {lightning_hiercomm.__version__}\n" in (CHECKOUT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_wheel_and_source_distribution_build_and_install(tmp_path, target):
+    def python(*arguments):
+        subprocess.run([sys.executable, "-m", *arguments], cwd=CHECKOUT, check=True, timeout=120)
+
+    python("hatchling", "build", "--target", target, "--directory", str(tmp_path))
+    (archive,) = tmp_path.iterdir()
+    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--quiet"]
+    python("pip", "install", *offline, "--target", str(tmp_path / "installed"), str(archive))
+    installed, source = tmp_path / "installed" / "lightning_hiercomm", CHECKOUT / "lightning_hiercomm"
+    shipped = {path.relative_to(installed): path.read_bytes() for path in installed.rglob("*") if path.is_file()}
+    assert shipped == {
+        path.relative_to(source): path.read_bytes()
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_ci_tests_the_oldest_versions_that_we_allow():
+    workflow = (CHECKOUT / ".github" / "workflows" / "tests.yml").read_text()
+    for requirement in map(Requirement, distribution("lightning-hiercomm").requires):
+        if requirement.name in ("lightning", "torch"):
+            (oldest,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
+            assert re.search(rf" {requirement.name}=={re.escape(oldest)}(\.\*)?\s", workflow)

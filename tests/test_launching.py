@@ -25,6 +25,8 @@ import pytest
 import torch
 from forked import ForkedPython
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.multiprocessing.spawn import ProcessException
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
@@ -362,3 +364,63 @@ def test_training_ends_well_without_a_hub(launch):
     os.kill(_when_training(launch), signal.SIGKILL)
     output = _completed(launch, 100)
     assert output.count("lost the control plane's hub") == 2, output
+
+
+class Fragile(BoringModel):
+    """A module that comes to grief on rank 1, at a moment and in a way."""
+
+    def __init__(self, moment: str, accident: Callable[[], object], victim: int) -> None:
+        super().__init__()
+        self.moment, self.accident, self.victim = moment, accident, victim
+
+    def _reach(self, moment: str) -> None:
+        if moment == self.moment and int(os.environ["LOCAL_RANK"]) == self.victim:
+            self.accident()
+
+    def configure_callbacks(self) -> list:
+        self._reach("before setup_environment")
+        return []
+
+    def prepare_data(self) -> None:
+        self._reach("prepare_data")
+
+    def configure_model(self) -> None:
+        self._reach("configure_model")
+
+
+def _raise() -> None:
+    raise ValueError("the dog ate the data")
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("moment", "accident", "victim", "named"),
+    [
+        # Lightning's launcher notices what does not say 0, and names it
+        ("before setup_environment", partial(os._exit, 0), 1, "local rank 1 ended, with exit code 0, before its work"),
+        ("before setup_environment", partial(os._exit, 0), 0, "local rank 0 ended, with exit code 0, before its work"),
+        ("before setup_environment", _kill, 1, "rank 1 had not come yet|process 1"),
+        ("prepare_data", _raise, 0, r"rank 0 \(node 0\) failed: ValueError: the dog"),
+        ("configure_model", partial(os._exit, 0), 1, r"rank 1 \(node 1\) died"),
+        ("configure_model", _raise, 1, r"rank 1 \(node 1\) failed: ValueError: the dog"),
+    ],
+)
+def test_a_rank_that_dies_before_it_trains_ends_the_run_within_seconds_and_is_named(
+    fit, capfd, moment, accident, victim, named
+):
+    began = time.monotonic()
+    with pytest.raises(ProcessException) as caught:
+        fit(Fragile(moment, accident, victim), {"ranks_per_node": 1}, devices=2)
+    assert re.search(named, capfd.readouterr().err + str(caught.value))
+    assert time.monotonic() - began < 30
+
+
+def test_a_spawned_rank_that_leaves_too_early_is_named(launch):
+    options = ["--devices", "2", "--ranks-per-node", "1", "--start-method", "spawn"]
+    launch.python(str(JOB), "--out", str(launch.folder), *options, *("--victim", "1", "--accident", "leave"))
+    codes, output = launch.end()
+    assert codes == [1]
+    assert "lightning_hiercomm: local rank 1 ended, with exit code 0, before its work was done" in output

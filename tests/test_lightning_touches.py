@@ -11,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
@@ -63,6 +67,12 @@ def test_a_sigterm_reaches_the_replaced_handler_only():
         run._signal_connector.teardown()
     assert heard == ["term"]
     assert not run.received_sigterm
+
+
+def test_the_launcher_of_forked_ranks_does_what_the_watchful_one_builds_on():
+    launch = inspect.getsource(_MultiProcessingLauncher.launch)
+    assert launch.index("self._wrapping_function,") < launch.index("self.procs = ") < launch.index(".join()")
+    assert issubclass(SIGTERMException, SystemExit)  # which leaves a rank with exit code 0
 
 
 def test_a_version_without_the_touched_method_is_refused(monkeypatch):
@@ -342,3 +352,21 @@ def test_the_profiler_can_be_kept_from_recording():
     names = {event.name for event in profile.events()}
     assert "aten::add" in names
     assert "aten::mul" not in names
+
+
+def test_lightning_refuses_to_run_a_notebook_again_and_asks_its_own_flag(monkeypatch):
+    assert accelerator_connector._IS_INTERACTIVE is imports._IS_INTERACTIVE is False
+    _lightning.check_program_can_run_again()
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        trainer(devices=2, strategy="ddp")
+    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="_notebook"):
+        _lightning.check_program_can_run_again()
+
+
+def test_ddp_strategy_takes_any_keyword_and_ddp_only_its_own():
+    assert inspect.signature(DDPStrategy).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    assert {"process_group", "device_mesh", "output_device", "dim", "find_unused_parameters"} <= known.keys()
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())

@@ -6,11 +6,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import TARGETS
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm.schemes import SCHEMES
 
 
 class Net(pl.LightningModule):
@@ -171,13 +172,39 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"control_port": -1}, "control_port=-1"),
+        ({"control_port": 65536}, "control_port=65536"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),
+        ({"device_ids": [0]}, "device_ids cannot be set"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         HierarchicalStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rank_per_node", "has no argument 'rank_per_node'. Did you mean 'ranks_per_node'?"),
+        ("find_unused_parameter", "Did you mean 'find_unused_parameters'?"),
+        ("sync_every", "DistributedDataParallel takes .*bucket_cap_mb"),
+    ],
+)
+def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
+    with pytest.raises(TypeError, match=message):
+        HierarchicalStrategy(**{name: 3})
+
+
+@pytest.mark.parametrize(("ending", "start_method"), [("", "popen"), ("_fork", "fork"), ("_notebook", "fork")])
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("hierarchical", "periodic"), *((f"hierarchical_{s}", s) for s in SCHEMES)]
+)
+def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_method):
+    registered = StrategyRegistry.get(name + ending)
+    assert isinstance(registered.scheme, SCHEMES[scheme])
+    assert registered._start_method == start_method
 
 
 @pytest.mark.parametrize(
@@ -195,13 +222,6 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
 
     with pytest.raises(Exception, match="unequal lengths: \\[3, 4, 5, 6\\]"):
         fit(Unequal(), {}, use_distributed_sampler=False)
-
-
-def test_the_other_lightning_tree_is_named():
-    import pytorch_lightning
-
-    with pytest.raises(ValueError, match="`pytorch_lightning` is another class tree"):
-        pytorch_lightning.Trainer(accelerator="cpu", strategy=HierarchicalStrategy())
 
 
 def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):

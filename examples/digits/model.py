@@ -52,8 +52,10 @@ class DigitsCNN(pl.LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, digits = batch
-        self.test_accuracy(self(images), digits)
+        scores = self(images)
+        self.test_accuracy(scores, digits)
         self.log("test_accuracy", self.test_accuracy)
+        self.log("test_loss", cross_entropy(scores, digits), sync_dist=True)
 
     def configure_optimizers(self) -> dict:
         if self.optimizer == "lars":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -96,10 +97,7 @@ class EpochOrder:
     def _draw(self) -> Sequence[Any]:
         seed = (self.seed + self.epoch) % 2**63
         if self.is_drawn:
-            with isolate_rng():
-                torch.manual_seed(seed)
-                random.seed(seed)
-                _seed_numpy(seed)
+            with _seeded(seed):
                 return list(self.sampler)
         if isinstance(self.sampler, RandomSampler):
             return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -288,9 +286,19 @@ def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
     loader.__dict__.update(attributes, _iterator=None)
 
 
-def _seed_numpy(seed: int) -> None:
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Inside, the global random generators (torch's on the CPU, Python's, NumPy's) start from ``seed``."""
+    numpy = sys.modules.get("numpy.random")  # nobody draws from what nobody has imported
+    before = torch.get_rng_state(), random.getstate(), numpy and numpy.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy:
+        numpy.seed(seed % 2**32)
     try:
-        import numpy
-    except ImportError:
-        return
-    numpy.random.seed(seed % 2**32)
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy:
+            numpy.set_state(before[2])

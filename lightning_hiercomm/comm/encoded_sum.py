@@ -16,7 +16,7 @@ from lightning_hiercomm.comm.codec import Codec, arithmetic_dtype
 _BLOCKS_WORTH_ALIGNING = 64
 
 
-@dataclass
+@dataclass(eq=False)
 class Feedback:
     """What encoding has kept back of one part so far, to be added the next time (error feedback).
 

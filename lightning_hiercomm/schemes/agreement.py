@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
 from lightning_hiercomm.schemes.base import Scheme
@@ -102,13 +103,14 @@ class Agreement(Scheme):
         self.when = Every(when) if isinstance(when, int) else when
         self.what = what
         self.through = through
-        self.merge = merge if isinstance(merge, Merge) else MERGES[merge]()
+        self.merge = merge
+        self._merge = merge if isinstance(merge, Merge) else MERGES[merge]()
         self.staleness = staleness
         self.synchronizations = 0
         self._in_flight = InFlight()
-        if self.merge.keeps_agreed and through == "rotating":
+        if self._merge.keeps_agreed and through == "rotating":
             raise ValueError(
-                f"through='rotating' does not go with {type(self.merge).__name__}, whose state lies with the rank that"
+                f"through='rotating' does not go with {type(self._merge).__name__}, whose state lies with the rank that"
                 " carries a part: use through='mean'"
             )
 
@@ -120,7 +122,7 @@ class Agreement(Scheme):
     @property
     def outer(self) -> OuterOptimizer | None:
         """The outer optimizer, if the merge is one."""
-        return self.merge if isinstance(self.merge, OuterOptimizer) else None
+        return self._merge if isinstance(self._merge, OuterOptimizer) else None
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
@@ -142,19 +144,19 @@ class Agreement(Scheme):
         ends = list(accumulate(map(len, cut)))
         self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
         self._check_staleness(len(cut))
-        self._carrier = self._carrier_of([bucket for part in cut for bucket in part])
-        if self.merge.keeps_agreed:
-            self.merge.attach(self._carrier)
+        self._carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
+        if self._merge.keeps_agreed:
+            self._merge.attach(self._carrier)
 
-    def _carrier_of(self, buckets: list[Bucket]) -> Carrier:
-        land = self.merge.land if self.merge.keeps_agreed else None
+    def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
+        land = self._merge.land if self._merge.keeps_agreed else None
         if isinstance(self.through, Graph):
-            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, self.wire, land)
+            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land)
         carrier = RotatingAverage if self.through == "rotating" else Average
         return carrier(
             self.replica,
             self.topology,
-            self.wire,
+            wire,
             self._beside,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
@@ -163,9 +165,14 @@ class Agreement(Scheme):
         )
 
     @property
+    def _carrier_beside_training(self) -> Carrier:
+        """Who carries what training does not wait for: here, the same as ever."""
+        return self._carrier
+
+    @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that go the way of the parameters whenever training waits for all of them."""
-        return [] if self.merge.keeps_agreed or isinstance(self.through, Graph) else self.replica.buckets_of_buffers
+        return [] if self._merge.keeps_agreed or isinstance(self.through, Graph) else self.replica.buckets_of_buffers
 
     def after_step(self, last: bool) -> None:
         if self.is_alone:
@@ -203,14 +210,14 @@ class Agreement(Scheme):
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._has_merged(parts)
-        if is_all and self.merge.ends_in_agreement and not isinstance(self.through, Graph):
+        if is_all and self._merge.ends_in_agreement and not isinstance(self.through, Graph):
             self.nodes_agree()
         else:
             self.agreements += 1
 
     def _take(self, bucket: Bucket, arrived: Tensor) -> None:
         if bucket.equal_in_node:
-            self.merge.at_once(bucket, arrived)
+            self._merge.at_once(bucket, arrived)
         else:
             bucket.unpack(arrived)
 
@@ -222,7 +229,7 @@ class Agreement(Scheme):
         """
         sent: Exchange | None = None
         if leaving:
-            check = self._carrier.begin(self.steps, self._take_turn())
+            check = self._carrier_beside_training.begin(self.steps, self._take_turn())
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
         if arrived is not None:
             arrived.check.wait()
@@ -241,8 +248,11 @@ class Agreement(Scheme):
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
-            move = self._carrier.start(waiting.popleft(), self._inbound, self.merge.needs_sent, self._outbound)
-            exchange.moves.append(move)
+            exchange.moves.append(
+                self._carrier_beside_training.start(
+                    waiting.popleft(), self._inbound, self._merge.needs_sent, self._outbound
+                )
+            )
 
     def _merge_up_to(self, last: int | None, arrived: Exchange) -> None:
         """Merge the buckets that are left of an exchange, in their order, up to one of them, or all."""
@@ -250,7 +260,7 @@ class Agreement(Scheme):
             move = arrived.moves.popleft()
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
-            self.merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
+            self._merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
             if move.index == last:
                 return
 
@@ -280,7 +290,7 @@ class Agreement(Scheme):
 
     def agree(self) -> None:
         """Write the agreed parameters to the replica: those the merge keeps, or the weighted mean over all ranks."""
-        if not self.merge.keeps_agreed or isinstance(self.through, Graph) or self.is_alone:
+        if not self._merge.keeps_agreed or isinstance(self.through, Graph) or self.is_alone:
             super().agree()
             return
         self.settle()
@@ -290,8 +300,11 @@ class Agreement(Scheme):
             self._average_buffers()
 
     def finish(self) -> None:
-        if self.merge.keeps_agreed and self.unagreed_steps and not self.is_alone:
-            self.average()  # or the steps since the last agreement would count for nothing
+        if self._merge.keeps_agreed and self.unagreed_steps and not self.is_alone:
+            for exchange in self._in_flight.take_all():  # the agreed values have moved: not to be done twice
+                exchange.wait()
+                self._merge_up_to(None, exchange)
+            self._agree_now(self.all_parts)  # or the steps since the last agreement would count for nothing
         super().finish()
         self._in_flight.drop()
 

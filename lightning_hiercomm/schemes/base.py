@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -65,6 +66,17 @@ class Scheme(ABC):
         self.unagreed_steps = 0
         self.agreements = 0
         self._backgrounds: list[Background] = []
+
+    def __repr__(self) -> str:
+        """The scheme as one would write it: its first argument, and those that are not the default."""
+        parameters = list(inspect.signature(type(self)).parameters.values())
+        values = {parameter.name: getattr(self, parameter.name, parameter.default) for parameter in parameters}
+        said = [
+            f"{parameter.name}={values[parameter.name]!r}"
+            for index, parameter in enumerate(parameters)
+            if index == 0 or values[parameter.name] != parameter.default
+        ]
+        return f"{type(self).__name__}({', '.join(said)})"
 
     @property
     def can_average_optimizer_state(self) -> bool:

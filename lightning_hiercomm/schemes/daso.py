@@ -9,7 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.when import Every
 
@@ -42,7 +45,8 @@ class DASO(Agreement):
 
     Float buffers (BatchNorm statistics), which no training step reads, take part only in the means that are waited for.
 
-    Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``, parameters sent as bfloat16.
+    Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; parameters are sent as bfloat16 in
+    the blocking phases, by ``wire_dtype="bfloat16", wire_raw=True`` and ``narrow_phases="blocking"`` here.
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase.
@@ -64,6 +68,9 @@ class DASO(Agreement):
         gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged, so every rank trains alone between
             exchanges, which then average inside the node as well.
 
+        narrow_phases: In which phases ``wire_dtype`` acts: in ``"all"``, or in the ``"blocking"`` ones only, while what
+            is not waited for travels as it is (the paper's section 3).
+
     Raises:
         ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
     """
@@ -83,6 +90,7 @@ class DASO(Agreement):
         monitor: str | None = None,
         adapt: bool = True,
         gradients: Literal["node", "none"] = "node",
+        narrow_phases: Literal["all", "blocking"] = "all",
     ) -> None:
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of batches")
@@ -99,6 +107,8 @@ class DASO(Agreement):
         for name, length in lengths.items():
             if length is not None and length < 0:
                 raise ValueError(f"{name}={length} must not be negative; 0 leaves the phase out")
+        if narrow_phases not in ("all", "blocking"):
+            raise ValueError(f"narrow_phases={narrow_phases!r} must be 'all' or 'blocking'")
         if merge not in ("eq1", "delta"):
             raise ValueError(f"merge={merge!r} must be 'eq1' or 'delta'")
         if exchange not in ("rotating", "sharded"):
@@ -113,6 +123,7 @@ class DASO(Agreement):
         self.initial_sync_every, self.initial_staleness = sync_every, staleness
         self.sync_every = sync_every
         self.adapt = adapt
+        self.narrow_phases = narrow_phases
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
         self.exchange = exchange
@@ -132,6 +143,15 @@ class DASO(Agreement):
         return True
 
     # ---- life of a run -------------------------------------------------------------------------------------------
+
+    def follow(self, replica: Replica) -> None:
+        super().follow(replica)
+        if not self.is_alone and self.narrow_phases == "blocking":
+            self._exact_carrier = self._carrier_of(replica.buckets_of_parameters, Wire())
+
+    @property
+    def _carrier_beside_training(self) -> Carrier:
+        return self._carrier if self.narrow_phases == "all" else self._exact_carrier
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         self._cooldown_begins_at_epoch = self._cooldown_begins_at_step = None

@@ -82,6 +82,9 @@ class Gossip(Scheme):
             next optimizer step, whose gradients are then taken at the parameters before mixing: ``x := mix(x) - lr
             g(x)``, DP-SGD's order. Nothing is lost or counted twice: until then every node still holds all of its x.
         segment_bytes: Cut the model into segments of at most so many bytes, in place of ``segments``.
+        push_sum: Keep the weights w, as above. False: every node sends all of x and goes on with the plain mean of its
+            own and what arrives, ``(own + received) / 2`` for one peer; with ``fair=None`` that is Crossover-SGD's
+            comparison without fairness, whose mean over the nodes drifts. No difference for fair draws.
 
     Raises:
         ValueError: For a bad argument; at :meth:`bind`, for a graph that is invalid or differs between ranks, and for
@@ -100,6 +103,7 @@ class Gossip(Scheme):
         seed: int = 0,
         overlap: bool = False,
         segment_bytes: int | None = None,
+        push_sum: bool = True,
     ) -> None:
         super().__init__()
         if isinstance(segments, int) and segments < 1:
@@ -113,6 +117,7 @@ class Gossip(Scheme):
         self.segment_bytes = segment_bytes
         self.hierarchical = hierarchical
         self.overlap = overlap
+        self.push_sum = push_sum
         self.gradients = "node" if hierarchical else "none"
         self._in_flight = InFlight()
 
@@ -133,7 +138,7 @@ class Gossip(Scheme):
         if self.is_alone:
             return
         self._segments = self._cut(replica)
-        self._peers = Peers(self._segments, self.graph, self.topology, self._beside, self.wire)
+        self._peers = Peers(self._segments, self.graph, self.topology, self._beside, self.wire, self.push_sum)
         self._begin_anew()
         self._compare_with_other_ranks()
 
@@ -205,7 +210,7 @@ class Gossip(Scheme):
                 move = exchange.moves.popleft()
                 move.arrived.wait()
                 self._background.hands_out(move.flat)
-                after = self._peers.round(exchange.started, move.index).push(self._weights[move.index])
+                after = self._peers.weights_after(exchange.started, move.index, self._weights[move.index])
                 bucket, before_mixing, after_mixing = (
                     self._segments[move.index],
                     self._weights[move.index][node],

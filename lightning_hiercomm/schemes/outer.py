@@ -62,6 +62,10 @@ class OuterOptimizer(Merge):
         self._parts: list[torch.nn.Parameter] = []
         self._carrier: Carrier | None = None
 
+    def __repr__(self) -> str:
+        made_by = getattr(self._make_optimizer, "func", self._make_optimizer)
+        return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
+
     @property
     def keep_local(self) -> float:
         """Weight of what a node has become by itself."""

@@ -30,6 +30,8 @@ class Peers:
         topology: The nodes.
         beside: Its twin, on whose communicators nodes share what arrived, beside training.
         wire: What travels. Its sender subtracts from its own value what it really sent.
+        push_sum: Whether a node gives shares of its value away, so that sums over nodes are conserved. Otherwise it
+            sends all of its value, and goes on with the plain mean of that and what arrives.
 
     Attributes:
         met: By segment that this rank carries, a few elements of this node's parameters and of one peer's, as they were
@@ -37,7 +39,13 @@ class Peers:
     """
 
     def __init__(
-        self, segments: Sequence[Bucket], graph: Graph, topology: Topology, beside: Topology, wire: Wire
+        self,
+        segments: Sequence[Bucket],
+        graph: Graph,
+        topology: Topology,
+        beside: Topology,
+        wire: Wire,
+        push_sum: bool = True,
     ) -> None:
         self.segments = segments
         self.graph = graph
@@ -45,10 +53,15 @@ class Peers:
         self._topology = topology
         self._beside = beside
         self._codec = wire.codec
+        self._push_sum = push_sum
 
     def round(self, step: int, index: int) -> Round:
         """Who exchanges a segment with whom after ``step`` optimizer steps."""
         return round_of(self.graph, self._topology.num_nodes, step - 1, index)
+
+    def weights_after(self, step: int, index: int, weights: Sequence[float]) -> list[float]:
+        """The nodes' push-sum weights of a segment after an exchange, from those before it."""
+        return self.round(step, index).push(weights) if self._push_sum else list(weights)
 
     def carrier(self, index: int) -> int:
         """The local rank that carries a segment."""
@@ -85,7 +98,7 @@ class Peers:
             background.uses(flat)
             return Move(index, flat, flat, background.submit(lambda: self._share(index, flat)))
         round_ = self.round(step, index)
-        share = bucket.pack().mul_(weights[node] * round_.share(node))
+        share = bucket.pack().mul_(self._part(round_, weights, node))
         payload = self._codec.encode(share)
         received = [torch.empty_like(payload) for _ in round_.receive_from[node]]
         arrived = inter.exchange(
@@ -107,7 +120,9 @@ class Peers:
                 theirs = other if travels_as_it_is else self._codec.decode(other, torch.empty_like(own))
                 change.add_(theirs.sub_(own))
             more_came = len(received) - len(round_.send_to[node])
-            if more_came:
+            if not self._push_sum:
+                change.div_(len(received) + 1)
+            elif more_came:
                 change.add_(own, alpha=more_came)
             if then is not None:
                 then(change)
@@ -124,9 +139,13 @@ class Peers:
         peer = round_.receive_from[node][0]
         every = -(-own.numel() // _SAMPLES_PER_SEGMENT)
         return (
-            own[::every].float() / (round_.share(node) * weights[node]),
-            theirs[::every].float() / (round_.share(peer) * weights[peer]),
+            own[::every].float() / self._part(round_, weights, node),
+            theirs[::every].float() / self._part(round_, weights, peer),
         )
+
+    def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
+        """What of its parameters a node sends to each of its peers."""
+        return weights[node] * round_.share(node) if self._push_sum else 1.0
 
 
 class PeerMean(Carrier):
@@ -177,6 +196,8 @@ class PeerMean(Carrier):
     ) -> Move:
         self._check(self._peers.round(self._step, index))
         own = self.buckets[index].pack() if self._peers.carries(index) or keep_sent else None
+        if own is not None:
+            background.uses(own)
 
         def add_own(change: Tensor) -> None:
             if own is None:

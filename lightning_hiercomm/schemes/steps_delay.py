@@ -101,28 +101,42 @@ def sgd(update: LocalUpdate) -> None:
     update.weights.sub_(direction, alpha=update.local_learning_rate)
 
 
-def dc_asgd(update: LocalUpdate) -> None:
+@dataclass(frozen=True)
+class DelayCompensation:
     """Local SGD with the delay compensation of DC-ASGD-a, the paper's second comparison (Section 4.4).
 
     A gradient taken at weights v but used at w' is corrected by a diagonal guess of the Hessian::
 
-        mean_square := 0.95 mean_square + 0.05 g * g
-        lambda       = 2 / sqrt(mean_square + 1e-7)
+        mean_square := decay mean_square + (1 - decay) g * g
+        lambda       = strength / sqrt(mean_square + 1e-7)
         w'          := w' - loc_lr * (g + lambda * g * g * (w' - v) + wd * w')
 
     w' and v differ when a pull has just arrived; otherwise this is :func:`sgd`.
 
-    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14,
-    with its settings for CIFAR-10. There the server compensates; here the node does, as in the SSD-SGD paper.
-    """
-    gradient = update.gradient
-    mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
-    mean_square.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
-    trust = 2 * (mean_square + 1e-7).rsqrt_()
-    direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)
-    direction.add_(gradient).add_(update.weights, alpha=update.weight_decay)
-    update.weights.sub_(direction, alpha=update.local_learning_rate)
+    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14.
+    There the server compensates; here the node does, as in the SSD-SGD paper.
 
+    Args:
+        decay: Of the mean square; the default is that paper's for CIFAR-10.
+        strength: lambda_0; likewise.
+    """
+
+    decay: float = 0.95
+    strength: float = 2.0
+
+    def __call__(self, update: LocalUpdate) -> None:
+        """Move the weights."""
+        gradient = update.gradient
+        mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
+        mean_square.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
+        trust = self.strength * (mean_square + 1e-7).rsqrt_()
+        direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)
+        direction.add_(gradient).add_(update.weights, alpha=update.weight_decay)
+        update.weights.sub_(direction, alpha=update.local_learning_rate)
+
+
+dc_asgd = DelayCompensation()
+"""The rule with the constants of its paper."""
 
 LOCAL_RULES: dict[str, LocalRule] = {"glu": glu, "sgd": sgd, "dc_asgd": dc_asgd}
 """The local rules that have a name."""
@@ -153,8 +167,9 @@ class StepsDelay(Scheme):
     **Learning rates.** The server uses the user's optimizer: class, param groups, learning rate, momentum and weight
     decay as they are at each step, so schedulers work. The local rule uses ``local_lr_scale`` times the learning
     rate. With momentum m the server moves by ``lr / (1 - m)`` per unit of gradient, and GLU by ``(alpha + beta) *
-    local_lr_scale * lr``: the paper's numbers make the two equal for m = 0.9. For another momentum choose
-    ``local_lr_scale`` so that they are; without momentum that is 0.4.
+    local_lr_scale * lr``: by default ``local_lr_scale`` makes the two equal for every momentum, as the paper's
+    numbers do for 0.9. torch keeps the learning rate out of the momentum buffer (as MXNet, which the paper uses, does
+    not), so after a change of the learning rate old gradients count with the new one.
 
     **Clipping and fp16.** Both act on the node's mean gradient before it is used or sent: each node clips by its own
     norm, and what the server gets is unscaled. A node whose gradient scaler skips a step sends zeros and keeps its
@@ -176,11 +191,13 @@ class StepsDelay(Scheme):
         warmup_steps: Synchronous iterations at the start; a multiple of ``delay``. The paper's wp + 1.
         alpha: Weight of the local gradient in GLU.
         beta: Weight of the global gradient in GLU.
-        local_lr_scale: The local learning rate divided by the server's. The paper uses 4 for GLU, 0.25 for ``"sgd"``
-            and 1 for ``"dc_asgd"``.
+        local_lr_scale: The local learning rate divided by the server's. None fits the rule: for GLU what makes the
+            node move as far as the server, ``(1 - dampening) / ((1 - momentum) (alpha + beta))`` of each param group
+            (the paper's 4 at momentum 0.9), for ``"sgd"`` the paper's 0.25, otherwise 1 (the paper's for
+            ``"dc_asgd"``).
         hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
         local_update: ``"glu"`` (:func:`glu`; the optimizer must be SGD), ``"sgd"`` (:func:`sgd`), ``"dc_asgd"``
-            (:func:`dc_asgd`), or a function of a :class:`LocalUpdate`.
+            (:class:`DelayCompensation`), or a function of a :class:`LocalUpdate`.
         shard_on: ``"elements"`` gives every rank an equal share of the server. ``"parameters"`` cuts no tensor, for
             optimizers that need whole ones (LARS, Muon, Adafactor); a rank's share is then at least the largest tensor,
             and a param group moves at once, not bucket by bucket, which takes more memory.
@@ -195,7 +212,7 @@ class StepsDelay(Scheme):
         warmup_steps: int = 500,
         alpha: float = 2.0,
         beta: float = 0.5,
-        local_lr_scale: float = 4.0,
+        local_lr_scale: float | None = None,
         hold: bool = False,
         local_update: Literal["glu", "sgd", "dc_asgd"] | LocalRule = "glu",
         shard_on: ShardOn = "elements",
@@ -208,8 +225,10 @@ class StepsDelay(Scheme):
             raise ValueError(
                 f"warmup_steps={warmup_steps} must be a multiple of delay={delay}, such as {below} or {below + delay}"
             )
-        if local_lr_scale <= 0:
-            raise ValueError(f"local_lr_scale={local_lr_scale} must be positive")
+        if local_lr_scale is not None and local_lr_scale <= 0:
+            raise ValueError(f"local_lr_scale={local_lr_scale} must be positive, or None for what fits the rule")
+        if local_lr_scale is None and local_update == "glu" and alpha + beta <= 0:
+            raise ValueError(f"alpha={alpha} and beta={beta} must not add up to zero or less, or name a local_lr_scale")
         if not callable(local_update) and local_update not in LOCAL_RULES:
             raise ValueError(
                 f"local_update={local_update!r} must be one of {', '.join(LOCAL_RULES)}, or a function of a LocalUpdate"
@@ -352,7 +371,7 @@ class StepsDelay(Scheme):
                     pulled=self._pulled[index][used],
                     has_arrived=arrived is not None,
                     learning_rate=learning_rate,
-                    local_learning_rate=self.local_lr_scale * learning_rate,
+                    local_learning_rate=self._local_scale(group) * learning_rate,
                     momentum=float(group.get("momentum", 0.0)),
                     dampening=float(group.get("dampening", 0.0)),
                     weight_decay=float(group.get("weight_decay", 0.0)),
@@ -364,6 +383,15 @@ class StepsDelay(Scheme):
                 )
             )
         section.bucket.unpack(weights)
+
+    def _local_scale(self, group: Mapping[str, Any]) -> float:
+        """The local learning rate of a param group, divided by the server's."""
+        if self.local_lr_scale is not None:
+            return self.local_lr_scale
+        if self.rule is glu:
+            kept = 1.0 - float(group.get("momentum", 0.0))
+            return (1.0 - float(group.get("dampening", 0.0))) / (kept * (self.alpha + self.beta))
+        return 0.25 if self.rule is sgd else 1.0
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""

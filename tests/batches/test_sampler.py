@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -125,9 +127,13 @@ def test_other_samplers_are_drawn_alike_on_all_ranks(sampler):
 
 def test_drawing_leaves_the_global_generators_alone():
     (loader,) = divided(DataLoader(Numbers(20), sampler=WeightedRandomSampler([1.0] * 20, 20)), [4])
-    before = torch.get_rng_state()
+
+    def states():
+        return [*torch.get_rng_state().tolist(), *random.getstate()[1], *numpy.random.get_state()[1]]
+
+    before = states()
     loader.batch_sampler.sampler.indices()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert states() == before
 
 
 def test_everything_but_the_batch_size_stays():

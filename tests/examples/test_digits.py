@@ -6,10 +6,14 @@ import pytest
 
 
 def test_short_run_trains_tests_and_reports(folder):
-    out = folder.fit_digits("--trainer.max_epochs=2", "--trainer.strategy.init_args.scheme.init_args.sync_every=4")
+    out = folder.fit_digits("--trainer.max_epochs=2")
     assert folder.accuracy(out) > 50
     assert "Communication of 32 optimizer steps on 4 ranks" in out
     assert "agreements between nodes: 8" in out
+    last = out.splitlines()[-3:]
+    assert "times what was sent" in last[0]
+    assert "cross entropy" in last[1]
+    assert "in bytes" in last[2]
     assert list(folder.path.glob("runs/digits/version_0/events.*"))
     assert list(folder.path.glob("runs/digits/version_0/checkpoints/*.ckpt"))
 
@@ -19,4 +23,4 @@ def test_main_job_holds_what_the_readme_promises(folder, all_reduce_accuracy):
     periodic = folder.fit_digits()
     assert folder.accuracy(periodic) >= 97
     assert folder.accuracy(periodic) >= all_reduce_accuracy - 1
-    assert float(re.search(r"([\d.]+) times what was sent", periodic)[1]) >= 10
+    assert float(re.search(r"([\d.]+) times what was sent", periodic)[1]) >= 5

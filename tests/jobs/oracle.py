@@ -46,8 +46,13 @@ class Oracle(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGTERM)
         return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
 
+    def configure_callbacks(self) -> list[pl.Callback]:
+        if self.arguments.accident == "leave" and os.environ.get("LOCAL_RANK") == str(self.arguments.victim):
+            os._exit(0)
+        return []
+
     def on_train_start(self) -> None:
-        control = self.trainer.strategy._control
+        control = self.trainer.strategy._control.plane
         if control is not None and control.rank == 0:
             (self.arguments.out / "hub").write_text(str(control._hub.pid))
 
@@ -100,7 +105,7 @@ def main() -> None:
     parser.add_argument("--slow-seconds", type=float, default=0.0)
     parser.add_argument("--victim", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--accident", choices=["raise", "kill", "term"])
+    parser.add_argument("--accident", choices=["raise", "kill", "term", "leave"])
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -594,3 +594,33 @@ def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_
 def test_a_run_without_a_known_end_is_refused_when_it_starts(fit):
     with pytest.raises(Exception, match=r"cooldown_epochs=4 needs to know when the run ends"):
         fit(Watched(), {"scheme": "daso"}, max_epochs=-1, max_steps=8)
+
+
+@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+def test_only_the_phases_that_are_said_to_be_narrow_send_fewer_bytes(run_oracle, exchange):
+    def sent(narrow_phases, **phases):
+        traces = run_oracle(
+            lambda: DASO(2, 1, **phases, exchange=exchange, narrow_phases=narrow_phases),
+            epochs=2,
+            losses=[1.0, 1.0],
+            wire=Wire(torch.bfloat16),
+        )
+        return sum(trace.meter["inter_bytes"] for trace in traces)
+
+    cycling_only = {"warmup_epochs": 0, "cooldown_epochs": 0}
+    blocking_only = {"warmup_epochs": 2, "cooldown_epochs": 0}
+    assert sent("blocking", **cycling_only) > sent("all", **cycling_only)
+    assert sent("blocking", **blocking_only) == sent("all", **blocking_only)
+
+
+def test_waiting_every_few_batches_averages_at_those_and_at_the_end(run_oracle):
+    # staleness 0: batches 0, 4 and the last of 8 end in the mean
+    traces = run_oracle(cycling(4, 0))
+    agreed = [a == b for a, b in zip(traces[0].after_step, traces[2].after_step, strict=True)]
+    assert agreed == [True, False, False, False, True, False, False, False]
+    assert traces[0].after_epoch == traces[2].after_epoch
+
+
+def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
+    (trace, *_) = run_oracle(cycling(4, 2, adapt=False, patience=0), epochs=4, losses=[1.0] * 4)
+    assert (trace.scheme.sync_every, trace.scheme.staleness) == (4, 2)

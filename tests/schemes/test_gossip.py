@@ -525,3 +525,20 @@ def test_two_optimizers_gossip_apart_and_end_on_the_same_bits_everywhere(fit, hi
     unseen = fit(Adversaries(), strategy, max_epochs=2, limit_val_batches=0)
     for name, value in unseen[0]["state_dict"].items():
         assert torch.equal(value, reports[0]["state_dict"][name]), name
+
+
+def test_without_push_sum_a_node_takes_the_plain_mean_of_its_own_and_what_arrives():
+    # everybody receives from rank 0, which receives from 1: (0, 2, 4, 10) -> ((0 + 2) / 2, (2 + 0) / 2, 2, 5)
+    scheme = Gossip(Listed([[1, 2, 3], [0], [], []]), segments=1, hierarchical=False, push_sum=False)
+    seen = torch.stack(simulate(mixed(1), scheme, [0, 2, 4, 10])).squeeze()
+    assert seen[:, 1].tolist() == [1, 1, 2, 5]
+
+
+@pytest.mark.parametrize("fair", ["uniform", "cyclic", "roulette"])
+def test_push_sum_makes_no_difference_to_fair_draws(fair):
+    starts = [0.0, 2.0, 4.0, 10.0]
+    runs = [
+        simulate(mixed(4), Gossip(fair=fair, segments=1, hierarchical=False, push_sum=push_sum), starts)
+        for push_sum in (True, False)
+    ]
+    assert torch.equal(torch.stack(runs[0]), torch.stack(runs[1]))

@@ -138,7 +138,7 @@ def test_any_run_equals_a_plain_simulation_with_a_server(
 
     runs = train(
         work,
-        StepsDelay(delay, delay * warmups, hold=hold, shard_on=shard_on),
+        StepsDelay(delay, delay * warmups, hold=hold, local_lr_scale=4.0, shard_on=shard_on),
         nodes=nodes,
         weights=weights,
         shapes=shapes,
@@ -439,3 +439,23 @@ def test_sparse_gradients_and_fused_scaling_are_refused():
     for work, message in ((sparse, "sparse"), (scaled, "fused=False")):
         with pytest.raises(ValueError, match=message):
             train(work, StepsDelay(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("rule", "momentum", "expected"),
+    [("glu", 0.9, 4.0), ("glu", 0.0, 0.4), ("glu", 0.5, 0.8), ("sgd", 0.9, 0.25), ("dc_asgd", 0.9, 1.0)],
+)
+def test_the_local_learning_rate_fits_the_rule_and_the_momentum(rule, momentum, expected):
+    scheme = StepsDelay(2, 0, local_update=rule)
+    assert scheme._local_scale({"lr": 0.1, "momentum": momentum}) == pytest.approx(expected)
+
+
+def test_a_plain_sgd_module_trains_with_the_defaults():
+    # 16 times too long local steps made it diverge: momentum 0 wants a scale of 0.4, not the paper's 4
+    def work(run: Rank) -> float:
+        for _ in range(60):
+            run.train()
+        return max(abs(value) for value in run.values.tolist())
+
+    (largest, _) = train(work, StepsDelay(4, 0), inner=lambda p: torch.optim.SGD(p, lr=0.4), targets=(1, 3))
+    assert largest < 5

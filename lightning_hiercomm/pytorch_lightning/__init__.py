@@ -1,0 +1,67 @@
+"""The package for programs that import ``pytorch_lightning`` in place of ``lightning.pytorch``.
+
+``HierarchicalStrategy`` and ``CommunicationMonitor`` belong to the class tree of ``pytorch_lightning`` here, and the
+names of strategies are registered there, too. Everything else is the same object as in :mod:`lightning_hiercomm`.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytorch_lightning
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_hiercomm
+from lightning_hiercomm import (
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    DirectedExponential,
+    Full,
+    Gossip,
+    Graph,
+    HeterogeneousBatches,
+    PeriodicAveraging,
+    RandomPermutation,
+    Ring,
+    Scheme,
+    StepsDelay,
+    Topology,
+)
+from lightning_hiercomm.pytorch_lightning._second_tree import SecondTreeFinder
+
+if TYPE_CHECKING:
+    # what a type checker cannot see: the classes below, made from the sources of these, with bases of the other tree
+    class CommunicationMonitor(  # type: ignore[misc]
+        lightning_hiercomm.CommunicationMonitor, pytorch_lightning.Callback
+    ):
+        """See :class:`lightning_hiercomm.CommunicationMonitor`."""
+
+    class HierarchicalStrategy(lightning_hiercomm.HierarchicalStrategy, DDPStrategy):  # type: ignore[misc]
+        """See :class:`lightning_hiercomm.HierarchicalStrategy`."""
+else:
+    sys.meta_path.append(SecondTreeFinder())
+    from lightning_hiercomm.pytorch_lightning.callbacks import CommunicationMonitor
+    from lightning_hiercomm.pytorch_lightning.strategy import HierarchicalStrategy
+
+__all__ = [
+    "DASO",
+    "Agreement",
+    "AllReduce",
+    "CommunicationMonitor",
+    "DiLoCo",
+    "DirectedExponential",
+    "Full",
+    "Gossip",
+    "Graph",
+    "HeterogeneousBatches",
+    "HierarchicalStrategy",
+    "PeriodicAveraging",
+    "RandomPermutation",
+    "Ring",
+    "Scheme",
+    "StepsDelay",
+    "Topology",
+]
+
+HierarchicalStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,24 @@
+"""The notebook, executed."""
+
+import nbformat
+from nbclient import NotebookClient
+
+WITHOUT_A_SCRIPT = """
+try:
+    pl.Trainer(accelerator="cpu", devices=2, strategy="hierarchical_daso")
+except Exception as error:
+    print(error)
+"""
+
+
+def test_two_nodes_train_in_a_notebook_and_the_wrong_start_names_the_right_one(folder):
+    notebook = nbformat.read(folder.examples / "notebook.ipynb", as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell(WITHOUT_A_SCRIPT))
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder.path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert "Communication of 640 optimizer steps on 4 ranks" in printed
+    assert "Trainer(strategy='hierarchical_periodic_notebook')" in printed
+    (loss,) = (output.data["text/plain"] for output in outputs if output.output_type == "execute_result")
+    assert float(loss.removeprefix("tensor(").removesuffix(")")) < 0.05  # of a sine, whose variance is 0.5
+    assert any("image/png" in output.get("data", {}) for output in outputs)
