@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import TARGETS
+from harness import TARGETS, run_to_end
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH = 8
 """Samples per step over all ranks: each takes ``BATCH / world_size``."""
 
+
+train_with_momentum = partial(
+    run_to_end,
+    dtype=torch.float64,
+    targets=None,
+    inner=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    timeout=10,
+)
+"""Every rank towards targets of its own, in float64, to the end of the run."""
 
 STEPS_DELAY_TABLE = [
     (0.04, 0.04, 0.04),

@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, run_to_end, steps
+from harness import Rank, steps
+from problems import train_with_momentum as train
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
-
-train = partial(
-    run_to_end,
-    dtype=torch.float64,
-    targets=None,
-    inner=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-    timeout=10,
-)
 
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])

@@ -6,28 +6,20 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import Rank, on_ranks, run_to_end, steps
+from harness import Rank, on_ranks, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import STEPS_DELAY_TABLE as TABLE
+from problems import train_with_momentum as train
 
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
 from lightning_hiercomm.schemes.steps_delay import LocalUpdate, glu
 from lightning_hiercomm.topology import Topology
-
-train = partial(
-    run_to_end,
-    dtype=torch.float64,
-    targets=None,
-    inner=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-    timeout=10,
-)
 
 
 def simulate(
