@@ -63,6 +63,8 @@ class Rank:
 
     Attributes:
         target: Of all parameters, flat.
+        trace: All values after every step.
+        looks: All agreed values, whenever :meth:`agreed` was called.
     """
 
     topology: Topology
@@ -74,7 +76,7 @@ class Rank:
     bucket_bytes: int
     target: Tensor
     trace: list[list[float]] = field(default_factory=list)
-    """All values after every step."""
+    looks: list[list[float]] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -146,6 +148,7 @@ class Rank:
         snapshot = self.scheme.replica.snapshot()
         self.scheme.agree()
         values = self.values
+        self.looks.append(values.tolist())
         self.scheme.replica.restore(snapshot)
         return values
 
@@ -193,9 +196,9 @@ def attached(
     topology: Topology,
     scheme: Scheme,
     *,
-    shapes: Mapping[str, int | Sequence[int]] | None = None,
+    shapes: Mapping[str, int | Sequence[int]] | Sequence[Sequence[int]] = ((1,),),
     start: float = 0.0,
-    targets: Sequence[float] = TARGETS,
+    targets: Sequence[float] | None = TARGETS,
     inner: MakeOptimizer | None = None,
     wire: Wire | str | None = None,
     bucket_bytes: int = 4 * 2**20,
@@ -211,9 +214,9 @@ def attached(
     Args:
         topology: The rank's.
         scheme: Of which every rank gets a copy.
-        shapes: Of the parameters, by their names. Default: one scalar.
+        shapes: Of the parameters, by their names (those of one without a name are numbers). Default: one scalar.
         start: The value of all parameters.
-        targets: Of all ranks; every element's.
+        targets: Of all ranks; every element's. None: random ones, different for every element.
         inner: Makes the user's optimizer. Default: SGD with learning rate 0.5.
         wire: What parameters look like between nodes.
         bucket_bytes: Upper bound of a bucket.
@@ -224,17 +227,19 @@ def attached(
         steps: The same, in steps.
         begins_epoch: Whether the first epoch has begun.
     """
-    module = torch.nn.ParameterDict(
-        {name: torch.full(_shape(shape), start, dtype=dtype) for name, shape in (shapes or {"x": 1}).items()}
-    )
+    named = shapes.items() if isinstance(shapes, Mapping) else ((str(i), shape) for i, shape in enumerate(shapes))
+    module = torch.nn.ParameterDict({name: torch.full(_shape(shape), start, dtype=dtype) for name, shape in named})
     module.register_buffer("buffer", None if buffer is None else buffer.clone())
     for name in frozen:
         module[name].requires_grad_(False)
     optimizer = (inner or SGD_AT_HALF)(list(module.parameters()))
     own = copy.deepcopy(scheme)
     wire = wire if isinstance(wire, Wire) else Wire.named(wire)
-    elements = sum(parameter.numel() for parameter in module.parameters())
-    target = torch.full((elements,), targets[topology.rank % len(targets)], dtype=dtype)
+    if targets is None:
+        generator = torch.Generator().manual_seed(topology.rank)
+        target = _flat([torch.randn(p.shape, generator=generator, dtype=dtype) for p in module.parameters()])
+    else:
+        target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
     gradients = gradient_path(own.gradients, topology, torch.device("cpu"), wire, piece_bytes=bucket_bytes)
     rank = Rank(topology, module, optimizer, wire, own, gradients, bucket_bytes, target)
     try:
@@ -268,6 +273,17 @@ def on_nodes(
             return work(rank)
 
     return on_ranks(body, nodes, weights, timeout=timeout)
+
+
+def run_to_end(work: Callable[[Rank], T], scheme: Scheme, nodes: Nodes = ((0,), (1,)), **training: Any) -> list[T]:
+    """As :func:`on_nodes`, but the run ends when ``work`` has returned: the replica holds the agreed values."""
+
+    def body(rank: Rank) -> T:
+        result = work(rank)
+        rank.scheme.finish()
+        return result
+
+    return on_nodes(body, scheme, nodes, epochs=1, **training)
 
 
 @dataclass
@@ -312,3 +328,16 @@ def run_oracle(
 
     inner = partial(torch.optim.SGD, lr=learning_rate, momentum=momentum)
     return on_nodes(work, scheme(), nodes, weights=weights, inner=inner, epochs=epochs, **training)
+
+
+def steps(number: int, look: bool = False) -> Callable[[Rank], Rank]:
+    """Work that takes ``number`` steps and returns its rank."""
+
+    def work(rank: Rank) -> Rank:
+        for _ in range(number):
+            rank.train()
+            if look:
+                rank.agreed()
+        return rank
+
+    return work

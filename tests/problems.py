@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from harness import TARGETS
+from harness import TARGETS, run_to_end
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH = 8
 """Samples per step over all ranks: each takes ``BATCH / world_size``."""
+
+
+train_with_momentum = partial(
+    run_to_end,
+    dtype=torch.float64,
+    targets=None,
+    inner=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    timeout=10,
+)
+"""Every rank towards targets of its own, in float64, to the end of the run."""
+
+STEPS_DELAY_TABLE = [
+    (0.04, 0.04, 0.04),
+    (0.1156, 0.1156, 0.1156),
+    (0.186352, 0.666352, 0.222484),
+    (0.25851904, 1.22811904, 0.35441608),
+    (0.4376161648, 0.8400481648, 0.5057217616),
+    (0.4909268801, 1.3814075201, 0.6755085534),
+    (0.7483436503, 1.1571051991, 0.8589549940),
+]
+"""StepsDelay(2, warmup_steps=2) at targets 1 and 7: weights of the two nodes after each step, and the server's."""
 
 
 class Oracle(pl.LightningModule):

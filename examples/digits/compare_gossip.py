@@ -5,15 +5,13 @@ python examples/digits/compare_gossip.py --optimizer lars --batch-size 64
 """
 
 import argparse
-import logging
 import statistics
-import warnings
 
 import lightning.pytorch as pl
-import torch
 from data import DigitsDataModule
 from lightning.pytorch.callbacks import Callback
 from model import DigitsCNN
+from study import be_quiet, mean_and_spread, train_and_test
 
 from lightning_hiercomm import AllReduce, Gossip, HierarchicalStrategy
 
@@ -45,29 +43,16 @@ class LogCommunication(Callback):
 def train(scheme, ranks_per_node: int, seed: int, args: argparse.Namespace) -> tuple[float, float, float]:
     """Accuracy of the agreed model on the test scans, inter-node bytes per node and step, peak disagreement."""
     pl.seed_everything(seed, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=args.ranks,
-        strategy=HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method="fork"),
-        max_epochs=args.epochs,
+    accuracy, logged = train_and_test(
+        DigitsCNN(optimizer=args.optimizer, lr=args.lr),
+        DigitsDataModule(args.batch_size),
+        HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method="fork"),
+        ranks=args.ranks,
+        epochs=args.epochs,
         callbacks=[LogCommunication()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
     )
-    model, data = DigitsCNN(optimizer=args.optimizer, lr=args.lr), DigitsDataModule(args.batch_size)
-    trainer.fit(model, data)
-    data.setup("test")
-    model.eval()
-    with torch.no_grad():
-        hits = [(model(images).argmax(1) == digits).float() for images, digits in data.test_dataloader()]
-    metrics = trainer.callback_metrics
     # each rank of a node sends an equal part
-    node_bytes = metrics["inter_bytes_per_step"].item() * ranks_per_node
-    return torch.cat(hits).mean().item(), node_bytes, metrics["disagreement"].item()
+    return accuracy, logged["inter_bytes_per_step"] * ranks_per_node, logged["disagreement"]
 
 
 def main() -> None:
@@ -79,19 +64,16 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="peak learning rate; default: the model's own for the optimizer")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    for package in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(package).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    be_quiet()
     print(f"{args.ranks} ranks x {args.batch_size} scans, {args.epochs} epochs, {args.optimizer}, {args.seeds} seeds\n")
     print("| scheme | test accuracy | std | inter-node kB per node and step | peak disagreement |")
     print("|---|---|---|---|---|", flush=True)
     for name, (scheme, ranks_per_node) in ROWS.items():
         runs = [train(scheme, ranks_per_node, seed, args) for seed in range(args.seeds)]
         accuracies, sent, disagreement = zip(*runs, strict=True)
-        std = statistics.stdev(accuracies) if len(runs) > 1 else 0.0
+        mean, std = mean_and_spread(accuracies)
         print(
-            f"| {name} | {statistics.mean(accuracies):.2%} | {std:.2%} | {statistics.mean(sent) / 1e3:.1f}"
+            f"| {name} | {mean:.2%} | {std:.2%} | {statistics.mean(sent) / 1e3:.1f}"
             f" | {statistics.mean(disagreement):.4f} |",
             flush=True,
         )

@@ -4,14 +4,11 @@ python examples/digits/compare_weighting.py
 """
 
 import argparse
-import logging
-import statistics
-import warnings
 
 import lightning.pytorch as pl
-import torch
 from data import DigitsDataModule
 from model import DigitsCNN
+from study import be_quiet, mean_and_spread, train_and_test
 
 from lightning_hiercomm import HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging
 
@@ -25,25 +22,8 @@ def train(speeds: list[float], weighting: str, seed: int, args: argparse.Namespa
         ranks_per_node=args.ranks_per_node,
         start_method="fork",
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=len(speeds),
-        strategy=strategy,
-        max_epochs=args.epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-    )
-    model, data = DigitsCNN(), DigitsDataModule()
-    trainer.fit(model, data)
-    data.setup("test")
-    model.eval()
-    with torch.no_grad():
-        hits = [(model(images).argmax(1) == digits).float() for images, digits in data.test_dataloader()]
-    return torch.cat(hits).mean().item()
+    accuracy, _ = train_and_test(DigitsCNN(), DigitsDataModule(), strategy, ranks=len(speeds), epochs=args.epochs)
+    return accuracy
 
 
 def main() -> None:
@@ -55,10 +35,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    be_quiet()
     rows = {
         "equal batches": ([1.0] * len(args.speeds), "samples"),
         "unequal, weighted by samples": (args.speeds, "samples"),
@@ -70,9 +47,9 @@ def main() -> None:
     print("|---|---|---|" + "---|" * args.seeds, flush=True)
     for name, (speeds, weighting) in rows.items():
         runs = [100 * train(speeds, weighting, seed, args) for seed in range(args.seeds)]
-        std = statistics.stdev(runs) if len(runs) > 1 else 0.0
+        mean, std = mean_and_spread(runs)
         print(
-            f"| {name} | {statistics.mean(runs):.2f} | {std:.2f} | {' | '.join(f'{run:.2f}' for run in runs)} |",
+            f"| {name} | {mean:.2f} | {std:.2f} | {' | '.join(f'{run:.2f}' for run in runs)} |",
             flush=True,
         )
 

@@ -5,14 +5,12 @@ python examples/digits/steps_delay.py --seeds 1
 """
 
 import argparse
-import logging
-import statistics
-import warnings
 
 import lightning.pytorch as pl
 import torch
 from data import DigitsDataModule
 from model import DigitsCNN
+from study import be_quiet, mean_and_spread, train_and_test
 
 from lightning_hiercomm import AllReduce, HierarchicalStrategy, StepsDelay
 from lightning_hiercomm.schemes import Scheme
@@ -34,24 +32,9 @@ class DigitsSGD(DigitsCNN):
 def accuracy(scheme: Scheme, seed: int, epochs: int, lr: float) -> float:
     """Train; percent of the 720 held-out digits that the agreed model gets right."""
     pl.seed_everything(seed)
-    model, data = DigitsSGD(lr=lr), DigitsDataModule()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=4,
-        strategy=HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork"),
-        max_epochs=epochs,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, data)
-    data.setup("test")
-    held_out = torch.utils.data.ConcatDataset([data.val, data.test])
-    ((images, digits),) = torch.utils.data.DataLoader(held_out, len(held_out))
-    with torch.no_grad():
-        return 100 * (model.eval()(images).argmax(1) == digits).float().mean().item()
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork")
+    share, _ = train_and_test(DigitsSGD(lr=lr), DigitsDataModule(), strategy, ranks=4, epochs=epochs, all_held_out=True)
+    return 100 * share
 
 
 def main() -> None:
@@ -60,16 +43,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--lr", type=float, default=0.05)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # four ranks share this machine's cores
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
+    be_quiet()
 
     def row(title: str, scheme: Scheme) -> None:
         found = [accuracy(scheme, seed, arguments.epochs, arguments.lr) for seed in range(arguments.seeds)]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        mean, spread = mean_and_spread(found)
         each = ", ".join(f"{value:.2f}" for value in found)
-        print(f"| {title} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} |", flush=True)
+        print(f"| {title} | {mean:.2f} ± {spread:.2f} | {each} |", flush=True)
 
     def steps_delay(delay: int, rule: str) -> Scheme:
         return StepsDelay(delay, WARMUP_STEPS, local_lr_scale=LOCAL_LR_SCALE[rule], local_update=rule)

@@ -37,7 +37,7 @@ class Meter:
 
     def count(self, tier: str, sent_bytes: float) -> None:
         """Add one move that sends ``sent_bytes`` bytes from this rank."""
-        with self._lock:  # lanes count, too
+        with self._lock:  # background threads count, too
             self.bytes[tier] += sent_bytes
             self.messages[tier] += 1
 

@@ -160,7 +160,7 @@ class ShardedServer:
         optimizer: The user's optimizer of these parameters. It keeps its param groups (hence its schedulers work), but
             its state lives here.
         topology: The nodes and their weights.
-        pulls: This rank's lane, by a communicator that nobody else uses; None if it is in none.
+        pull_lane: This rank's lane, by a communicator that nobody else uses; None if it is in none.
         background: Where the server steps, and pulls.
         wire: Payload type between nodes. Gradients are cast. Weights travel as the difference from those pulled last,
             unless the wire is raw.
@@ -175,7 +175,7 @@ class ShardedServer:
         parameters: Sequence[Tensor],
         optimizer: Optimizer,
         topology: Topology,
-        pulls: Communicator | None,
+        pull_lane: Communicator | None,
         background: Background,
         wire: Wire,
         shard_on: ShardOn = "elements",
@@ -184,7 +184,7 @@ class ShardedServer:
         self.optimizer = optimizer
         self.wire = wire
         self._topology = topology
-        self._pulls = pulls
+        self._pull_lane = pull_lane
         self._background = background
         self._trained = {id(parameter) for parameter in parameters}
         shards = topology.lanes * topology.num_nodes
@@ -204,8 +204,8 @@ class ShardedServer:
             hyperparameters: Of the user's optimizer at this iteration, see :meth:`hyperparameters`.
             pull: Whether :meth:`arrivals` will be asked for the weights that the step leaves.
         """
-        shard, inter, pulls = self._shards[index], self._topology.inter, self._pulls
-        if inter is None or pulls is None:
+        shard, inter, pull_lane = self._shards[index], self._topology.inter, self._pull_lane
+        if inter is None or pull_lane is None:
             return
         shard.stepped.wait()  # the push before this one used the same memory
         if gradients is None:
@@ -218,7 +218,7 @@ class ShardedServer:
             summed.wait()
             shard.step(hyperparameters)
             if pull:
-                shard.start_pull(pulls)
+                shard.start_pull(pull_lane)
 
         shard.stepped = self._background.submit(step)
 
@@ -227,7 +227,7 @@ class ShardedServer:
 
         Only now does the background wait for a pull: earlier, the pushes and steps behind it would have waited, too.
         """
-        if self._pulls is None:
+        if self._pull_lane is None:
             return
         for shard in self._shards:
 
