@@ -14,7 +14,7 @@ from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.in_flight import Move
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.topology import Holders, Topology
 
 _SAMPLES_PER_SEGMENT = 4096
 
@@ -22,7 +22,8 @@ _SAMPLES_PER_SEGMENT = 4096
 class Peers:
     """Sends shares of segments to other nodes, and takes theirs.
 
-    Local rank ``s mod L`` carries segment ``s``, so all links of a node work, and shares what arrived with its node.
+    Of the L ranks of a node that hold a segment ``s``, the one in place ``s mod L`` carries it, so all links of a node
+    work, and shares what arrived with the others.
 
     Args:
         segments: What is exchanged, each as a whole.
@@ -51,12 +52,16 @@ class Peers:
         return round_of(self.graph, self._topology.num_nodes, step - 1, index)
 
     def carrier(self, index: int) -> int:
-        """The local rank that carries a segment."""
-        return index % self._topology.lanes
+        """The place, among its holders, of the rank that carries a segment."""
+        return index % self._holders(index).lanes
 
     def carries(self, index: int) -> bool:
         """Whether this rank carries a segment."""
-        return self.carrier(index) == self._topology.local_rank
+        return self.carrier(index) == self._holders(index).place
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        """Give every holder what the rank that carries a segment has got, in place."""
+        return self._holders(index).broadcast(flat, source=self.carrier(index))
 
     @torch.no_grad()
     def start(
@@ -83,7 +88,7 @@ class Peers:
         if not self.carries(index) or inter is None:
             flat = bucket.empty()
             background.uses(flat)
-            return Move(index, flat, flat, background.submit(lambda: self._share(index, flat)))
+            return Move(index, flat, flat, background.submit(lambda: self.share(flat, index).wait()))
         round_ = self.round(step, index)
         share = bucket.pack().mul_(weights[node] * round_.share(node))
         payload = self._codec.encode(share)
@@ -111,18 +116,18 @@ class Peers:
                 change.add_(own, alpha=more_came)
             if then is not None:
                 then(change)
-            self._share(index, change)
+            self.share(change, index).wait()
 
         return Move(index, flat, flat, background.submit(collect))
 
-    def _share(self, index: int, flat: Tensor) -> None:
-        self._beside.intra.broadcast(flat, source=self.carrier(index)).wait()
+    def _holders(self, index: int) -> Holders:
+        return self._beside.holders[self.segments[index].held_by]
 
     def _sample(self, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
         """A few elements of this node's and of a peer's parameters."""
         node = self._topology.node
         peer = round_.receive_from[node][0]
-        every = -(-own.numel() // _SAMPLES_PER_SEGMENT)
+        every = max(1, -(-own.numel() // _SAMPLES_PER_SEGMENT))
         return (
             own[::every].float() / (round_.share(node) * weights[node]),
             theirs[::every].float() / (round_.share(peer) * weights[peer]),
@@ -142,8 +147,6 @@ class PeerMean(Carrier):
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         land: As for :class:`~lightning_hiercomm.schemes.averaging.Average`.
     """
-
-    parts_per_bucket = 1
 
     def __init__(
         self,
@@ -205,11 +208,14 @@ class PeerMean(Carrier):
             self._background.hands_out(move.flat)
             take(self.buckets[move.index], move.flat)
 
+    def parts_of(self, index: int) -> int:
+        return 1
+
     def carried(self, flat: Tensor, index: int) -> Tensor:
         return flat if self._peers.carries(index) else flat[:0]
 
     def share(self, flat: Tensor, index: int) -> Handle:
-        return self.through.intra.broadcast(flat, source=self._peers.carrier(index))
+        return self._peers.share(flat, index)
 
     def _check(self, round_: Round) -> None:
         if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):
