@@ -371,16 +371,12 @@ class Replica:
         return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _buckets(
-    tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node"
-) -> list[Bucket]:
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> list[Bucket]:
     pieces = [Piece(tensor, 0, tensor.numel()) for tensor in tensors]
     return list(_filled(pieces, bucket_bytes, equal_in_node, held_by))
 
 
-def _filled(
-    pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool, held_by: str = "node"
-) -> Iterator[Bucket]:
+def _filled(pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> Iterator[Bucket]:
     """The pieces in buckets of at most so many bytes, cut where one is full; dtypes and devices apart."""
     kinds = dict.fromkeys((piece.tensor.dtype, piece.tensor.device) for piece in pieces)
     for dtype, device in kinds:
