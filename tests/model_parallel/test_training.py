@@ -16,10 +16,10 @@ from lightning_hiercomm import (
     Gossip,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
-    OuterOptimizer,
     PeriodicAveraging,
     Ring,
 )
+from lightning_hiercomm.schemes import OuterOptimizer
 
 SCHEMES = {
     "all_reduce": AllReduce,
