@@ -203,17 +203,14 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
-        self.make_mesh(self._topology)
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set, but not declared
+        if any(isinstance(callback, WeightAveraging) for callback in callbacks):
             raise ValueError(
                 f"WeightAveraging needs whole parameters on every rank, but {type(self).__name__} shards them: leave"
                 " the callback out"
             )
-        super().setup(trainer)
+        super().setup_environment()
+        self.make_mesh(self._topology)
 
     @override
     def model_to_device(self) -> None:
