@@ -92,9 +92,20 @@ def load_companion(
 def restore_companion(
     state: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer], schemes: Sequence[Scheme]
 ) -> None:
-    """Put back what :func:`companion_state` took, but for the random streams."""
+    """Put back what :func:`companion_state` took, but for the random streams.
+
+    Raises:
+        ValueError: If this rank holds other parts of the model now.
+    """
     for name, tensor in _tensors(module).items():
-        tensor.copy_(state["tensors"][name])
+        saved = state["tensors"][name]
+        if saved.shape != tensor.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its part of the"
+                " checkpoint: shard the model as it was. Set checkpoint_replicas=False to resume from the agreed"
+                " parameters instead."
+            )
+        tensor.copy_(saved)
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(_whole_state(optimizer_state, optimizer))
     for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
