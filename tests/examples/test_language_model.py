@@ -6,6 +6,8 @@ import pytest
 
 
 def bits(output):
+    assert "Communication of 60 optimizer steps on 4 ranks" in output
+    assert float(re.search(r"([\d.]+) times what was sent", output)[1]) > 5
     found = re.search(r"needs ([\d.]+) bits for a byte of held-out text", output)
     assert found is not None, output
     return float(found[1])

@@ -73,13 +73,18 @@ class Net(pl.LightningModule):
 
 
 class Dropped(Net):
-    """With dropout, which draws on every rank's own random stream, and statistics that differ on every rank."""
+    """Dropout from every rank's own random stream, statistics that differ, samples that follow from rank and step."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(
             nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1)
         )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * self.trainer.global_step + self.global_rank)
+        x = torch.randn(4, 6, generator=generator)
+        return super().training_step((x, x.sum(1, keepdim=True).sin()), batch_idx)
 
 
 class Meta(Net):

@@ -68,7 +68,7 @@ def _on_four(_):
 
 
 def _begin_on_meta():
-    module, held = Meta("adamw"), []
+    held = []
 
     class Watch(Meta):
         def on_train_start(self):
@@ -124,7 +124,8 @@ def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, o
     model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
     if name == "periodic":  # agreements on 24 steps, and the first values: no copy of a part travels twice
         sent = sum(results[name]["inter_bytes"] for results in on_eight)
-        assert sent < 1.35 * model * (2 * 6 + 1)
+        steps_told_apart = 6 * 8 * 8
+        assert sent <= model * (2 * 6 + 1) + steps_told_apart
 
 
 def test_the_same_module_trains_under_lightnings_own_strategy(on_four):

@@ -71,7 +71,19 @@ def _train_all(folder):
                 "agreements": run.strategy.communication()["agreements"],
                 "val_loss": run.callback_metrics["val_loss"].item(),
             }
+    results["again"] = _fit_again()
     return results
+
+
+def _fit_again():
+    """One module under one strategy, then under another, and validated in between."""
+    module, values = Net(), []
+    for _ in range(2):
+        run = trainer(HierarchicalModelParallelStrategy(PeriodicAveraging(5), ranks_per_node=2), max_epochs=1)
+        run.fit(module)
+        values.append(run.callback_metrics["val_loss"].item())
+        values.append(run.validate(module, verbose=False)[0]["val_loss"])
+    return {"values": values, "state": whole_state(module)}
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +119,11 @@ def test_as_many_bytes_travel_between_nodes(trained, name, how):
 def test_nodes_differ_between_agreements(trained):
     losses = [results["periodic", "sgd", True]["losses"] for results in trained]
     assert losses[0] != losses[2]
+
+
+def test_a_module_is_validated_and_trained_again(trained):
+    after_first, again, after_second, once_more = trained[0]["again"]["values"]
+    assert after_first == again > after_second == once_more
+    for results in trained[1:]:
+        for parameter, values in trained[0]["again"]["state"].items():
+            assert torch.equal(results["again"]["state"][parameter], values)
