@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm import _lightning
+from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.hooks import HierarchicalHooks
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.schemes import DASO, Agreement, Gossip, Scheme, SchemeName, StepsDelay
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
@@ -29,6 +31,7 @@ from lightning_hiercomm.shards import local, placed_as, reshard, shares_of, whol
 from lightning_hiercomm.topology import Topology
 from lightning_hiercomm.training_run import TrainingRun
 
+_BUCKETS_IN_FLIGHT = 3
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 
 
@@ -282,13 +285,20 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             for gradient, parameter in zip(held, parameters, strict=True)
             if id(local(parameter)) in shares
         }
-        in_flight = []
+        in_flight: deque[tuple[Bucket, Tensor, Handle]] = deque()
+
+        def finish() -> None:
+            bucket, flat, averaged = in_flight.popleft()
+            averaged.wait()
+            bucket.unpack(flat)
+
         for index, bucket in enumerate(Replica(held, (), self._settings.bucket_bytes, shares=shares_of_held).buckets):
             flat = bucket.pack(multiple_of=self._topology.holders[bucket.held_by].lanes)
             in_flight.append((bucket, flat, path.reduce(flat, index, bucket.held_by)))
-        for bucket, flat, handle in in_flight:
-            handle.wait()
-            bucket.unpack(flat)
+            if len(in_flight) == _BUCKETS_IN_FLIGHT:
+                finish()
+        while in_flight:
+            finish()
         for parameter, gradient in zip(parameters, held, strict=True):
             if parameter.grad is None and bool(gradient.any()):
                 parameter.grad = whole(gradient, parameter)

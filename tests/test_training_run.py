@@ -142,7 +142,7 @@ def test_every_rank_starts_from_the_values_of_rank_zero():
         module = nn.BatchNorm1d(1)
         for tensor in (module.weight, module.running_mean):
             nn.init.constant_(tensor, float(rank + 1))
-        broadcast_values(module, world.connect(rank)([range(2)], "world"))
+        broadcast_values([*module.parameters(), *module.buffers()], world.connect(rank)([range(2)], "world"))
         return [module.weight.item(), module.running_mean.item()]
 
     assert ThreadWorld(2).run(work) == [[1.0, 1.0], [1.0, 1.0]]
