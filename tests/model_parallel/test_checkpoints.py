@@ -56,6 +56,15 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), **argumen
     return {"state": whole_state(module), "losses": module.report}
 
 
+def _fit_whole(folder, resume=None, **arguments):
+    module = Dropped("adamw")
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
+    strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, bucket_mb=1e-3)
+    run = trainer(strategy, enable_checkpointing=True, callbacks=[saves], **arguments)
+    run.fit(module, ckpt_path=resume)
+    return {"state": whole_state(module), "losses": module.report}
+
+
 def _train(folder):
     """Each scheme without a break; then one that dies after its first checkpoint."""
     results = {}
@@ -64,6 +73,7 @@ def _train(folder):
         results[name] = _fit(folder, name, kind, max_steps=SAVED_AT, max_epochs=None)
         results[name] = _fit(folder / "whole", name, kind)
     _fit(folder, "diloco", "directory", max_steps=SAVED_AT, max_epochs=None)
+    _fit_whole(folder / "whole", max_steps=SAVED_AT, max_epochs=None)
     torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
     _fit(folder / "killed", "diloco", "file", callbacks=[Dies()])
 
@@ -88,10 +98,11 @@ def _resume(folder):
         run.fit(module, ckpt_path=path)
         results["Lightning", kind] = {"steps": run.global_step, "losses": module.report}
         results["loaded", kind] = _loaded(ModelParallelStrategy(4, 1), path)
-    whole = Dropped("adamw")
-    run = trainer(HierarchicalStrategy(DiLoCo(6, fragments=2, staleness=2), ranks_per_node=2))
-    run.fit(whole, ckpt_path=_checkpoint(folder, "diloco", "file"))
-    results["whole"] = {"state": whole_state(whole), "losses": whole.report}
+    for saved_by in ("sharded", "whole"):
+        path = folder / "diloco" / "file" if saved_by == "sharded" else folder / "whole"
+        path = path / f"step={SAVED_AT}.ckpt"
+        results["whole", saved_by] = _fit_whole(folder / "whole again", path)
+        results["sharded", saved_by] = _fit(folder / "sharded again", "diloco", "file", path, replicas=False)
     return results
 
 
@@ -132,9 +143,10 @@ def test_a_directory_resumes_like_a_file(resumed):
         assert results["plain", "file"]["losses"] == results["plain", "directory"]["losses"]
 
 
-def test_the_outer_optimizer_goes_on_where_ranks_hold_all(resumed):
-    for results in resumed:  # dropout draws as in the sharded run: the same samples, the same ranks
-        ours, expected = results["plain", "file"], results["whole"]
+@pytest.mark.parametrize("saved_by", ["sharded", "whole"])
+def test_files_go_to_ranks_that_hold_all_and_come_from_them(resumed, saved_by):
+    for results in resumed:
+        ours, expected = results["sharded", saved_by], results["whole", saved_by]
         torch.testing.assert_close(ours["losses"], expected["losses"], rtol=0, atol=1e-5)
         for name, values in expected["state"].items():
             if "running" not in name:  # DDP lets a node's ranks follow the first one's statistics
