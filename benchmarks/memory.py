@@ -1,8 +1,9 @@
-"""Memory per scheme beyond DDP: ``python -m benchmarks.memory``.
+"""Memory per scheme beyond DDP: ``python -m benchmarks.memory``; beyond FSDP2 on one node, with ``--sharded``.
 
 Each scheme trains a model of 64 MiB on 2 nodes of 2 CPU ranks; rank 0's peak resident memory in the steps after the
-first ones, and in a validation and checkpoint between two agreements, is compared with that of DDP. torchft's methods
-train the same model in a loop of their own, and are compared with that loop without them, in the same environment.
+first ones, and in a validation and checkpoint between two agreements, is compared with that of DDP, or with that of
+``ModelParallelStrategy`` on one node of 2 ranks. torchft's methods train the same model in a loop of their own, and are
+compared with that loop without them, in the same environment.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from benchmarks.job import Job, Recorder, World
 from benchmarks.peers import PeerMissing, interpreter
-from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm import HierarchicalModelParallelStrategy, HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES
 
 LAYERS, WIDTH = 16, 1024
@@ -39,6 +43,8 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {  # short runs without warm-up, so th
     "steps_delay": {"warmup_steps": 0},
     "diloco": {"sync_every": 4},
 }
+SHARDED: dict[str, dict[str, Any]] = {"daso": {"exchange": "sharded"}}
+BASELINES = {False: "ddp", True: "model_parallel"}
 CASES: dict[str, dict[str, Any]] = {name: ASYNCHRONOUS.get(name, {}) for name in SCHEMES} | {
     "diloco, streaming": {"sync_every": 8, "fragments": 2, "staleness": 3}
 }
@@ -82,6 +88,13 @@ class Model(pl.LightningModule):
         if batch_idx == 19:
             self.peaks["validation and checkpoint"] = peak()
 
+    def configure_model(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy) and not isinstance(next(self.parameters()), DTensor):
+            for layer in self.layers:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
     def on_fit_end(self) -> None:
         if self.global_rank == 0:
             print(json.dumps(self.peaks), flush=True)
@@ -98,18 +111,31 @@ def peak() -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
-def train(case: str) -> None:
+def train(case: str, sharded: bool) -> None:
     torch.set_num_threads(1)
-    if case == "ddp":
-        strategy: Any = DDPStrategy(start_method="fork")
-    else:
-        strategy = HierarchicalStrategy(
-            SCHEMES[case.partition(",")[0]](**CASES[case]), ranks_per_node=2, start_method="fork"
-        )
+    if not sharded:
+        if case == BASELINES[False]:
+            return fit(DDPStrategy(start_method="fork"), 4)
+        scheme = SCHEMES[case.partition(",")[0]](**CASES[case])
+        return fit(HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork"), 4)
+    ranks = 2 if case == BASELINES[True] else 4
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()))
+    torch.multiprocessing.start_processes(_train_sharded, args=(case, ranks), nprocs=ranks, start_method="fork")
+
+
+def _train_sharded(rank: int, case: str, ranks: int) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    if case == BASELINES[True]:
+        return fit(ModelParallelStrategy(ranks, 1), ranks)
+    arguments = {**CASES[case], **SHARDED.get(case, {})}
+    fit(HierarchicalModelParallelStrategy(SCHEMES[case.partition(",")[0]](**arguments), ranks_per_node=2), ranks)
+
+
+def fit(strategy: Any, devices: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         pl.Trainer(
             accelerator="cpu",
-            devices=4,
+            devices=devices,
             strategy=strategy,
             max_epochs=1,
             val_check_interval=19,
@@ -162,8 +188,8 @@ def measure(*command: str) -> dict[str, int]:
     return json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))
 
 
-def measure_case(case: str) -> dict[str, int]:
-    return measure(sys.executable, "-m", "benchmarks.memory", "--case", case)
+def measure_case(case: str, sharded: bool) -> dict[str, int]:
+    return measure(sys.executable, "-m", "benchmarks.memory", "--case", case, *["--sharded"] * sharded)
 
 
 def measure_peer(kind: str) -> dict[str, int]:
@@ -173,21 +199,30 @@ def measure_peer(kind: str) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=["ddp", *CASES], help="train one and print its peaks")
-    parser.add_argument("--peer", choices=["local", *PEERS], help="the same for torchft, under torchrun")
+    parser.add_argument("--sharded", action="store_true", help="shard the model over the ranks of a node with FSDP2")
+    parser.add_argument("--case", choices=[*BASELINES.values(), *CASES], help="train one and print its peaks")
+    parser.add_argument(
+        "--peer", choices=["local", *PEERS], help="train by torchft, under torchrun, and print its peak"
+    )
     parser.add_argument("--only", nargs="+", choices=[*CASES, *PEERS], default=[*CASES, *PEERS], metavar="CASE")
     arguments = parser.parse_args()
+    sharded: bool = arguments.sharded
     if arguments.case:
-        return train(arguments.case)
+        return train(arguments.case, sharded)
     if arguments.peer:
         return train_peer(arguments.peer)
-    baseline = measure_case("ddp")
-    print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peak resident memory of a rank beyond DDP's, in models:\n")
+    baseline = measure_case(BASELINES[sharded], sharded)
+    whose = "ModelParallelStrategy's on one node" if sharded else "DDP's"
+    print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peak resident memory of a rank beyond {whose}, in models:\n")
     print("| scheme | " + " | ".join(baseline) + " |\n|---|" + "--:|" * len(baseline))
     for name in [name for name in CASES if name in arguments.only]:
-        extra = [(value - baseline[when]) / MODEL_BYTES for when, value in measure_case(name).items()]
-        print(f"| `{name}` | " + " | ".join(f"{value:+.2f}" for value in extra) + " |", flush=True)
-    peers = [kind for kind in PEERS if kind in arguments.only]
+        if sharded and name == "steps_delay":
+            continue
+        peaks = measure_case(name, sharded)
+        beyond = {when: (peaks[when] - base, peaks[when] / base - 1) for when, base in baseline.items()}
+        extra = [f"{extra / MODEL_BYTES:+.2f} ({share:+.1%})" for extra, share in beyond.values()]
+        print(f"| `{name}` | " + " | ".join(extra) + " |", flush=True)
+    peers = [] if sharded else [kind for kind in PEERS if kind in arguments.only]
     if peers:
         try:
             alone = measure_peer("local")["training"]

@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.callbacks import CommunicationMonitor
+from lightning_hiercomm.model_parallel import HierarchicalModelParallelStrategy
 from lightning_hiercomm.schemes import (
     DASO,
     Agreement,
@@ -37,6 +38,7 @@ __all__ = [
     "Gossip",
     "Graph",
     "HeterogeneousBatches",
+    "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
     "PeriodicAveraging",
     "RandomPermutation",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)
+HierarchicalModelParallelStrategy.register_strategies(StrategyRegistry)
 
 # Announcements are seen, as Lightning's own are, unless the program has set up logging itself.
 _handler = logging.StreamHandler()

@@ -22,6 +22,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -30,12 +31,25 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from lightning_hiercomm.comm.mpi import load_mpi
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+except ImportError:  # not public before torch 2.6 and 2.5
+    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined,no-redef,unused-ignore]
+    from torch.distributed._tensor import (  # type: ignore[attr-defined,no-redef,unused-ignore]
+        DTensor,
+        Shard,
+        distribute_tensor,
+    )
+
+__all__ = ["METADATA_FILENAME", "DTensor", "Shard", "distribute_tensor"]
 
 
 def name_tree(name: str) -> str:
@@ -376,6 +390,17 @@ def _saves_beside_training(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
             return io
         io = io.checkpoint_io
     return None
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """What this rank holds of a DTensor; ``to_local`` makes a new tensor of a parameter on every call."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def fully_sharded_modules(module: nn.Module) -> list[Any]:
+    """The modules to which ``fully_shard`` was applied; their class has been moved."""
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
 def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[], AbstractContextManager[None]]) -> None:

@@ -43,6 +43,7 @@ class AgreedModel:
             for scheme in self._schemes:
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
                 scheme.agree()
+            self._replicas.have_written()
 
     def leave(self) -> None:
         """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
@@ -51,6 +52,7 @@ class AgreedModel:
             for scheme, snapshot in zip(self._schemes, self._own, strict=False):
                 if snapshot is not None:
                     scheme.replica.restore(snapshot)
+            self._replicas.have_written()
             self._own = []
 
     @contextmanager
@@ -78,5 +80,9 @@ class AgreedModel:
         """
         if self._topology.num_nodes > 1:
             whole = self._replicas.whole()
-            if len(set(self._topology.world.all_gather_object(whole.fingerprint()))) > 1:
+            prints = self._topology.world.all_gather_object(whole.fingerprint())
+            # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
+            nodes = self._topology.nodes if whole.shares else [[rank] for rank in range(len(prints))]
+            if len({tuple(prints[rank] for rank in ranks) for ranks in nodes}) > 1:
                 Average(whole, self._topology)()
+                self._replicas.have_written()

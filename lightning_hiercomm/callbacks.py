@@ -1,4 +1,4 @@
-"""Callbacks that show what a :class:`~lightning_hiercomm.strategy.HierarchicalStrategy` does on the network."""
+"""Callbacks that show what a strategy whose nodes agree by a scheme does on the network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_hiercomm._lightning import batches_that_stepped, name_tree
-from lightning_hiercomm.strategy import HierarchicalStrategy
+from lightning_hiercomm.hooks import HierarchicalHooks
 
 _MB = 1e6
 
@@ -119,7 +119,7 @@ class CommunicationMonitor(Callback):
         mine, node = strategy.communication(), strategy.node_communication()
         return mine | {key: node[key] for key in node if key.endswith("_bytes")}
 
-    def _sum_up(self, strategy: HierarchicalStrategy, ranks: int) -> str:
+    def _sum_up(self, strategy: HierarchicalHooks, ranks: int) -> str:
         mine = strategy.communication()
         steps, agreements = (mine[key] - self._first[key] for key in ("steps", "agreements"))
         total = strategy.total_communication()
@@ -137,7 +137,7 @@ class CommunicationMonitor(Callback):
         lines.append(f"  plain DDP between nodes:  {ddp_bytes / _MB:.3f} MB{_ratio(total, ddp_bytes)}")
         return "\n".join(lines)
 
-    def _join(self, bar: ProgressBar, strategy: HierarchicalStrategy) -> None:
+    def _join(self, bar: ProgressBar, strategy: HierarchicalHooks) -> None:
         # `self.log(prog_bar=True)` takes numbers only and would put these into `trainer.callback_metrics` too. So this
         # extends `get_metrics`, the method a progress bar is documented to be customised by, whichever bar it is.
         original = bar.get_metrics
@@ -155,11 +155,11 @@ class CommunicationMonitor(Callback):
             self._restore_progress_bar = None
 
 
-def _strategy(trainer: pl.Trainer) -> HierarchicalStrategy:
+def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
     strategy = trainer.strategy
     if not isinstance(trainer, pl.Trainer):
         raise MisconfigurationException(f"this CommunicationMonitor is of {name_tree('CommunicationMonitor')}")
-    if not isinstance(strategy, HierarchicalStrategy):
+    if not isinstance(strategy, HierarchicalHooks):
         raise MisconfigurationException(
             f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"
             f" {type(strategy).__name__}. Use Trainer(strategy=HierarchicalStrategy(...)) or leave the callback out."

@@ -49,7 +49,7 @@ class Checkpoints:
 
     def add_to(self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None) -> None:
         """Add the state that all ranks share."""
-        state: dict[str, Any] = {"schemes": [scheme.schedule() for scheme in run.schemes]}
+        state: dict[str, Any] = {"schemes": run.schedules()}
         if batches is not None:
             state["batches"] = batches.state_dict()
         checkpoint[_KEY] = state
@@ -185,13 +185,7 @@ class Checkpoints:
             else:
                 set_random_state(companion["random"])
         elif self._loaded:
-            schedules = self._loaded["schemes"]
-            if len(schedules) != len(run.schemes):
-                raise ValueError(
-                    f"the checkpoint holds {len(schedules)} schemes, but this run has {len(run.schemes)} optimizers"
-                )
-            for scheme, schedule in zip(run.schemes, schedules, strict=True):
-                scheme.load_schedule(schedule)
+            run.load_schedules(self._loaded["schemes"])
 
     def check_equal(self, topology: Topology) -> None:
         """See that all ranks have resumed from the same checkpoint, or none; collective.

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.shards import local, reshard, whole
 from lightning_hiercomm.topology import Topology
 
 _REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
@@ -61,7 +62,7 @@ def companion_state(
         "rank": topology.rank,
         "nodes": [list(ranks) for ranks in topology.nodes],
         "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
         "schemes": [scheme.state_dict() for scheme in schemes],
         "gradients": gradients.state_dict(),
         "layouts": _layouts(schemes),
@@ -135,11 +136,22 @@ def restore_companion(
     schemes: Sequence[Scheme],
     gradients: GradientPath,
 ) -> None:
-    """Put back what :func:`companion_state` took, but for the random streams."""
+    """Put back what :func:`companion_state` took, but for the random streams.
+
+    Raises:
+        ValueError: If this rank holds other parts of the model now.
+    """
     for name, tensor in _tensors(module).items():
-        tensor.copy_(state["tensors"][name])
+        saved = state["tensors"][name]
+        if saved.shape != tensor.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its part of the"
+                " checkpoint: shard the model as it was. Set checkpoint_replicas=False to resume from the agreed"
+                " parameters instead."
+            )
+        tensor.copy_(saved)
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(optimizer_state)
+        optimizer.load_state_dict(_whole_state(optimizer_state, optimizer))
     for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
         scheme.load_state_dict(scheme_state)
     gradients.load_state_dict(state["gradients"])
@@ -203,4 +215,31 @@ def _layouts(schemes: Sequence[Scheme]) -> list[str]:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """What this rank holds of the module's parameters and buffers."""
+    reshard(module)
+    return {name: local(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _held_state(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only."""
+    held = {
+        index: {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    sharded = [
+        (index, name)
+        for index, values in state["state"].items()
+        for name, value in values.items()
+        if isinstance(value, Tensor) and local(value) is not value
+    ]
+    return {**state, "state": held, "sharded": sharded}
+
+
+def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Undo :func:`_held_state`."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    values = {index: dict(held) for index, held in state["state"].items()}
+    for index, name in state.get("sharded", ()):
+        parameter = parameters[index]
+        values[index][name] = whole(values[index][name].to(local(parameter).device), parameter)
+    return {"state": values, "param_groups": state["param_groups"]}

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 _UNBOUNDED = 2**62
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a tensor is of a whole one that the ranks of a node hold together.
+
+    Attributes:
+        held_by: Which ranks of the node hold the same share: the name of a
+            :class:`~lightning_hiercomm.topology.Holders`.
+        numel: Elements of the whole tensor.
+        start: Where the share begins, if it is a run of the whole tensor's elements; None if it is not.
+    """
+
+    held_by: str
+    numel: int
+    start: int | None = None
+
+    def run(self, first: int, last: int, held: int) -> tuple[int, int]:
+        """Where elements ``first`` to ``last`` (not included) of the whole tensor begin and end in this share.
+
+        A share that is no run counts as spread evenly over the whole.
+
+        Args:
+            first: From 0.
+            last: At most :attr:`numel`.
+            held: Elements of the share.
+        """
+        if self.start is not None:
+            return min(max(first - self.start, 0), held), min(max(last - self.start, 0), held)
+        return first * held // self.numel, last * held // self.numel
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,7 @@ class Bucket:
         device: Of every piece.
         equal_in_node: Whether the ranks of a node hold identical values (parameters do; BatchNorm statistics, fed by
             each rank's own samples, do not).
+        held_by: Which ranks of the node hold it: see :attr:`~lightning_hiercomm.topology.Topology.holders`.
     """
 
     pieces: tuple[Piece, ...]
@@ -43,6 +74,7 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
     equal_in_node: bool
+    held_by: str = "node"
 
     def empty(self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None) -> Tensor:
         """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements.
@@ -62,7 +94,8 @@ class Bucket:
         """Copy the pieces into ``flat`` (or a new buffer) and return it."""
         if flat is None:
             flat = self.empty(multiple_of)
-        torch.cat([_elements(piece) for piece in self.pieces], out=flat[: self.numel])
+        if self.pieces:
+            torch.cat([_elements(piece) for piece in self.pieces], out=flat[: self.numel])
         return flat
 
     @torch.no_grad()
@@ -123,6 +156,8 @@ class Replica:
         bucket_bytes: Upper bound of a bucket's size in bytes (at least one element). Non-contiguous tensors
             (``channels_last``) are never cut.
         named: Names of tensors, as ``module.named_parameters()`` gives them; others' names do no harm.
+        shares: Of tensors that are parts of others, by the tensor's ``id``. Shares that are held by different ranks lie
+            in different buckets; this rank's share may be empty.
 
     Attributes:
         names: The names, by the tensor's ``id``.
@@ -136,13 +171,26 @@ class Replica:
         buffers: Iterable[Tensor] = (),
         bucket_bytes: int = 4 * 2**20,
         named: Iterable[tuple[str, Tensor]] = (),
+        shares: Mapping[int, Share] | None = None,
     ) -> None:
-        self.parameters = _unique(parameters)
-        self.buffers = _unique(buffers)
+        self._all = list({id(tensor): tensor for tensor in parameters}.values())
+        self.parameters = [tensor for tensor in self._all if tensor.numel()]
+        self.buffers = list({id(tensor): tensor for tensor in buffers if tensor.numel()}.values())
+        self.shares = shares or {}
         self.bucket_bytes = bucket_bytes
         self.names = {id(tensor): name for name, tensor in named}
-        self.buckets_of_parameters = _buckets(self.parameters, bucket_bytes, equal_in_node=True)
+        self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
         self.buckets_of_buffers = _buckets(self.buffers, bucket_bytes, equal_in_node=False)
+
+    def in_buckets_of(self, nbytes: int) -> list[Bucket]:
+        """The parameters in buckets of at most so many bytes, those that most ranks of the node hold first."""
+        if not self.shares:
+            return _buckets(self.parameters, nbytes, equal_in_node=True)
+        return [
+            bucket
+            for held_by, tensors in self._by_holders(self.parameters).items()
+            for bucket in _buckets(tensors, nbytes, equal_in_node=True, held_by=held_by)
+        ]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -168,6 +216,11 @@ class Replica:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all parameters, whole, whichever rank of the node holds them."""
+        return sum(self._whole(tensor) * tensor.element_size() for tensor in self._all)
 
     @torch.no_grad()
     def snapshot(self) -> list[Tensor]:
@@ -195,6 +248,9 @@ class Replica:
     def cut(self, into: int | Sequence[str], bucket_bytes: int | None = None) -> list[list[Bucket]]:
         """The parameters in parts that may agree at different times, or with different nodes.
 
+        Shares are cut where the whole tensors would be, so that a part is the same whoever holds how much of it; this
+        rank's share of a part may then be empty. A part has one bucket for each group of holders.
+
         Args:
             into: A number of equal parts (never more than elements; one more per further dtype), or names of modules:
                 the parameters below each are one part, all others the last one.
@@ -206,7 +262,9 @@ class Replica:
         Raises:
             ValueError: If no parameter lies below one of the modules.
         """
-        if isinstance(into, int):
+        if self.shares:
+            parts = self._cut_shares(into)
+        elif isinstance(into, int):
             largest = max((parameter.element_size() for parameter in self.parameters), default=1)
             elements = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters) / largest
             part_bytes = -int(-elements // into) * largest
@@ -217,9 +275,73 @@ class Replica:
         if bucket_bytes is None:
             return parts
         return [
-            [smaller for bucket in part for smaller in _filled(bucket.pieces, bucket_bytes, equal_in_node=True)]
+            [
+                smaller
+                for bucket in part
+                for smaller in _filled(bucket.pieces, bucket_bytes, equal_in_node=True, held_by=bucket.held_by)
+            ]
             for part in parts
         ]
+
+    def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
+        """As :meth:`cut`; all that decides is the same on every rank: the whole tensors, and who holds shares."""
+        if isinstance(into, int):
+            largest = max((tensor.element_size() for tensor in self._all), default=1)
+            part_bytes = -int(-(self.whole_bytes / largest) // into) * largest
+            parts: list[list[Piece]] = []
+            for dtype in dict.fromkeys(tensor.dtype for tensor in self._all):
+                parts += self._runs([t for t in self._all if t.dtype == dtype], max(1, part_bytes // dtype.itemsize))
+        else:
+            groups = [group for group in self._below(into) if group]
+            parts = [[Piece(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
+        return [self._buckets_of_part(pieces) for pieces in parts]
+
+    def _runs(self, tensors: Sequence[Tensor], capacity: int) -> list[list[Piece]]:
+        """Pieces of tensors of one dtype, in parts that would hold ``capacity`` elements of the whole tensors each."""
+        total = sum(map(self._whole, tensors))
+        parts: list[list[Piece]] = [[] for _ in range(-(-total // capacity))]
+        offset = 0
+        for tensor in tensors:
+            whole = self._whole(tensor)
+            share = self.shares.get(id(tensor)) or Share("node", whole, start=0)
+            if not tensor.is_contiguous():  # never cut
+                parts[offset // capacity].append(Piece(tensor, 0, tensor.numel()))
+            else:
+                for index in range(offset // capacity, -(-(offset + whole) // capacity)):
+                    first, last = max(index * capacity - offset, 0), min((index + 1) * capacity - offset, whole)
+                    start, end = share.run(first, last, tensor.numel())
+                    parts[index].append(Piece(tensor, start, end - start))
+            offset += whole
+        return parts
+
+    def _buckets_of_part(self, pieces: Sequence[Piece]) -> list[Bucket]:
+        """One bucket for every kind of tensor of which somebody has pieces here, be it an empty one on this rank."""
+        buckets = []
+        for held_by, tensors in self._by_holders([piece.tensor for piece in pieces]).items():
+            ids = set(map(id, tensors))
+            for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+                own = [p for p in pieces if id(p.tensor) in ids and p.length and p.tensor.dtype == dtype]
+                numel = sum(piece.length for piece in own)
+                buckets.append(Bucket(tuple(own), numel, dtype, device, equal_in_node=True, held_by=held_by))
+        return buckets
+
+    def _by_holders(self, tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+        """Tensors by who holds them: what the node holds first, what this rank holds alone last.
+
+        The former's buckets have then the same place on every rank of the node, however large the latter are.
+        """
+        held: dict[str, list[Tensor]] = {}
+        for tensor in tensors:
+            held.setdefault(self._held_by(tensor), []).append(tensor)
+        return {name: held[name] for name in sorted(held, key=lambda name: (name != "node", name == "rank", name))}
+
+    def _held_by(self, tensor: Tensor) -> str:
+        share = self.shares.get(id(tensor))
+        return "node" if share is None else share.held_by
+
+    def _whole(self, tensor: Tensor) -> int:
+        share = self.shares.get(id(tensor))
+        return tensor.numel() if share is None else share.numel
 
     def _below(self, modules: Sequence[str]) -> list[list[Tensor]]:
         """The parameters below each module, each parameter at the first that it lies below; then all others."""
@@ -235,7 +357,7 @@ class Replica:
                     f" are {names}"
                 )
         groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
-        for parameter in self.parameters:
+        for parameter in self._all if self.shares else self.parameters:
             name = self.names.get(id(parameter), "")
             index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
             groups[index].append(parameter)
@@ -249,16 +371,12 @@ class Replica:
         return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors if tensor.numel()}.values())
-
-
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool) -> list[Bucket]:
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> list[Bucket]:
     pieces = [Piece(tensor, 0, tensor.numel()) for tensor in tensors]
-    return list(_filled(pieces, bucket_bytes, equal_in_node))
+    return list(_filled(pieces, bucket_bytes, equal_in_node, held_by))
 
 
-def _filled(pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool) -> Iterator[Bucket]:
+def _filled(pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> Iterator[Bucket]:
     """The pieces in buckets of at most so many bytes, cut where one is full; dtypes and devices apart."""
     kinds = dict.fromkeys((piece.tensor.dtype, piece.tensor.device) for piece in pieces)
     for dtype, device in kinds:
@@ -276,10 +394,10 @@ def _filled(pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool) -> 
                 filled += length
                 start += length
                 if filled >= capacity:
-                    yield Bucket(tuple(held), filled, dtype, device, equal_in_node)
+                    yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by)
                     held, filled = [], 0
         if held:
-            yield Bucket(tuple(held), filled, dtype, device, equal_in_node)
+            yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by)
 
 
 def _elements(piece: Piece) -> Tensor:

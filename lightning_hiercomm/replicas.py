@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.shards import local, reshard, share_out, shares_of, whole
 
 
 class Replicas:
@@ -18,11 +20,14 @@ class Replicas:
     What an optimizer trains may change in mid-run: callbacks like BackboneFinetuning thaw parameters, or add groups. So
     a replica is made anew each time it is asked for, from what is trainable at that moment.
 
+    Where the module is sharded over the node, a replica holds this rank's shards.
+
     Args:
         module: What trains.
         optimizers: The user's own, outside of any wrapper.
         bucket_bytes: Upper bound of a bucket's size in bytes.
         average_buffers: Whether float buffers (BatchNorm statistics) agree together with the parameters.
+        node: The dimensions of the mesh over which the node shards the module, and their sizes.
     """
 
     def __init__(
@@ -31,33 +36,87 @@ class Replicas:
         optimizers: Sequence[Optimizer],
         bucket_bytes: int = 4 * 2**20,
         average_buffers: bool = True,
+        node: Mapping[str, int] | None = None,
     ) -> None:
         self.module = module
         self.optimizers = list(optimizers)
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
+        self._node = node or {}
 
     @property
     def device(self) -> torch.device:
         """Where the module's parameters live; the CPU if it has none."""
-        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        return next((local(parameter).device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def of(self, optimizer: Optimizer) -> Replica:
         """What agrees under an optimizer: its trainable parameters, and the buffers of the layers they belong to."""
         buffers = self._buffers_by_optimizer() if self.average_buffers else {}
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
-        named = self.module.named_parameters()
-        return Replica(trained_by(optimizer), buffers.get(own, ()), self.bucket_bytes, named)
+        trained = trained_by(optimizer)
+        self.have_written()  # or the module's parameters may be gathered ones
+        return Replica(
+            map(local, trained),
+            buffers.get(own, ()),
+            self.bucket_bytes,
+            [(name, local(parameter)) for name, parameter in self.module.named_parameters()],
+            shares_of(trained, self._node),
+        )
 
     def whole(self) -> Replica:
         """The module itself, whatever trains it: all parameters, frozen ones too, and the float buffers that agree."""
         floats = [b for b in self.module.buffers() if b.is_floating_point()] if self.average_buffers else []
-        return Replica((), [*self.module.parameters(), *floats], self.bucket_bytes)
+        self.have_written()
+        parameters = list(self.module.parameters())
+        shares = shares_of(parameters, self._node)
+        plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
+        sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
+        return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Whether the optimizer trains other parameters by now than those of ``replica``."""
-        trained, known = trained_by(optimizer), replica.parameters
+        trained = [tensor for tensor in map(local, trained_by(optimizer)) if tensor.numel()]
+        known = replica.parameters
         return len(trained) != len(known) or any(a is not b for a, b in zip(trained, known, strict=True))
+
+    def have_written(self) -> None:
+        """Tell the module that somebody wrote to its parameters outside of a training step."""
+        if self._node:
+            reshard(self.module)
+
+    def whole_state(
+        self, optimizer: Optimizer, replica: Replica, held: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """State that a scheme has for this rank's shares of parameters, for the whole parameters.
+
+        Args:
+            optimizer: Trains the parameters.
+            replica: Holds the shares.
+            held: By name, the state of every parameter of ``replica``: one value per element, or one for all.
+
+        Returns:
+            By name, the state of every parameter that the optimizer trains, in its order: DTensors where it is sharded.
+        """
+        by_tensor = {id(tensor): state for tensor, state in zip(replica.parameters, held, strict=True)}
+        first, of_first = next(zip(replica.parameters, held, strict=True), (None, {}))
+        states = []
+        for parameter in trained_by(optimizer):
+            share = local(parameter)
+            own = by_tensor.get(id(share), {})
+            if not share.numel():  # there is nothing of it on this rank, but there is on others
+                per_element = {name: first is not None and v.shape == first.shape for name, v in of_first.items()}
+                own = {name: share.clone() if per_element[name] else v for name, v in of_first.items()}
+            states.append({name: whole(v, parameter) if v.shape == share.shape else v for name, v in own.items()})
+        return states
+
+    def held_state(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Undo :meth:`whole_state`; the whole may be plain tensors, as another strategy writes them. Collective."""
+        held = []
+        for parameter, state in zip(trained_by(optimizer), states, strict=True):
+            own = {name: share_out(v, parameter) if v.shape == parameter.shape else v for name, v in state.items()}
+            if local(parameter).numel():
+                held.append(own)
+        return held
 
     def _buffers_by_optimizer(self) -> dict[int, list[Tensor]]:
         """Float buffers, each under the optimizer that trains the layer it belongs to (else the first)."""
@@ -75,9 +134,9 @@ def trained_by(optimizer: Optimizer) -> list[Tensor]:
     return list(dict.fromkeys(trained))
 
 
-def broadcast_values(module: nn.Module, world: Communicator) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
-    for bucket in Replica([*module.parameters(), *module.buffers()]).buckets:
+def broadcast_values(tensors: Sequence[Tensor], group: Communicator) -> None:
+    """Give every rank of a group the values of its first rank."""
+    for bucket in Replica(tensors).buckets:
         flat = bucket.pack()
-        world.broadcast(flat, source=0).wait()
+        group.broadcast(flat, source=0).wait()
         bucket.unpack(flat)

@@ -174,7 +174,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         module, intra, world = self._module, self._topology.intra, self._topology.world
-        broadcast_values(module, world)  # DDP over the node would leave the nodes with different initial values
+        # DDP over the node would leave the nodes with different initial values
+        broadcast_values([*module.parameters(), *module.buffers()], world)
         _lightning.keep_sync_batchnorm_in_group(module, process_group(intra))
         # its own group tells DDP which parameters nobody used: those get no gradient
         group = process_group(world if self.scheme.gradients == "world" else intra)

@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Connect, Handle, finished, wait_all
 from lightning_hiercomm.comm.meter import Meter
+
+
+class Holders:
+    """The ranks of a node that hold the same values, seen from one of them: each carries a part between the nodes.
+
+    Args:
+        group: These ranks. None: this one alone.
+        lanes: Into how many equal parts the values are cut; ranks beyond these carry none.
+    """
+
+    def __init__(self, group: Communicator | None = None, lanes: int = 1) -> None:
+        self.group = group
+        self.lanes = lanes
+        self.size = 1 if group is None else group.size
+        self.place = 0 if group is None else group.rank
+
+    def part(self, flat: Tensor) -> Tensor:
+        """What this rank carries: a view, empty if that is nothing.
+
+        Args:
+            flat: 1-D, a multiple of :attr:`lanes` elements.
+        """
+        part = flat.numel() // self.lanes
+        return flat[self.place * part : (self.place + 1) * part] if self.place < self.lanes else flat[:0]
+
+    def share(self, flat: Tensor) -> Handle:
+        """Give every holder all parts of ``flat``, in place."""
+        if self.group is None or self.size == self.lanes == 1:
+            return finished
+        if self.size == self.lanes:
+            return self.group.all_gather(flat, self.part(flat))
+        part = flat.numel() // self.lanes
+        return _All([self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.lanes)])
+
+    def broadcast(self, flat: Tensor, source: int) -> Handle:
+        """Give every holder what the one in place ``source`` has, in place."""
+        return finished if self.group is None else self.group.broadcast(flat, source)
 
 
 class Topology:
@@ -29,6 +66,8 @@ class Topology:
         world: All ranks.
         intra: The ranks of this node.
         inter: The ranks of this rank's lane, or None if this rank is in none.
+        holders: Who holds what this rank holds: ``"node"``, all ranks of its node; ``"rank"``, it alone; and the groups
+            that :meth:`divide` has made.
         is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
     """
 
@@ -51,10 +90,12 @@ class Topology:
         self.lanes = min(map(len, self.nodes))
         self._connect = connect
         self._siblings: list[Topology] = []
+        self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
         self.world = self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
         self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
+        self.holders = {"node": Holders(self.intra, self.lanes), "rank": Holders()}
         self.set_weights(weights or [1.0] * self.world_size)
 
     def set_weights(self, weights: Sequence[float]) -> None:
@@ -102,23 +143,32 @@ class Topology:
         Args:
             flat: 1-D, a multiple of :attr:`lanes` elements.
         """
-        part = flat.numel() // self.lanes
-        lane = self.local_rank
-        return flat[lane * part : (lane + 1) * part] if lane < self.lanes else flat[:0]
+        return self.holders["node"].part(flat)
 
     def share_lane_parts(self, flat: Tensor) -> Handle:
         """Give every rank of the node all lanes' parts of ``flat``, in place."""
-        if self.ranks_on_node == self.lanes:
-            return self.intra.all_gather(flat, self.lane_part(flat)) if self.lanes > 1 else finished
-        part = flat.numel() // self.lanes
-        return _All([self.intra.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.lanes)])
+        return self.holders["node"].share(flat)
+
+    def divide(self, groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Tell groups of ranks apart, inside the nodes, which hold values that the rest of their node does not.
+
+        Args:
+            groups: By name, disjoint groups that hold every rank once, of one size, and alike on all nodes.
+
+        Collective.
+        """
+        for name, ranks in groups.items():
+            self._groups[name] = ranks
+            self.holders[name] = Holders(self._require(self._connect(ranks, "intra")), len(ranks[0]))
 
     def twin(self) -> Topology:
         """The same nodes with communicators of their own, for moves launched beside the training thread. Collective.
 
         It goes by this topology's weights, and is closed together with it.
         """
-        return self._sibling(self.nodes)
+        sibling = self._sibling(self.nodes)
+        sibling.divide(self._groups)
+        return sibling
 
     def ranks_as_nodes(self) -> Topology:
         """The same ranks with the same weights, each as a node of its own. Collective; closed together with this."""
@@ -136,7 +186,8 @@ class Topology:
         self.is_closed = True
         for sibling in self._siblings:
             sibling.close()
-        for communicator in (self.world, self.intra, self.inter):
+        divided = [self.holders[name].group for name in self._groups]
+        for communicator in (self.world, self.intra, self.inter, *divided):
             if communicator is not None:
                 communicator.close()
 

@@ -56,6 +56,6 @@ def ddp_inter_bytes(topology: Topology, schemes: Sequence[Scheme], steps: float)
     """
     if topology.num_nodes == 1 or not schemes:
         return 0.0
-    gradients = sum(p.numel() * p.element_size() for scheme in schemes for p in scheme.replica.parameters)
+    gradients = sum(scheme.replica.whole_bytes for scheme in schemes)
     ranks = topology.world_size
     return 2 * (ranks - 1) / ranks * gradients / len(schemes) * topology.num_nodes * steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from lightning_hiercomm.agreed_model import AgreedModel
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
-from lightning_hiercomm.schemes.gradients import gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.topology import Topology
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ class TrainingRun:
         topology: The nodes.
         wire: Payload type between nodes.
         average_optimizer_state: Whether agreements also average the optimizers' state.
+        gradients: The way of the module's gradients. Default: the one that the scheme asks for.
 
     Attributes:
         schemes: One per optimizer, in their order.
@@ -45,12 +46,13 @@ class TrainingRun:
         topology: Topology,
         wire: Wire | None = None,
         average_optimizer_state: bool = False,
+        gradients: GradientPath | None = None,
     ) -> None:
         self.replicas = replicas
         self.topology = topology
         self.wire = wire or Wire()
         self.schemes = [copy.deepcopy(scheme) for _ in replicas.optimizers]
-        self.gradients = gradient_path(
+        self.gradients = gradients or gradient_path(
             scheme.gradients, topology, replicas.device, self.wire, piece_bytes=replicas.bucket_bytes
         )
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
@@ -131,12 +133,39 @@ class TrainingRun:
         """The run is over: every rank holds the agreed parameters."""
         for scheme in self.schemes:
             scheme.finish()
+        self.replicas.have_written()
 
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
         self.agreed_model.average_module()
         for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
             scheme.follow(self.replicas.of(optimizer))
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """The state that all replicas share, one per scheme; of a sharded module, for whole parameters. Collective."""
+        schedules = [scheme.schedule() for scheme in self.schemes]
+        for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
+            if "outer" in schedule:
+                state = self.replicas.whole_state(optimizer, scheme.replica, schedule["outer"]["state"])
+                schedule["outer"] = {**schedule["outer"], "state": state}
+        return schedules
+
+    def load_schedules(self, schedules: Sequence[Mapping[str, Any]]) -> None:
+        """Restore :meth:`schedules`: all ranks go on from the parameters that the module holds. Collective.
+
+        Raises:
+            ValueError: If they are those of a run with another number of optimizers.
+        """
+        if len(schedules) != len(self.schemes):
+            raise ValueError(
+                f"the checkpoint holds {len(schedules)} schemes, but this run has {len(self.schemes)} optimizers"
+            )
+        for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
+            outer = schedule.get("outer")
+            if outer is not None:
+                outer = {**outer, "state": self.replicas.held_state(optimizer, outer["state"])}
+                schedule = {**schedule, "outer": outer}
+            scheme.load_schedule(schedule)
 
     def close(self, timeout: float) -> None:
         """End background threads, also after an error; not collective.

@@ -370,3 +370,38 @@ def test_ddp_strategy_takes_any_keyword_and_ddp_only_its_own():
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     assert {"process_group", "device_mesh", "output_device", "dim", "find_unused_parameters"} <= known.keys()
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+
+
+def test_a_dtensors_local_tensor_is_always_the_same_one(process_group):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    layer = torch.nn.Linear(3, 2)
+    torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    assert _lightning.fully_sharded_modules(torch.nn.Sequential(layer, torch.nn.ReLU())) == [layer]
+    local = _lightning.local_tensor(layer.weight)
+    assert local is _lightning.local_tensor(layer.weight)
+    assert local.data_ptr() == layer.weight.to_local().data_ptr()
+    layer(torch.ones(1, 3)).sum().backward()
+    layer.reshard()
+    with torch.no_grad():
+        local.fill_(7.0)
+    assert layer.weight.full_tensor().tolist() == [[7.0] * 3] * 2
+
+
+def test_fsdp2_goes_on_with_gathered_parameters_unless_told_to_reshard(process_group):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    local = _lightning.local_tensor(layer.weight)
+    with torch.no_grad():
+        layer(torch.ones(1, 1))  # the root stays gathered after it
+        local.fill_(7.0)
+        _lightning.fully_sharded_modules(layer)[0].reshard()
+        assert layer(torch.ones(1, 1)).item() == 7.0
+
+
+def test_directories_of_shards_keep_the_rest_in_a_file_that_lightning_looks_for(tmp_path):
+    from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
+
+    assert not _is_sharded_checkpoint(tmp_path)
+    (tmp_path / _lightning.METADATA_FILENAME).touch()
+    assert _is_sharded_checkpoint(tmp_path)

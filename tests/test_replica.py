@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replica import Replica, Share
 from lightning_hiercomm.schemes.averaging import Average
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -214,3 +214,56 @@ def test_bits_survive_packing_even_of_nan_and_negative_zero(dtype):
     (bucket,) = Replica([tensor]).buckets
     bucket.unpack(bucket.pack())
     assert torch.equal(tensor.view(torch.uint8), before)
+
+
+@st.composite
+def sharded(draw):
+    """Whole tensors, and for each of a node's ranks its shares of them: whole rows, as FSDP2 deals them."""
+    ranks = draw(st.integers(1, 4))
+    shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=5))
+    wholes = [torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) for rows, columns in shapes]
+    offset = 0
+    for whole in wholes:
+        whole += offset
+        offset += whole.numel()
+    held = [[] for _ in range(ranks)]
+    for whole in wholes:
+        rows = -(-len(whole) // ranks)
+        for rank in range(ranks):
+            part = whole[rank * rows : (rank + 1) * rows].clone()
+            start = min(rank * rows, len(whole)) * whole.shape[1]
+            held[rank].append((part, Share("rank", whole.numel(), start)))
+    return wholes, held
+
+
+@given(sharded(), st.integers(1, 9))
+def test_a_cut_by_number_is_the_same_however_the_tensors_are_sharded(case, into):
+    wholes, held = case
+    expected = [sorted(e for b in part for e in b.pack().tolist()) for part in Replica(wholes).cut(into)]
+    replicas = [Replica([t for t, _ in own], shares={id(t): share for t, share in own}) for own in held]
+    parts = [replica.cut(into) for replica in replicas]
+    assert {len(own) for own in parts} == {len(expected)}
+    for index, elements in enumerate(expected):
+        assert sorted(e for own in parts for bucket in own[index] for e in bucket.pack().tolist()) == elements
+    assert {replica.whole_bytes for replica in replicas} == {Replica(wholes).nbytes}
+
+
+def test_shares_without_a_run_are_cut_in_proportion_and_holders_are_kept_apart():
+    columns, everywhere = torch.arange(8.0), torch.arange(100.0, 104.0)
+    shares = {id(columns): Share("rank", 16)}
+    replica = Replica([columns, everywhere], shares=shares)
+    assert [bucket.held_by for bucket in replica.buckets] == ["node", "rank"]
+    parts = replica.cut(2)
+    assert [[(b.held_by, b.pack().tolist()) for b in part] for part in parts] == [
+        [("rank", [0, 1, 2, 3, 4])],
+        [("node", [100, 101, 102, 103]), ("rank", [5, 6, 7])],
+    ]
+
+
+def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
+    first, second = torch.ones(2), torch.empty(0)
+    shares = {id(first): Share("rank", 4, 0), id(second): Share("rank", 1, 1)}
+    replica = Replica([first, second], named=[("a.x", first), ("b.x", second)], shares=shares)
+    by_name = replica.cut(["b"])
+    assert [[bucket.numel for bucket in part] for part in by_name] == [[0], [2]]
+    assert by_name[0][0].pack().tolist() == []

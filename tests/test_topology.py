@@ -145,3 +145,25 @@ def test_nodes_must_hold_every_rank_once(nodes):
 def test_weights_must_be_positive_and_one_per_rank(weights):
     with pytest.raises(ValueError, match="2 positive numbers"):
         on_ranks(lambda topology: topology, [[0], [1]], weights)
+
+
+def test_groups_inside_the_nodes_hold_values_of_their_own():
+    nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    pairs = {"pair": [[0, 1], [2, 3], [4, 5], [6, 7]]}
+
+    def work(topology):
+        topology.divide(pairs)
+        assert topology.twin().holders["pair"].group is not topology.holders["pair"].group
+        flat = torch.arange(4.0) + 10 * topology.rank
+        pair, alone = topology.holders["pair"], topology.holders["rank"]
+        assert (pair.lanes, pair.place, pair.size) == (2, topology.rank % 2, 2)
+        assert (alone.lanes, alone.place, alone.size) == (1, 0, 1)
+        assert alone.part(flat).tolist() == flat.tolist()
+        alone.share(flat).wait()
+        pair.share(flat).wait()
+        topology.close()
+        return flat.tolist()
+
+    results = on_ranks(work, nodes)
+    for first in range(0, 8, 2):
+        assert results[first] == results[first + 1] == [10 * first, 10 * first + 1, 10 * first + 12, 10 * first + 13]

@@ -139,7 +139,7 @@ def test_every_rank_starts_from_the_values_of_rank_zero():
         module = nn.BatchNorm1d(1)
         for tensor in (module.weight, module.running_mean):
             nn.init.constant_(tensor, float(topology.rank + 1))
-        broadcast_values(module, topology.world)
+        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
         return [module.weight.item(), module.running_mean.item()]
 
     assert on_ranks(work, [[0], [1]]) == [[1.0, 1.0], [1.0, 1.0]]

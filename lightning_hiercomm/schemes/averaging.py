@@ -20,7 +20,7 @@ from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.schemes.lane_sum import LaneSum
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.topology import Holders, Topology
 
 _BUCKETS_IN_FLIGHT = 3
 _STEPS_TOLD_APART = 4096
@@ -31,6 +31,7 @@ class Average(Carrier):
 
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
     over its lane, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread over all its links.
+    Where a rank holds a part of the model anyway, nothing is left to gather.
     While one bucket is gathered the next are already on the wire. Values that differ inside a node are summed there
     first, each rank getting the sum of its own part.
 
@@ -65,7 +66,6 @@ class Average(Carrier):
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self.through = through or topology
-        self.parts_per_bucket = topology.lanes
         self.wire = wire or Wire()
         self.equal_in_node = equal_in_node
         self._device = replica.device
@@ -77,9 +77,9 @@ class Average(Carrier):
 
     def anchor(self) -> None:
         if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
-            whole = [bucket.pack(multiple_of=self.topology.lanes) for bucket in self.buckets]
-            self.anchors = [self.remembered(flat).clone() for flat in whole]
-            feedback = [self._sum.feedback(self.remembered(flat)) for flat in whole]
+            whole = [bucket.pack(multiple_of=self.parts_of(index)) for index, bucket in enumerate(self.buckets)]
+            self.anchors = [self.remembered(flat, index).clone() for index, flat in enumerate(whole)]
+            feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
             self._feedback = [each for each in feedback if each is not None]
 
     # ---- waited for ----------------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ class Average(Carrier):
 
         for index in indexes:
             bucket, is_last = self.buckets[index], index == indexes[-1]
-            flat = bucket.pack(bucket.empty(self.topology.lanes, extra=int(carries_step and is_last)))
+            flat = bucket.pack(bucket.empty(self.parts_of(index), extra=int(carries_step and is_last)))
             if carries_step and is_last:
                 flat[-1] = step % _STEPS_TOLD_APART
-            summed_in_node = self._sum_in_node(bucket, flat, self.through.intra)
+            summed_in_node = self._sum_in_node(index, flat, self.through.intra)
             in_flight.append((bucket, flat, self._between_nodes(index, flat, summed_in_node, waiting=True)))
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 finish()
@@ -131,11 +131,11 @@ class Average(Carrier):
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
     ) -> Move:
         bucket = self.buckets[index]
-        sent = bucket.pack(multiple_of=self.topology.lanes)
+        sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
         background.uses(flat)
         # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
-        summed_in_node = self._sum_in_node(bucket, flat, self.topology.intra)
+        summed_in_node = self._sum_in_node(index, flat, self.topology.intra)
         if summed_in_node is None:
             return Move(index, flat, sent, background.submit(self._between_nodes(index, flat, None)))
         if outbound is None:
@@ -155,31 +155,37 @@ class Average(Carrier):
     def _take_turn(self, turn: int) -> None:
         """Whose turn it is to carry; here, always everyone's."""
 
-    def carried(self, flat: Tensor, index: int = 0) -> Tensor:
-        return self.topology.lane_part(flat)
+    def parts_of(self, index: int) -> int:
+        return self._holders(index).lanes
 
-    def share(self, flat: Tensor, index: int = 0) -> Handle:
-        return self.through.share_lane_parts(flat)
+    def carried(self, flat: Tensor, index: int) -> Tensor:
+        return self._holders(index).part(flat)
 
-    def sharing(self) -> Callable[[Tensor], Handle]:
+    def share(self, flat: Tensor, index: int) -> Handle:
+        return self._holders(index).share(flat)
+
+    def sharing(self, index: int) -> Callable[[Tensor], Handle]:
         """What shares a packed bucket that is launched now."""
-        return self.share
+        return self._holders(index).share
 
-    def remembered(self, flat: Tensor) -> Tensor:
+    def remembered(self, flat: Tensor, index: int) -> Tensor:
         """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
-        return self.carried(flat)
+        return self.carried(flat, index)
 
-    def _sum_in_node(self, bucket: Bucket, flat: Tensor, intra: Communicator) -> Callable[[], None] | None:
+    def _holders(self, index: int) -> Holders:
+        return self.through.holders[self.buckets[index].held_by]
+
+    def _sum_in_node(self, index: int, flat: Tensor, intra: Communicator) -> Callable[[], None] | None:
         """Start to sum values that differ inside the node, each rank's with its weight; None if they do not.
 
         Returns:
             A function that waits, and leaves the sum in the part of ``flat`` that this rank carries.
         """
-        if bucket.equal_in_node and self.equal_in_node:
+        if self.buckets[index].equal_in_node and self.equal_in_node:
             return None
         topology = self.topology
         flat.mul_(topology.rank_weight)
-        part = self.carried(flat)
+        part = self.carried(flat, index)
         if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
             node_sum = torch.empty_like(part)
             summed = intra.reduce_scatter(node_sum, flat)
@@ -199,7 +205,7 @@ class Average(Carrier):
         Returns:
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
-        part, share, weight = self.carried(flat), self.sharing(), self.topology.node_weight
+        part, share, weight = self.carried(flat, index), self.sharing(index), self.topology.node_weight
         has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
         if summed_in_node is not None:
@@ -228,7 +234,7 @@ class Average(Carrier):
                 part.add_(anchor[: part.numel()])
             share(flat).wait()
             if anchor is not None and self._land is None:
-                anchor.copy_(self.remembered(flat))
+                anchor.copy_(self.remembered(flat, index))
 
         return complete
 
@@ -251,7 +257,7 @@ class Average(Carrier):
         Its mean over all ranks then comes back. That takes a lane that carries whole buckets, in a type with digits.
         """
         return (
-            self.topology.lanes == 1
+            self.topology.holders[bucket.held_by].lanes == 1
             and self._land is None
             and bucket.dtype.itemsize >= 4
             and not self.wire.compresses(bucket.dtype)
@@ -277,13 +283,13 @@ class RotatingAverage(Average):
     def _take_turn(self, turn: int) -> None:
         self.carrier = turn % self.topology.lanes
 
-    def carried(self, flat: Tensor, index: int = 0) -> Tensor:
+    def carried(self, flat: Tensor, index: int) -> Tensor:
         return flat if self.topology.local_rank == self.carrier else flat[:0]
 
-    def sharing(self) -> Callable[[Tensor], Handle]:
+    def sharing(self, index: int) -> Callable[[Tensor], Handle]:
         return partial(self.through.intra.broadcast, source=self.carrier)
 
-    def remembered(self, flat: Tensor) -> Tensor:
+    def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
 
 

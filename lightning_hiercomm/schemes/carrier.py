@@ -31,7 +31,6 @@ class Carrier(ABC):
         topology: The nodes and their weights.
         through: Whose communicators carry it.
         anchors: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
-        parts_per_bucket: Into how many equal parts a packed bucket is cut.
         disagreement: How far this node was from what came back.
     """
 
@@ -39,8 +38,11 @@ class Carrier(ABC):
     topology: Topology
     through: Topology
     anchors: Sequence[Tensor] = ()
-    parts_per_bucket: int
     disagreement: Disagreement
+
+    @abstractmethod
+    def parts_of(self, index: int) -> int:
+        """Into how many equal parts a packed bucket is cut."""
 
     @abstractmethod
     def begin(self, step: int, turn: int) -> Handle:
@@ -102,7 +104,7 @@ class Carrier(ABC):
     @torch.no_grad()
     def whole(self, index: int, part: Tensor) -> Tensor:
         """A packed bucket, made of the parts of the node's ranks; of the part's dtype. Collective over the node."""
-        flat = self.buckets[index].empty(self.parts_per_bucket, dtype=part.dtype)
+        flat = self.buckets[index].empty(self.parts_of(index), dtype=part.dtype)
         self.carried(flat, index).copy_(part)
         self.share(flat, index).wait()
         return flat

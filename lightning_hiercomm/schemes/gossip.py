@@ -291,7 +291,7 @@ class Gossip(Scheme):
     def _cut(self, replica: Replica) -> list[Bucket]:
         """The parameters as segments: flat, in an order that is the same on every rank."""
         if self.segment_bytes is not None:
-            return Replica(replica.parameters, bucket_bytes=self.segment_bytes).buckets
+            return replica.in_buckets_of(self.segment_bytes)
         return [bucket for part in replica.cut(self.segments) for bucket in part]
 
     def _compare_with_other_ranks(self) -> None:

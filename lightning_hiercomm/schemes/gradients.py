@@ -159,6 +159,60 @@ class WorldSum(GradientPath):
         return known
 
 
+class NodesMean(GradientPath):
+    """The mean over the nodes of gradients that every rank holds for its part of the model, once it holds them.
+
+    Args:
+        topology: The nodes and their weights.
+        wire: What gradients look like between nodes.
+    """
+
+    tier = "inter"
+
+    def __init__(self, topology: Topology, wire: Wire) -> None:
+        self._topology = topology
+        self._lane_sum = LaneSum(wire.codec, topology.inter)
+        self._feedback: dict[int, Feedback] = {}
+
+    @torch.no_grad()
+    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank") -> Handle:
+        """Average a bucket in place.
+
+        Args:
+            bucket: 1-D, as many equal parts as it has holders.
+            index: Its place among the model's buckets.
+            held_by: Which ranks of the node hold it.
+        """
+        holders = self._topology.holders[held_by]
+        part = holders.part(bucket.mul_(self._topology.node_weight))
+        known = self._feedback.get(index)
+        if known is None or known.sender.numel() != part.numel():
+            known = self._lane_sum.feedback(part)
+            if known is not None:
+                self._feedback[index] = known
+        return _Completed(self._lane_sum.launch(part, known, waiting=True), lambda: holders.share(bucket).wait())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"feedback": [(index, feedback.state_dict()) for index, feedback in self._feedback.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for index, saved in state["feedback"]:
+            self._feedback[index] = Feedback(saved["sender"].clone(), saved["reducer"].clone())
+
+
+class _Completed(Handle):
+    def __init__(self, *steps: Callable[[], None]) -> None:
+        self._steps = steps
+
+    def wait(self) -> None:
+        steps, self._steps = self._steps, ()
+        for step in steps:
+            step()
+
+    def is_done(self) -> bool:
+        return not self._steps
+
+
 def gradient_path(
     gradients: Gradients, topology: Topology, device: torch.device, wire: Wire, piece_bytes: int
 ) -> GradientPath:

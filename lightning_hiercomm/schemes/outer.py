@@ -182,7 +182,7 @@ class OuterOptimizer(Merge):
                 if not is_elementwise(value, name, piece.tensor):
                     optimizer.state[part][name] = value.clone()
                     continue
-                flat = bucket.empty(carrier.parts_per_bucket, dtype=value.dtype)
+                flat = bucket.empty(carrier.parts_of(index), dtype=value.dtype)
                 for (p, values), of_tensor in zip(bucket.split(flat), known, strict=True):
                     if name in of_tensor:
                         values.copy_(of_tensor[name].reshape(-1)[p.start :][: p.length])

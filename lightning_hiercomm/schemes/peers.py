@@ -15,13 +15,14 @@ from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.in_flight import Move
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.topology import Holders, Topology
 
 
 class Peers:
     """Sends shares of segments to other nodes, and takes theirs.
 
-    Local rank ``s mod L`` carries segment ``s``, so all links of a node work, and shares what arrived with its node.
+    Of the L ranks of a node that hold a segment ``s``, the one in place ``s mod L`` carries it, so all links of a node
+    work, and shares what arrived with the others.
 
     Args:
         segments: What is exchanged, each as a whole.
@@ -63,12 +64,16 @@ class Peers:
         return self.round(step, index).push(weights) if self._push_sum else list(weights)
 
     def carrier(self, index: int) -> int:
-        """The local rank that carries a segment."""
-        return index % self._topology.lanes
+        """The place, among its holders, of the rank that carries a segment."""
+        return index % self._holders(index).lanes
 
     def carries(self, index: int) -> bool:
         """Whether this rank carries a segment."""
-        return self.carrier(index) == self._topology.local_rank
+        return self.carrier(index) == self._holders(index).place
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        """Give every holder what the rank that carries a segment has got, in place."""
+        return self._holders(index).broadcast(flat, source=self.carrier(index))
 
     @torch.no_grad()
     def start(
@@ -100,7 +105,7 @@ class Peers:
             def receive() -> None:
                 if then is not None:
                     then(flat[:0])
-                self._share(index, flat)
+                self.share(flat, index).wait()
 
             return Move(index, flat, flat, background.submit(receive))
         round_ = self.round(step, index)
@@ -132,12 +137,12 @@ class Peers:
                 change.add_(own, alpha=more_came)
             if then is not None:
                 then(change)
-            self._share(index, change)
+            self.share(change, index).wait()
 
         return Move(index, flat, flat, background.submit(collect))
 
-    def _share(self, index: int, flat: Tensor) -> None:
-        self._beside.intra.broadcast(flat, source=self.carrier(index)).wait()
+    def _holders(self, index: int) -> Holders:
+        return self._beside.holders[self.segments[index].held_by]
 
     def _compare(self, index: int, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> None:
         """Note how far apart this node's and a peer's parameters are."""
@@ -167,8 +172,6 @@ class PeerMean(Carrier):
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         land: As for :class:`~lightning_hiercomm.schemes.averaging.Average`.
     """
-
-    parts_per_bucket = 1
 
     def __init__(
         self,
@@ -231,11 +234,14 @@ class PeerMean(Carrier):
             self._background.hands_out(move.flat)
             take(self.buckets[move.index], move.flat)
 
+    def parts_of(self, index: int) -> int:
+        return 1
+
     def carried(self, flat: Tensor, index: int) -> Tensor:
         return flat if self._peers.carries(index) else flat[:0]
 
     def share(self, flat: Tensor, index: int) -> Handle:
-        return self.through.intra.broadcast(flat, source=self._peers.carrier(index))
+        return self._peers.share(flat, index)
 
     def _check(self, round_: Round) -> None:
         if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):

@@ -8,7 +8,7 @@ from harness import on_ranks
 
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replica import Replica, Share
 from lightning_hiercomm.schemes.averaging import Average
 
 
@@ -60,3 +60,25 @@ def test_the_step_costs_no_message_of_its_own_between_nodes_of_one_lane():
     (_, counters), *_ = agree([[0], [1]], [3, 3], bucket_bytes=1024)
     assert counters["inter_messages"] == 1
     assert counters["inter_bytes"] == (5 + 1) * 4
+
+
+@pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
+def test_parts_that_ranks_hold_alone_are_averaged_with_the_same_parts_of_other_nodes(wire):
+    def work(topology):
+        rank = topology.rank
+        own, everywhere, statistics = torch.zeros(3), torch.zeros(5), torch.zeros(2)
+        shares = {id(own): Share("rank", 6, 3 * (rank % 2))}
+        average = Average(Replica([own, everywhere], [statistics], shares=shares), topology, wire)
+        own += rank
+        everywhere += rank // 2
+        statistics += rank
+        average(3)
+        return own.tolist(), everywhere.tolist(), statistics.tolist(), topology.meter.snapshot()["intra_bytes"]
+
+    everyone = on_ranks(work, [[0, 1], [2, 3]], [1.0, 1.0, 3.0, 3.0])
+    for rank, (own, everywhere, statistics, intra_bytes) in enumerate(everyone):
+        assert own == [0.25 * (rank % 2) + 0.75 * (rank % 2 + 2)] * 3
+        assert everywhere == [0.75] * 5
+        assert statistics == [2.0] * 2  # (0 + 1) / 8 + 3 (2 + 3) / 8
+        # half of the five (and one of padding) that both hold, and for the statistics a half there and back
+        assert intra_bytes == 4 * 3 + 2 * 4

@@ -1,0 +1,39 @@
+"""The language model, with the model whole on every rank and sharded over the node."""
+
+import re
+
+import pytest
+
+
+def bits(output):
+    assert "Communication of 60 optimizer steps on 4 ranks" in output
+    assert float(re.search(r"([\d.]+) times what was sent", output)[1]) > 5
+    found = re.search(r"needs ([\d.]+) bits for a byte of held-out text", output)
+    assert found is not None, output
+    return float(found[1])
+
+
+@pytest.mark.slow
+def test_both_ways_inside_the_node_learn_the_same(folder):
+    example = folder.examples / "language_model"
+    learnt = [
+        bits(
+            folder.run(
+                "language_model/main.py",
+                "fit",
+                *("--config", example / "config.yaml", "--config", example / f"{inside}.yaml"),
+                *("--trainer.max_steps=60", "--trainer.val_check_interval=60", "--data.context=32"),
+            )
+        )
+        for inside in ("ddp", "fsdp2")
+    ]
+    assert learnt[0] < 4.5  # 8 know nothing
+    assert abs(learnt[0] - learnt[1]) <= 0.01
+
+
+def test_the_large_configuration_is_valid_and_its_memory_is_calculated(folder):
+    large = folder.examples / "language_model" / "one_billion.yaml"
+    assert "wire_dtype: int4" in folder.run("language_model/main.py", "fit", "--config", large, "--print_config")
+    out = folder.run("language_model/memory.py")
+    assert "1.03 billion parameters over 8 GPUs; calculated" in out
+    assert re.search(r"\| together \| \d\.\d\d \|", out)

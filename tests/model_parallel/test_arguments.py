@@ -1,0 +1,109 @@
+"""What cannot work is refused before training, with a remedy."""
+
+from __future__ import annotations
+
+import pickle
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from model_parallel.conftest import trainer
+from model_parallel.sharded import Net
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_hiercomm import (
+    DASO,
+    Agreement,
+    DiLoCo,
+    Gossip,
+    HierarchicalModelParallelStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scheme": StepsDelay()}, "StepsDelay keeps the model on servers of its own: use HierarchicalStrategy"),
+        ({"scheme": "steps_delay"}, "StepsDelay keeps the model on servers"),
+        ({"scheme": Gossip(hierarchical=False)}, "every rank train a whole model .* use hierarchical=True"),
+        ({"scheme": PeriodicAveraging(gradients="none")}, "use gradients='node'"),
+        ({"scheme": DiLoCo(gradients="none")}, "use gradients='node'"),
+        ({"scheme": DASO()}, "one rank of a node carry the whole model in turn.* use exchange='sharded'"),
+        ({"scheme": Agreement(through="rotating")}, "use through='mean'"),
+        ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
+        ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_starts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HierarchicalModelParallelStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "message"),
+    [
+        ([[0, 1], [2]], {}, "the nodes have 1 or 2 ranks.* use nodes of equal size, or HierarchicalStrategy"),
+        ([[0, 1], [2, 3]], {"tensor_parallel_size": 3}, "must be the 2 ranks of a node"),
+        (
+            [[0, 1], [2, 3]],
+            {"data_parallel_size": 4},
+            "data_parallel_size=4 times .* must be the 2",
+        ),
+    ],
+)
+def test_nodes_that_do_not_fit_the_mesh_are_refused(nodes, sizes, message):
+    def work(rank, world):
+        meter = Meter()
+        HierarchicalModelParallelStrategy(**sizes).make_mesh(Topology(nodes, rank, world.connect(rank, meter), meter))
+
+    with pytest.raises(ValueError, match=message):
+        ThreadWorld(sum(map(len, nodes))).run(work)
+
+
+def test_the_strategy_has_a_name_and_stands_before_lightnings():
+    assert "hierarchical_model_parallel" in StrategyRegistry
+    strategy = pickle.loads(pickle.dumps(HierarchicalModelParallelStrategy("daso")))
+    assert isinstance(strategy, ModelParallelStrategy)
+    assert strategy.scheme.exchange == "sharded"
+    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
+
+
+class OtherMesh(Net):
+    """Shards itself over a mesh of its own making."""
+
+    def shard(self) -> None:
+        fully_shard(self.net, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("mine",)))
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "message"),
+    [
+        (OtherMesh, [], "distributed over the mesh .*mine.*: apply parallelism to self.device_mesh"),
+        (Net, [WeightAveraging], "WeightAveraging needs whole parameters on every rank"),
+    ],
+)
+def test_modules_and_callbacks_that_cannot_be_followed_are_refused(module, callbacks, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    run = trainer(
+        HierarchicalModelParallelStrategy(), 1, callbacks=[make() for make in callbacks], default_root_dir=tmp_path
+    )
+    with pytest.raises(ValueError, match=message):
+        run.fit(module(replicas=1))
+
+
+def test_one_rank_trains_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    module = Net(replicas=1)
+    trainer(HierarchicalModelParallelStrategy("diloco"), 1, default_root_dir=tmp_path).fit(module)
+    assert module.report[-1] < module.report[0]
+    assert isinstance(module, pl.LightningModule)
+    assert all(torch.isfinite(torch.tensor(module.report)))

@@ -1,0 +1,174 @@
+"""Checkpoints of sharded nodes: whole in one file, or a directory of shards; and those that resume to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from model_parallel.conftest import trainer, whole_state
+from model_parallel.sharded import STEPS, Dropped
+
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+)
+
+SCHEMES = {
+    "all_reduce": AllReduce,
+    "periodic": lambda: PeriodicAveraging(5),
+    "daso": lambda: DASO(3, 2, 0, 0, exchange="sharded"),
+    "diloco": lambda: DiLoCo(6, fragments=2, staleness=2),
+    "gossip": lambda: Gossip(segments=3, overlap=True),
+}
+KINDS = {"file": False, "directory": True}
+SAVED_AT, DIES_AT = 7, 9
+
+
+class Dies(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == DIES_AT:
+            trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), **arguments):
+    module = Dropped("adamw")
+    strategy = HierarchicalModelParallelStrategy(
+        SCHEMES[name](),
+        ranks_per_node=2,
+        save_distributed_checkpoint=KINDS[kind],
+        checkpoint_replicas=replicas,
+        bucket_mb=1e-3,
+    )
+    saves = ModelCheckpoint(folder / name / kind, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
+    run = trainer(strategy, enable_checkpointing=True, callbacks=[saves, *callbacks], **arguments)
+    run.fit(module, ckpt_path=resume)
+    return {"state": whole_state(module), "losses": module.report}
+
+
+def _fit_whole(folder, resume=None, **arguments):
+    module = Dropped("adamw")
+    saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
+    strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, bucket_mb=1e-3)
+    run = trainer(strategy, enable_checkpointing=True, callbacks=[saves], **arguments)
+    run.fit(module, ckpt_path=resume)
+    return {"state": whole_state(module), "losses": module.report}
+
+
+def _train(folder):
+    """Each scheme without a break; then one that dies after its first checkpoint."""
+    results = {}
+    for name in SCHEMES:
+        kind = "directory" if name in ("daso", "gossip") else "file"
+        results[name] = _fit(folder, name, kind, max_steps=SAVED_AT, max_epochs=None)
+        results[name] = _fit(folder / "whole", name, kind)
+    _fit(folder, "diloco", "directory", max_steps=SAVED_AT, max_epochs=None)
+    _fit_whole(folder / "whole", max_steps=SAVED_AT, max_epochs=None)
+    torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
+    _fit(folder / "killed", "diloco", "file", callbacks=[Dies()])
+
+
+def _checkpoint(folder, name, kind):
+    return folder / name / kind / f"step={SAVED_AT}.ckpt"
+
+
+def _resume(folder):
+    results = {}
+    for name in SCHEMES:
+        kind = "directory" if name in ("daso", "gossip") else "file"
+        results["exact", name] = _fit(folder / "resumed", name, kind, _checkpoint(folder, name, kind))
+    results["exact", "killed"] = _fit(
+        folder / "resumed again", "diloco", "file", _checkpoint(folder / "killed", "diloco", "file")
+    )
+    for kind in KINDS:
+        path = _checkpoint(folder, "diloco", kind)
+        results["plain", kind] = _fit(folder / "plain", "diloco", kind, path, replicas=False)
+        module = Dropped("adamw")
+        run = trainer(ModelParallelStrategy(4, 1, save_distributed_checkpoint=False), max_epochs=2)
+        run.fit(module, ckpt_path=path)
+        results["Lightning", kind] = {"steps": run.global_step, "losses": module.report}
+        results["loaded", kind] = _loaded(ModelParallelStrategy(4, 1), path)
+    for saved_by in ("sharded", "whole"):
+        path = folder / "diloco" / "file" if saved_by == "sharded" else folder / "whole"
+        path = path / f"step={SAVED_AT}.ckpt"
+        results["whole", saved_by] = _fit_whole(folder / "whole again", path)
+        results["sharded", saved_by] = _fit(folder / "sharded again", "diloco", "file", path, replicas=False)
+    return results
+
+
+def _loaded(strategy, path, devices=4):
+    module = Dropped("adamw")
+    trainer(strategy, devices).validate(module, ckpt_path=path, verbose=False)
+    return whole_state(module)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def trained(launch, folder):
+    with pytest.raises(Exception, match="SIGKILL"):
+        launch(_train, folder=folder)
+    return [torch.load(folder / f"trained-{rank}.pt") for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def resumed(launch, folder, trained):
+    return launch(_resume, folder=folder)
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, "killed"])
+def test_a_run_resumes_to_the_bit(trained, resumed, name):
+    for before, after in zip(trained, resumed, strict=True):
+        expected, ours = before["diloco" if name == "killed" else name], after["exact", name]
+        assert ours["losses"] == expected["losses"][SAVED_AT:]
+        for parameter, values in expected["state"].items():
+            assert torch.equal(ours["state"][parameter], values), parameter
+
+
+def test_a_directory_resumes_like_a_file(resumed):
+    for results in resumed:
+        assert results["plain", "file"]["losses"] == results["plain", "directory"]["losses"]
+
+
+@pytest.mark.parametrize("saved_by", ["sharded", "whole"])
+def test_files_go_to_ranks_that_hold_all_and_come_from_them(resumed, saved_by):
+    for results in resumed:
+        ours, expected = results["sharded", saved_by], results["whole", saved_by]
+        torch.testing.assert_close(ours["losses"], expected["losses"], rtol=0, atol=1e-5)
+        for name, values in expected["state"].items():
+            if "running" not in name:  # DDP lets a node's ranks follow the first one's statistics
+                torch.testing.assert_close(ours["state"][name], values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lightnings_own_strategy_goes_on_from_it(folder, resumed, kind):
+    saved = torch.load(_checkpoint(folder, "diloco", "file"), weights_only=True)
+    for results in resumed:
+        assert results["Lightning", kind]["steps"] == 2 * STEPS
+        assert len(results["Lightning", kind]["losses"]) == 2 * STEPS - SAVED_AT
+        for parameter, values in results["loaded", kind].items():
+            assert torch.equal(values, saved["state_dict"][parameter]), parameter
+
+
+def test_one_process_goes_on_from_a_file(folder, resumed, tmp_path):
+    path = _checkpoint(folder, "diloco", "file")
+    module = Dropped("adamw", replicas=1)
+    run = trainer("auto", 1, default_root_dir=tmp_path)
+    run.fit(module, ckpt_path=path, weights_only=True)
+    assert run.global_step == 2 * STEPS
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    assert [state["step"].item() for state in saved.values()] == [SAVED_AT] * len(list(module.parameters()))
+    assert [state["exp_avg"].shape for state in saved.values()] == [p.shape for p in module.parameters()]

@@ -1,0 +1,141 @@
+"""Lightning's own way to parallelise a module, unchanged, on nodes that agree by a scheme."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from model_parallel.conftest import trainer, whole_state
+from model_parallel.sharded import Meta, TensorParallel
+
+from lightning_hiercomm import (
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+)
+from lightning_hiercomm.shards import local
+
+SCHEMES = {
+    "all_reduce": AllReduce,
+    "periodic": lambda: PeriodicAveraging(5),
+    "diloco": lambda: DiLoCo(6, fragments=["net.w2"], staleness=1),
+    "gossip": lambda: Gossip(segments=["net.w1"]),
+}
+
+
+def _fit(module, strategy, devices):
+    run = trainer(strategy, devices)
+    run.fit(module)
+    return {
+        "state": whole_state(module),
+        "held_by": sorted({b.held_by for s in getattr(run.strategy, "schemes", []) for b in s.replica.buckets}),
+        "losses": module.report,
+        "inter_bytes": run.strategy.communication()["inter_bytes"] if hasattr(run.strategy, "communication") else 0,
+    }
+
+
+def _on_eight(_):
+    """Two nodes, each FSDP2 over two groups of two tensor parallel ranks."""
+    return {
+        name: _fit(
+            TensorParallel("adamw", replicas=4),
+            HierarchicalModelParallelStrategy(make(), tensor_parallel_size=2, ranks_per_node=4),
+            8,
+        )
+        for name, make in SCHEMES.items()
+    }
+
+
+def _on_four(_):
+    results = {
+        name: _fit(
+            TensorParallel("adamw", replicas=2),
+            HierarchicalModelParallelStrategy(make(), tensor_parallel_size="auto", ranks_per_node=2),
+            4,
+        )
+        for name, make in SCHEMES.items()
+    }
+    results["plain"] = _fit(TensorParallel("adamw", replicas=2), ModelParallelStrategy(2, 2), 4)
+    for name, make in SCHEMES.items():
+        results["whole", name] = _fit(
+            TensorParallel("adamw", replicas=4), HierarchicalStrategy(make(), ranks_per_node=2), 4
+        )
+    results["meta"] = _begin_on_meta()
+    return results
+
+
+def _begin_on_meta():
+    held = []
+
+    class Watch(Meta):
+        def on_train_start(self):
+            held.append([local(parameter) for parameter in self.parameters()])
+            held.append([tensor.clone() for tensor in held[0]])
+
+    module = Watch("adamw")
+    trainer(HierarchicalModelParallelStrategy(PeriodicAveraging(5), ranks_per_node=2)).fit(module)
+    after = [local(parameter) for parameter in module.parameters()]
+    assert all(now is before for now, before in zip(after, held[0], strict=True))  # or agreements went elsewhere
+    return {"first": held[1], "last": after, "losses": module.report}
+
+
+def _on_two(_):
+    return {
+        name: _fit(TensorParallel("adamw", replicas=2), HierarchicalStrategy(make(), ranks_per_node=1), 2)
+        for name, make in SCHEMES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def on_eight(launch):
+    return launch(_on_eight, ranks=8)
+
+
+@pytest.fixture(scope="module")
+def on_four(launch):
+    return launch(_on_four)
+
+
+@pytest.fixture(scope="module")
+def on_two(launch):
+    return launch(_on_two, ranks=2)
+
+
+def _same(ours, expected):
+    for parameter, values in expected["state"].items():
+        torch.testing.assert_close(ours["state"][parameter], values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_tensor_parallel_nodes_train_like_nodes_of_one_rank(on_four, on_two, name):
+    for results in on_four:
+        _same(results[name], on_two[0][name])
+        assert results[name]["held_by"] == ["node", "rank"]  # the norm is whole on every rank
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, on_four, name):
+    for results in on_eight:
+        _same(results[name], on_four[0]["whole", name])
+        assert results[name]["held_by"] == ["rank", "tensor_parallel"]
+    model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
+    if name == "periodic":  # agreements on 24 steps, and the first values: no copy of a part travels twice
+        sent = sum(results[name]["inter_bytes"] for results in on_eight)
+        steps_told_apart = 6 * 8 * 8
+        assert sent <= model * (2 * 6 + 1) + steps_told_apart
+
+
+def test_the_same_module_trains_under_lightnings_own_strategy(on_four):
+    assert on_four[0]["plain"]["losses"][-1] < on_four[0]["plain"]["losses"][0]
+
+
+def test_nodes_that_begin_on_the_meta_device_begin_equal(on_four):
+    for one, other in ((0, 2), (1, 3)):
+        first, second = on_four[one]["meta"], on_four[other]["meta"]
+        assert any(not torch.equal(a, b) for a, b in zip(first["first"], first["last"], strict=True))
+        for place in ("first", "last"):
+            assert all(torch.equal(a, b) for a, b in zip(first[place], second[place], strict=True))
+        assert first["losses"] != second["losses"]

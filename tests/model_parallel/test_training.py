@@ -1,0 +1,129 @@
+"""A sharded node trains like one that is not, whatever the scheme."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from model_parallel.conftest import trainer, whole_state
+from model_parallel.sharded import STEPS, Net
+
+from lightning_hiercomm import (
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    Ring,
+)
+from lightning_hiercomm.schemes import OuterOptimizer
+
+SCHEMES = {
+    "all_reduce": AllReduce,
+    "periodic": lambda: PeriodicAveraging(5),
+    "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
+    "daso delta": lambda: DASO(4, 1, 1, 0, merge="delta", exchange="sharded"),
+    "diloco": lambda: DiLoCo(6),
+    "streaming diloco": lambda: DiLoCo(6, fragments=2, staleness=1, keep_local=0.5),
+    "gossip": Gossip,
+    "gossip overlapped": lambda: Gossip(segments=["net.2", "net.0"], overlap=True),
+    "noloco": lambda: Agreement(when=4, through=Ring(), merge=OuterOptimizer()),
+}
+RUNS = {
+    **{(name, optimizer): {} for name in SCHEMES for optimizer in ("sgd", "adamw")},
+    ("all_reduce", "clipped"): {"gradient_clip_val": 0.1},
+    ("periodic", "clipped"): {"gradient_clip_val": 0.1},
+    ("all_reduce", "accumulated"): {"accumulate_grad_batches": 2},
+    ("periodic", "accumulated"): {"accumulate_grad_batches": 2},
+    ("periodic", "bf16-mixed"): {"precision": "bf16-mixed"},
+    ("periodic", "validated between agreements"): {"val_check_interval": 3},
+    ("diloco", "int8"): {},
+}
+
+
+class BytesOfTraining(pl.Callback):
+    """Between nodes, without the first broadcast."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.before = trainer.strategy.total_communication()["inter_bytes"]
+
+    def on_fit_end(self, trainer, pl_module):
+        self.sent = trainer.strategy.total_communication()["inter_bytes"] - self.before
+
+
+def _train_all(folder):
+    results = {}
+    for (name, how), arguments in RUNS.items():
+        for strategy in (HierarchicalModelParallelStrategy, HierarchicalStrategy):
+            wire = {"wire_dtype": "int8"} if how == "int8" else {}
+            module, counted = Net("adamw" if how == "adamw" else "sgd"), BytesOfTraining()
+            run = trainer(
+                strategy(SCHEMES[name](), ranks_per_node=2, bucket_mb=1e-3, **wire), callbacks=[counted], **arguments
+            )
+            run.fit(module)
+            results[name, how, strategy is HierarchicalModelParallelStrategy] = {
+                "state": whole_state(module),
+                "losses": module.report,
+                "bytes": counted.sent,
+                "agreements": run.strategy.communication()["agreements"],
+                "val_loss": run.callback_metrics["val_loss"].item(),
+            }
+    results["again"] = _fit_again()
+    return results
+
+
+def _fit_again():
+    """One module under one strategy, then under another, and validated in between."""
+    module, values = Net(), []
+    for _ in range(2):
+        run = trainer(HierarchicalModelParallelStrategy(PeriodicAveraging(5), ranks_per_node=2), max_epochs=1)
+        run.fit(module)
+        values.append(run.callback_metrics["val_loss"].item())
+        values.append(run.validate(module, verbose=False)[0]["val_loss"])
+    return {"values": values, "state": whole_state(module)}
+
+
+@pytest.fixture(scope="module")
+def trained(launch):
+    return launch(_train_all)
+
+
+@pytest.mark.parametrize(("name", "how"), RUNS, ids=str)
+def test_training_follows_the_strategy_whose_ranks_hold_all(trained, name, how):
+    tolerance = 5e-2 if how == "int8" else 1e-5  # blocks of codes end elsewhere
+    for rank, results in enumerate(trained):
+        ours, expected = results[name, how, True], results[name, how, False]
+        assert len(ours["losses"]) == 2 * STEPS
+        torch.testing.assert_close(ours["losses"], expected["losses"], rtol=0, atol=tolerance)
+        torch.testing.assert_close(ours["val_loss"], expected["val_loss"], rtol=0, atol=tolerance)
+        for parameter, values in expected["state"].items():
+            torch.testing.assert_close(ours["state"][parameter], values, rtol=0, atol=tolerance)
+            assert torch.equal(ours["state"][parameter], trained[0][name, how, True]["state"][parameter]), rank
+
+
+@pytest.mark.parametrize(("name", "how"), RUNS, ids=str)
+def test_as_many_bytes_travel_between_nodes(trained, name, how):
+    if how == "int8":
+        pytest.skip("half as many elements to a rank's part, but each block of codes has its scale")
+    ours, expected = trained[0][name, how, True], trained[0][name, how, False]
+    assert ours["agreements"] == expected["agreements"]
+    # parts need no padding; whether all nodes took as many steps is asked in one number more, or less, per agreement
+    padding = 4 * 4 * 8 * max(ours["agreements"], 1)
+    assert abs(ours["bytes"] - expected["bytes"]) <= padding
+    assert ours["bytes"] > 2000
+
+
+def test_nodes_differ_between_agreements(trained):
+    losses = [results["periodic", "sgd", True]["losses"] for results in trained]
+    assert losses[0] != losses[2]
+
+
+def test_a_module_is_validated_and_trained_again(trained):
+    after_first, again, after_second, once_more = trained[0]["again"]["values"]
+    assert after_first == again > after_second == once_more
+    for results in trained[1:]:
+        for parameter, values in trained[0]["again"]["state"].items():
+            assert torch.equal(results["again"]["state"][parameter], values)
