@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import prediction, report
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
@@ -69,6 +69,16 @@ def make_parser() -> argparse.ArgumentParser:
     timeline.add_argument("--mbit", type=float, default=500.0)
     timeline.add_argument("--show", type=int, default=10, help="steps to show")
     timeline.set_defaults(command=timeline_command)
+
+    foresight = commands.add_parser("prediction", help="step times as the planner predicts them, against measured ones")
+    _common(foresight, prediction.PREDICTED_ROWS)
+    foresight.add_argument("--layouts", nargs="+", type=_layout_of, default=list(prediction.LAYOUTS), metavar="2x2")
+    foresight.add_argument("--mbit", type=float, nargs="+", default=list(prediction.RATES), help="link rates")
+    foresight.add_argument("--workload", choices=sorted(WORKLOADS), help="default: by the link's rate")
+    foresight.add_argument("--repetitions", type=int, default=1)
+    foresight.add_argument("--steps", type=int, default=8, help="least number of steps on the clock")
+    foresight.add_argument("--stored", action="store_true", help="predict anew what was measured before")
+    foresight.set_defaults(command=prediction_command)
 
     plots = commands.add_parser("report", help="one Markdown document and the plots, from what is stored")
     plots.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
@@ -196,6 +206,31 @@ def timeline_command(arguments: argparse.Namespace) -> None:
         }
         name = f"timeline-{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.mbit:g}mbit.png"
         plots.timeline(found, arguments.show, mbit, arguments.out / name)
+
+
+def prediction_command(arguments: argparse.Namespace) -> None:
+    """Probe, predict and measure every layout at every rate."""
+    path = arguments.out / "prediction.json"
+    for nodes, ranks in arguments.layouts if not arguments.stored else ():
+        for mbit in arguments.mbit:
+            workload = arguments.workload or prediction.workload_for(mbit)
+            jobs = [
+                speed_job(key, workload, repetition, 1, arguments.steps, arguments.timeout)
+                for repetition in range(arguments.repetitions)
+                for key in ("probe", *arguments.rows)
+            ]
+            arguments.nodes, arguments.ranks_per_node = nodes, ranks
+            for _, results, note in _session(arguments, jobs, [mbit]):
+                found = prediction.setting_of(jobs, results, nodes, ranks, mbit, note)
+                prediction.save([found], path)
+                print(prediction.table(prediction.compare(found)), flush=True)
+    stored = [row for setting in prediction.load(path) for row in prediction.compare(setting)]
+    print(prediction.table(stored), path, sep="\n")
+
+
+def _layout_of(text: str) -> tuple[int, int]:
+    nodes, _, ranks = text.partition("x")
+    return int(nodes), int(ranks)
 
 
 def report_command(arguments: argparse.Namespace) -> None:

@@ -81,10 +81,12 @@ class Record:
     bytes_at_begin: int = 0
     step_ends: list[float] = field(default_factory=list)
     window_bytes: int = 0
+    window_processor_seconds: float = 0.0
     compute: list[tuple[float, float]] = field(default_factory=list)
     traffic: list[tuple[float, int]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
     disagreement: float | None = None
+    profile: dict[str, Any] | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +105,7 @@ class Recorder:
         self.record = Record(job.id, world.rank, world.node)
         self._interface = interface
         self._bytes_at_start = 0
+        self._processor_seconds_at_start = 0.0
         self._paused_seconds = 0.0
         self._paused_bytes = 0
         self._pause: tuple[float, int] | None = None
@@ -141,8 +144,10 @@ class Recorder:
             ends.append(now - self._paused_seconds)
             if len(ends) == self.job.warmup:
                 self._bytes_at_start = self._sent()
+                self._processor_seconds_at_start = time.process_time()
             if len(ends) == self.job.warmup + self.job.steps:
                 self.record.window_bytes = self._sent() - self._bytes_at_start
+                self.record.window_processor_seconds = time.process_time() - self._processor_seconds_at_start
             return False
         return True
 

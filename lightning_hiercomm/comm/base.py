@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm import costs
 from lightning_hiercomm.comm.meter import Meter
 
 Reduction = Literal["sum", "max"]
@@ -132,7 +133,7 @@ class Communicator(ABC):
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return finished
-        self._count(2 * (self.size - 1) / self.size * _bytes(tensor))
+        self._count(costs.all_reduce(self.size, _bytes(tensor)))
         return self._all_reduce(tensor, op, waiting)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -148,7 +149,7 @@ class Communicator(ABC):
             return finished
         if tensor.numel() == 0:
             return finished
-        self._count((self.size - 1) / self.size * _bytes(tensor))
+        self._count(costs.reduce_scatter(self.size, _bytes(tensor)))
         return self._reduce_scatter(output, tensor)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -164,7 +165,7 @@ class Communicator(ABC):
             return finished
         if tensor.numel() == 0:
             return finished
-        self._count((self.size - 1) / self.size * _bytes(output))
+        self._count(costs.all_gather(self.size, _bytes(output)))
         return self._all_gather(output, tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
@@ -175,7 +176,7 @@ class Communicator(ABC):
         if self.size == 1 or tensor.numel() == 0:
             return finished
         if self.rank == source:
-            self._count(_bytes(tensor))
+            self._count(costs.broadcast(self.size, _bytes(tensor)))
         return self._broadcast(tensor, source)
 
     def exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:

@@ -1,0 +1,187 @@
+"""What the commands of ``python -m lightning_hiercomm`` do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from lightning_hiercomm.planning import quantities, report
+from lightning_hiercomm.planning.candidates import WIRES
+from lightning_hiercomm.planning.candidates import plan as make_plan
+from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, Workload
+from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.profile import Profile, ProfileError
+
+T = TypeVar("T")
+
+_STATE = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
+_MOST_NODES = 4096
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a command; returns the exit status. What a person can put right is one line on standard error."""
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {"doctor": doctor, "probe": probe, "plan": plan}
+    try:
+        return commands[arguments.command](arguments)
+    except PlanningError as error:
+        print(f"python -m lightning_hiercomm {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Check the ground that training will stand on."""
+    from lightning_hiercomm.planning.doctor import examine
+
+    return examine(arguments.ranks_per_node)
+
+
+def probe(arguments: argparse.Namespace) -> int:
+    """Measure the cluster, and write a profile."""
+    from lightning_hiercomm.planning.probe import probe as measure
+    from lightning_hiercomm.planning.ranks import connected
+    from lightning_hiercomm.planning.steps import StandIn, load_module, time_steps
+
+    seconds = _read("--seconds", quantities.duration, arguments.seconds)
+    parameters = _read("--params", quantities.count, arguments.params)
+    out = Path(arguments.out)
+    if not out.absolute().parent.is_dir():
+        raise PlanningError(f"--out {out}: there is no folder {out.parent}")
+    module, data = load_module(arguments.module, arguments.module_args) if arguments.module else (None, None)
+    began = time.monotonic()
+    try:
+        with connected(arguments.ranks_per_node) as ranks:
+
+            def say(text: str) -> None:
+                if ranks.is_first:
+                    print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
+
+            trained = StandIn(parameters) if module is None else module
+            profile = measure(ranks, lambda: time_steps(trained, data, ranks.device, seconds), say, seconds / 25)
+            if ranks.is_first:
+                profile.write(out)
+                say(f"wrote {out}; next: python -m lightning_hiercomm plan --profile {out}")
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Predict every scheme, and recommend one."""
+    cluster, workload = _cluster_and_workload(arguments)
+    if cluster.nodes > _MOST_NODES:
+        raise PlanningError(f"--nodes {cluster.nodes}: plans are made for up to {_MOST_NODES} nodes")
+    if arguments.target < 0:
+        raise PlanningError(f"--target {arguments.target} must not be negative")
+    if cluster.nodes == 1:
+        raise PlanningError(
+            "--nodes 1: on one node every scheme trains as DDPStrategy does, so there is nothing to plan"
+        )
+    wires = [None if wire == "float32" else wire for wire in sorted(arguments.wires or WIRES[:2], key=WIRES.index)]
+    memory = None if arguments.memory is None else _read("--memory", quantities.size, arguments.memory)
+    try:
+        made = make_plan(cluster, workload, wires, memory, arguments.target)
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
+    if arguments.plot:
+        report.plot(made, Path(arguments.plot))
+    if arguments.json:
+        print(json.dumps(report.to_dict(made), indent=1))
+        return 0
+    print(report.table(made, arguments.all))
+    wire = made.chosen.candidate.wire_dtype
+    print(f"\nRecommended: {made.chosen.candidate.title}{f' with wire_dtype={wire!r}' if wire else ''}")
+    print(f"because {made.reason}\n")
+    print(report.yaml(made), end="")
+    return 0
+
+
+def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
+    """From a profile, from flags, or from both."""
+    if arguments.profile is not None:
+        try:
+            profile = Profile.read(Path(arguments.profile))
+        except ProfileError as error:
+            raise PlanningError(str(error)) from error
+        return _changed(profile, arguments)
+    needed = {name: getattr(arguments, name) for name in ("nodes", "params", "step_time", "inter")}
+    if missing := [f"--{name.replace('_', '-')}" for name, value in needed.items() if value is None]:
+        raise PlanningError(f"give {', '.join(missing)}, or --profile with what `probe` measured")
+    algorithm: Algorithm = "ring" if arguments.backend == "gloo" else "halving"
+    latency = _read("--latency", quantities.duration, arguments.latency or "50us")
+    inside = _read("--intra-latency", quantities.duration, arguments.intra_latency or "5us")
+    intra = float("inf") if arguments.intra is None else _read("--intra", quantities.bandwidth, arguments.intra)
+    inter = _read("--inter", quantities.bandwidth, arguments.inter)
+    parameters = _read("--params", quantities.count, arguments.params)
+    step = _read("--step-time", quantities.duration, arguments.step_time)
+    try:
+        cluster = Cluster(
+            arguments.nodes,
+            1 if arguments.ranks_per_node is None else arguments.ranks_per_node,
+            Link(intra, inside, algorithm),
+            Link(inter, latency, algorithm),
+        )
+        workload = Workload.of_step(
+            parameters,
+            step,
+            dtype=arguments.dtype or "float32",
+            state_per_parameter=_STATE[arguments.optimizer or "adam"],
+        )
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
+    return cluster, workload
+
+
+def _changed(profile: Profile, arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
+    """A profile with what the flags say in place of what was measured."""
+    cluster, workload = profile.cluster, profile.workload
+    unfit = [
+        f"--{name.replace('_', '-')}"
+        for name in ("latency", "intra_latency", "intra", "backend")
+        if getattr(arguments, name)
+    ]
+    if unfit:
+        raise PlanningError(f"{', '.join(unfit)}: the profile says so already; leave it out, or plan without --profile")
+    try:
+        if arguments.ranks_per_node not in (None, cluster.ranks_per_node):
+            raise ValueError(
+                f"--ranks-per-node {arguments.ranks_per_node}: the profile is of nodes of {cluster.ranks_per_node}"
+                " ranks; probe nodes of that size"
+            )
+        if cluster.nodes == 1 and (arguments.nodes or 1) > 1:
+            if arguments.inter is None:
+                raise ValueError("--nodes: the profile is of one node and knows no network: give --inter, too")
+            cluster = replace(cluster, inter=Link(1.0, 50e-6, cluster.inter.algorithm))
+        if arguments.nodes is not None and arguments.nodes != cluster.nodes:
+            cluster = replace(cluster, nodes=arguments.nodes, world=None)
+        if arguments.inter is not None:
+            factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
+            world = None if cluster.world is None else cluster.world.faster(factor)
+            cluster = replace(cluster, inter=cluster.inter.faster(factor), world=world)
+        if arguments.step_time is not None:
+            factor = _read("--step-time", quantities.duration, arguments.step_time) / workload.seconds
+            shares = {name: getattr(workload, name) * factor for name in ("forward", "backward", "update")}
+            workload = replace(workload, **shares)
+        if arguments.params is not None:
+            workload = replace(workload, parameters=_read("--params", quantities.count, arguments.params))
+        if arguments.dtype is not None:
+            workload = replace(workload, dtype=arguments.dtype)
+        if arguments.optimizer is not None:
+            workload = replace(workload, state_per_parameter=_STATE[arguments.optimizer])
+    except PlanningError:
+        raise
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
+    return cluster, workload
+
+
+def _read(flag: str, reader: Callable[[str], T], text: str) -> T:
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise PlanningError(f"{flag}: {error}") from error

@@ -1,0 +1,155 @@
+"""Who does what when: tasks on lanes, and processors that all of them share."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+_NEVER = math.inf
+
+
+@dataclass(eq=False)
+class Task:
+    """Something that takes time.
+
+    Attributes:
+        seconds: How long it takes with all the processors it can use.
+        processors: How many it then keeps busy, on average; 0 where other hardware does the work.
+        after: What must have ended before it begins.
+        delay: Seconds from when its lane is free again until it has ended: a message's way.
+        start: When it began, once the timeline has run.
+        free: When its lane was free again.
+        end: When it ended.
+    """
+
+    seconds: float
+    processors: float = 0.0
+    after: tuple[Task, ...] = ()
+    delay: float = 0.0
+    start: float = field(default=_NEVER, init=False)
+    free: float = field(default=_NEVER, init=False)
+    end: float = field(default=_NEVER, init=False)
+
+
+class Timeline:
+    """Lanes of tasks. A lane does its tasks in the order in which they were added, one at a time.
+
+    Tasks that run at the same time on different lanes share the processors fairly: whoever wants no more than an equal
+    share gets what it wants, the others share what is left, and are slower for it.
+
+    Args:
+        processors: How many there are. Infinite: tasks never slow each other down.
+    """
+
+    def __init__(self, processors: float = _NEVER) -> None:
+        self.processors = processors
+        self._lanes: dict[str, list[Task]] = {}
+
+    def add(
+        self, lane: str, seconds: float = 0.0, processors: float = 0.0, after: Iterable[Task] = (), delay: float = 0.0
+    ) -> Task:
+        """Put a task at the end of a lane.
+
+        Args:
+            lane: Its name; a new one is made when it is first used.
+            seconds: How long the task takes with all the processors it can use. 0 only waits for ``after``.
+            processors: How many it then keeps busy.
+            after: What must have ended before it begins, on any lane.
+            delay: Seconds from when the lane is free again until the task has ended.
+        """
+        task = Task(seconds, processors, tuple(after), delay)
+        self._lanes.setdefault(lane, []).append(task)
+        return task
+
+    def run(self) -> None:
+        """Give every task its start and its end.
+
+        Raises:
+            ValueError: If tasks wait for each other in a circle.
+        """
+        waiting = {name: deque(tasks) for name, tasks in self._lanes.items()}
+        running: dict[str, Task] = {}
+        left: dict[str, float] = {}
+        ends: list[float] = []  # of tasks that have left their lane
+        now = 0.0
+        while True:
+            self._begin(waiting, running, left, ends, now)
+            while ends and ends[0] <= now:
+                heapq.heappop(ends)
+            if not running and not ends:
+                break
+            speeds = self._speeds(list(running.values()))
+            moments = [left[name] / speed for name, speed in zip(running, speeds, strict=True)]
+            passed = min(moments, default=math.inf)
+            if ends and ends[0] - now < passed:
+                passed, now = ends[0] - now, ends[0]
+            else:
+                now += passed
+            for (name, task), speed, moment in zip(list(running.items()), speeds, moments, strict=True):
+                left[name] -= passed * speed
+                if moment <= passed * (1 + 1e-9):
+                    self._end(task, ends, now)
+                    del running[name]
+        if stuck := [name for name, tasks in waiting.items() if tasks]:
+            raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
+
+    def _begin(
+        self,
+        waiting: dict[str, deque[Task]],
+        running: dict[str, Task],
+        left: dict[str, float],
+        ends: list[float],
+        now: float,
+    ) -> None:
+        """Let begin what can; a task of no length may let others begin at the same moment."""
+        has_ended = True
+        while has_ended:
+            has_ended = False
+            for name, tasks in waiting.items():
+                while tasks and name not in running and all(other.end <= now for other in tasks[0].after):
+                    task = tasks.popleft()
+                    task.start = now
+                    if task.seconds > 0:
+                        running[name], left[name] = task, task.seconds
+                    else:
+                        self._end(task, ends, now)
+                        has_ended = True
+
+    @staticmethod
+    def _end(task: Task, ends: list[float], now: float) -> None:
+        task.free, task.end = now, now + task.delay
+        if task.delay:
+            heapq.heappush(ends, task.end)
+
+    def _speeds(self, tasks: Sequence[Task]) -> list[float]:
+        """How fast each task goes, from 0 to 1, when these run at the same time."""
+        speeds = [1.0] * len(tasks)
+        wanted = sorted((task.processors, index) for index, task in enumerate(tasks) if task.processors > 0)
+        if sum(processors for processors, _ in wanted) <= self.processors:
+            return speeds
+        remaining = self.processors
+        for position, (processors, index) in enumerate(wanted):
+            granted = min(processors, remaining / (len(wanted) - position))
+            speeds[index] = granted / processors
+            remaining -= granted
+        return speeds
+
+    def busy(self, lane: str, start: float, end: float) -> float:
+        """How long a lane had something to do between two moments; call :meth:`run` first."""
+        return sum(_overlap(task, start, end) for task in self._lanes.get(lane, []))
+
+    def processor_seconds(self, start: float = 0.0, end: float = _NEVER) -> float:
+        """What all tasks took of the processors between two moments; call :meth:`run` first."""
+        return sum(
+            task.seconds * task.processors * _overlap(task, start, end) / (task.free - task.start)
+            for tasks in self._lanes.values()
+            for task in tasks
+            if task.free > task.start
+        )
+
+
+def _overlap(task: Task, start: float, end: float) -> float:
+    return max(0.0, min(task.free, end) - max(task.start, start))

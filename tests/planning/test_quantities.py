@@ -1,0 +1,77 @@
+"""Numbers with units."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hiercomm.planning import quantities
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("10gbit", 1.25e9),
+        ("10Gbit/s", 1.25e9),
+        ("10Gb/s", 1.25e9),
+        ("10Gbps", 1.25e9),
+        ("300gbyte", 3e11),
+        ("300GB/s", 3e11),
+        ("1e2 mbit", 1.25e7),
+        ("1 GiByte", 2.0**30),
+        ("8bit", 1.0),
+    ],
+)
+def test_bandwidths(text, value):
+    assert quantities.bandwidth(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("50us", 5e-5), ("2.5 ms", 2.5e-3), ("0.4", 0.4), ("0.4s", 0.4), ("2min", 120)]
+)
+def test_durations(text, value):
+    assert quantities.duration(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("80gbyte", 8e10), ("80GB", 8e10), ("24gib", 24 * 2.0**30), ("512B", 512)])
+def test_sizes(text, value):
+    assert quantities.size(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1.3e9", 1.3e9), ("1.3b", 1.3e9), ("350M", 3.5e8), ("7", 7)])
+def test_counts(text, value):
+    assert quantities.count(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "message"),
+    [
+        (quantities.bandwidth, "10", "10gbit or 300gbyte"),
+        (quantities.bandwidth, "10 parsec", "no unit that is known"),
+        (quantities.bandwidth, "fast", "not a bandwidth such as 10gbit"),
+        (quantities.bandwidth, "0gbit", "must be positive"),
+        (quantities.bandwidth, "1e999gbit", "must be positive and finite"),
+        (quantities.duration, "4 hours", "not a duration"),
+        (quantities.duration, "-4", "not a duration"),
+        (quantities.size, "80gbyte/s", "not a size"),
+        (quantities.size, "80", "no unit"),
+        (quantities.count, "1.2.3", "not a number"),
+        (quantities.count, "3 dozen", "not a number"),
+    ],
+)
+def test_what_makes_no_sense_is_named(reader, text, message):
+    with pytest.raises(ValueError, match=message):
+        reader(text)
+
+
+@pytest.mark.parametrize(
+    ("shown", "value"),
+    [
+        (quantities.shown_bytes(1.34e9), "1.34 GB"),
+        (quantities.shown_bytes(12), "12 B"),
+        (quantities.shown_seconds(0.0125), "12.5 ms"),
+        (quantities.shown_seconds(0), "0 s"),
+        (quantities.shown_seconds(2e-8), "20 ns"),
+    ],
+)
+def test_people_see_three_digits(shown, value):
+    assert shown == value
