@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import multiprocessing
@@ -169,24 +168,37 @@ class WatchfulLauncher(_MultiProcessingLauncher):
     def procs(self, processes: list[Any]) -> None:
         self.__dict__["procs"] = processes
         if processes and self._start_method in ("fork", "spawn"):  # of the fork server's only one may ask how they end
-            threading.Thread(target=self._watch, args=(processes,), name="hiercomm-launcher", daemon=True).start()
+            watched = (processes, self._has_finished)  # the next launch has others
+            threading.Thread(target=self._watch, args=watched, name="hiercomm-launcher", daemon=True).start()
 
-    def _watch(self, processes: list[Any]) -> None:
+    @staticmethod
+    def _watch(processes: list[Any], has_finished: Any) -> None:
         running = dict(enumerate(processes))
         while running:
             time.sleep(0.2)
             for index, process in [*running.items()]:
-                with contextlib.suppress(ChildProcessError):  # the launcher has seen it end, and acts if not with 0
-                    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                    if end is None:
-                        continue
+                exit_code = _exit_code(process)
+                if exit_code is None:
+                    continue
                 del running[index]
-                if process.exitcode == 0 and not self._has_finished[index]:
+                if exit_code == 0 and not has_finished[index]:
                     message = f"local rank {index} ended, with exit code 0, before its work was done"
                     print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
                     for other in running.values():
                         other.kill()
                     return
+
+
+def _exit_code(process: Any) -> int | None:
+    """How a child process has ended, if it has; left for the launcher to find out, who would else get nothing."""
+    try:
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the launcher has found out
+        code: int | None = process._popen.returncode
+        return code
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def check_ranks_of_node(environment: ClusterEnvironment) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytorch_lightning
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 import lightning_hiercomm
 from lightning_hiercomm import (
@@ -39,9 +39,15 @@ if TYPE_CHECKING:
 
     class HierarchicalStrategy(lightning_hiercomm.HierarchicalStrategy, DDPStrategy):  # type: ignore[misc]
         """See :class:`lightning_hiercomm.HierarchicalStrategy`."""
+
+    class HierarchicalModelParallelStrategy(  # type: ignore[misc]
+        lightning_hiercomm.HierarchicalModelParallelStrategy, ModelParallelStrategy
+    ):
+        """See :class:`lightning_hiercomm.HierarchicalModelParallelStrategy`."""
 else:
     sys.meta_path.append(SecondTreeFinder())
     from lightning_hiercomm.pytorch_lightning.callbacks import CommunicationMonitor
+    from lightning_hiercomm.pytorch_lightning.model_parallel import HierarchicalModelParallelStrategy
     from lightning_hiercomm.pytorch_lightning.strategy import HierarchicalStrategy
 
 __all__ = [
@@ -55,6 +61,7 @@ __all__ = [
     "Gossip",
     "Graph",
     "HeterogeneousBatches",
+    "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
     "PeriodicAveraging",
     "RandomPermutation",
@@ -65,3 +72,4 @@ __all__ = [
 ]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)
+HierarchicalModelParallelStrategy.register_strategies(StrategyRegistry)
