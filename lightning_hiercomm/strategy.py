@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +89,9 @@ class HierarchicalStrategy(DDPStrategy):
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
         control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
             say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
+        hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
+            machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
+            dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -121,6 +125,7 @@ class HierarchicalStrategy(DDPStrategy):
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -169,6 +174,8 @@ class HierarchicalStrategy(DDPStrategy):
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if control_port is not None and not 0 <= control_port < 65536:
             raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
+        if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
+            raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
         self.scheme = scheme
         self.batches = batches
         if wire_raw and wire_dtype is None:
@@ -181,6 +188,7 @@ class HierarchicalStrategy(DDPStrategy):
         self._evaluate = evaluate
         self._checkpoint_replicas = checkpoint_replicas
         self._control_port = control_port
+        self._hang_timeout = hang_timeout
         self._bucket_bytes = max(1, int(bucket_mb * 2**20))
 
         # all of the following exists only inside a process that trains: a strategy is pickled by spawn
@@ -264,6 +272,7 @@ class HierarchicalStrategy(DDPStrategy):
             f"rank {self.global_rank} (node {node})",
             self.cluster_environment.main_address,
             self._control_port or 0,
+            self._hang_timeout,
             broadcast,
             gather,
         )
@@ -392,6 +401,8 @@ class HierarchicalStrategy(DDPStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._trainer
+        if self._control is not None:
+            self._control.doing = "beginning to train"
         self._check_equal_work(trainer)
         if self.batches is not None:
             self._begin_batches(trainer, self.batches)
@@ -575,6 +586,7 @@ class HierarchicalStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self.note_progress("saving a checkpoint")
         if self.schemes and self._ranks_are_together and _lightning.holds_averaged_weights(checkpoint):
             assert self.topology is not None
             state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
@@ -743,6 +755,13 @@ class HierarchicalStrategy(DDPStrategy):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return super().broadcast(obj, src) if self._ranks_are_together else obj
 
+    def note_progress(self, doing: str) -> None:
+        """Remember what this rank does, such as "training batch 7", for the others, if they have to ask."""
+        if self._control is not None:
+            trainer = self._trainer_or_none
+            where = f" of epoch {trainer.current_epoch}, after {trainer.global_step} steps" if trainer else ""
+            self._control.note_progress(f"{doing}{where}")
+
     def note_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
         if isinstance(exception, SIGTERMException):
@@ -815,16 +834,23 @@ class _EpochClock(pl.Callback):
         if self._epoch_has_ended and batch_idx == 0:
             self._begin_epoch()
         self._epoch_has_ended = False
+        self._strategy.note_progress(f"training batch {batch_idx}")
         if self._strategy.batches is not None:
             self._strategy.batches.begin_step()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._strategy.note_progress(f"past training batch {batch_idx}")
         if self._strategy.batches is not None:
             self._strategy.batches.end_step()
         if trainer.is_last_batch:
             self._end_epoch()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._strategy.note_progress(f"validating batch {batch_idx}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_epoch()  # an epoch cut short by max_steps has no last batch

@@ -205,6 +205,7 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
         ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
         ({"control_port": -1}, "control_port=-1"),
+        ({"hang_timeout": 0}, "hang_timeout=0"),
         ({"control_port": 65536}, "control_port=65536"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),
