@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -125,6 +126,31 @@ class Job(Handle):
 
     def future(self, value: Tensor) -> Future[Tensor]:
         return self._completion.future(value)
+
+
+class Turns:
+    """Moves one after another, on a thread that lives as long as there are any."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Job] = deque()
+        self._changing = threading.Lock()
+
+    def take(self, work: Callable[[], object]) -> Handle:
+        """Do a move when all before it have ended on this rank. An error reaches the waiter."""
+        job = Job(work)
+        with self._changing:
+            self._waiting.append(job)
+            if len(self._waiting) == 1:
+                threading.Thread(target=self._run, name="hiercomm-turns", daemon=True).start()
+        return job
+
+    def _run(self) -> None:
+        while True:
+            self._waiting[0].run()
+            with self._changing:
+                self._waiting.popleft()
+                if not self._waiting:
+                    return
 
 
 class _StreamJob(Handle):

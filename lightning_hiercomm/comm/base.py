@@ -120,7 +120,7 @@ class Communicator(ABC):
         self.tier = tier
         self.meter = meter
 
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False, weight: float = 1.0) -> Handle:
         """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place.
 
         Args:
@@ -128,12 +128,15 @@ class Communicator(ABC):
             op: ``"sum"`` or ``"max"``.
             waiting: A promise that every member waits for it soon, and for several such moves in the order in which
                 they were launched. The move may then need these waits to make progress, and be faster for it.
+            weight: Factor of this member's tensor; others may have other ones. Not 1 for floating dtypes only.
         """
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
+            if weight != 1.0:
+                tensor.mul_(weight)
             return finished
         self._count(2 * (self.size - 1) / self.size * _bytes(tensor))
-        return self._all_reduce(tensor, op, waiting)
+        return self._all_reduce_weighted(tensor, op, waiting, weight)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         """Write the sum of everyone's ``rank``-th part of ``tensor`` to ``output``.
@@ -209,6 +212,12 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Give back what the backend holds for this group (sockets, buffers). Nothing may be in flight. Collective."""
+
+    def _all_reduce_weighted(self, tensor: Tensor, op: Reduction, waiting: bool, weight: float) -> Handle:
+        """For a backend to override that can scale while it copies, without another pass over memory."""
+        if weight != 1.0:
+            tensor.mul_(weight)
+        return self._all_reduce(tensor, op, waiting)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle: ...

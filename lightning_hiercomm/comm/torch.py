@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.background import Job, Timed
+from lightning_hiercomm.comm.background import Timed, Turns
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 
@@ -67,7 +65,8 @@ class TorchCommunicator(Communicator):
         self._launching = launching
         self._last_tag = _EXCHANGE
         self._is_nccl = dist.get_backend(group) == "nccl"
-        self._turns = None if tier != "inter" or self.size == 2 or self._is_nccl else _Turns()
+        # a link that carries messages from and to several other nodes at once takes up to a half longer for all of them
+        self._turns = None if tier != "inter" or self.size == 2 or self._is_nccl else Turns()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -251,34 +250,6 @@ class _TorchHandle(Handle):
         if self._second_round is not None:
             return not self._tensors
         return all(work.is_completed() for work in self._works)
-
-
-class _Turns:
-    """Exchanges of a communicator one after another, on a thread that lives as long as there are any.
-
-    A link that carries messages from and to several other nodes at once takes up to a half longer for all of them.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[Job] = deque()
-        self._changing = threading.Lock()
-
-    def take(self, work: Callable[[], object]) -> Handle:
-        """Do an exchange when all before it have ended on this rank."""
-        job = Job(work)
-        with self._changing:
-            self._waiting.append(job)
-            if len(self._waiting) == 1:
-                threading.Thread(target=self._run, name="hiercomm-turns", daemon=True).start()
-        return job
-
-    def _run(self) -> None:
-        while True:
-            self._waiting[0].run()
-            with self._changing:
-                self._waiting.popleft()
-                if not self._waiting:
-                    return
 
 
 def _in_order(ranks: Sequence[int]) -> dict[str, Any]:

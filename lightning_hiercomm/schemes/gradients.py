@@ -65,10 +65,7 @@ class NodeMean(GradientPath):
         self._topology = topology
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
-        topology = self._topology
-        if topology.intra.size > 1:
-            bucket.mul_(topology.weight_in_node)
-        return topology.intra.all_reduce(bucket)
+        return self._topology.intra.all_reduce(bucket, weight=self._topology.weight_in_node)
 
 
 class WorldSum(GradientPath):
