@@ -73,7 +73,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
 
     def close(self) -> None:
         self._hang_up()
-        self._slots = self._slots[:0]
+        self._slots = torch.empty(0)  # the memory goes with its last view
         super().close()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:

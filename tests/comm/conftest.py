@@ -28,7 +28,7 @@ from forked import ForkedPython
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.shared_memory import SharedMemoryCommunicator, sharing_memory
+from lightning_hiercomm.comm.shared_memory import sharing_memory
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.torch import connect_torch
 
@@ -48,7 +48,7 @@ class Rank:
         self.size = SIZE
         self._made: dict[Any, Communicator | None] = {}
         self.start_over()
-        self._connect = connect(self.meter)
+        self.connect = connect(self.meter)
 
     def start_over(self) -> None:
         self.meter = Meter()
@@ -59,7 +59,7 @@ class Rank:
         """This rank's communicator in one of ``groups``; made once per world, because making them is slow."""
         key = (tuple(map(tuple, groups)), tier, twin)
         if key not in self._made:
-            self._made[key] = self._connect(groups, tier)
+            self._made[key] = self.connect(groups, tier)
         communicator = self._made[key]
         if communicator is not None:
             communicator.meter = self.meter
@@ -233,14 +233,7 @@ def _serve(address: str) -> None:
 
 
 def _connect_sharing(meter: Meter) -> Connect:
-    by_sharing = sharing_memory(connect_torch(meter), timedelta(seconds=20), tiers=("intra", "inter"))
-
-    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-        own = by_sharing(groups, tier)
-        assert own is None or own.size == 1 or isinstance(own, SharedMemoryCommunicator)
-        return own
-
-    return connect
+    return sharing_memory(connect_torch(meter), timedelta(seconds=20), tiers=("intra", "inter"))
 
 
 def _load(path: str) -> Any:
