@@ -77,6 +77,8 @@ class SharedMemoryCommunicator(TorchCommunicator):
         super().close()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
+        if tensor.device.type != "cpu":
+            return super()._all_reduce(tensor, op, waiting)
         return self._all_reduce_weighted(tensor, op, waiting, 1.0)
 
     def _all_reduce_weighted(self, tensor: Tensor, op: Reduction, waiting: bool, weight: float) -> Handle:

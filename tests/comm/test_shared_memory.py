@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from lightning_hiercomm.comm.base import CommunicationError, wait_all
+from lightning_hiercomm.comm.base import CommunicationError, finished, wait_all
 from lightning_hiercomm.comm.shared_memory import SharedMemoryCommunicator
 from lightning_hiercomm.comm.torch import TorchCommunicator
 
@@ -50,6 +52,22 @@ def move_inference_tensors(rank):
 
 def test_tensors_made_in_inference_mode_are_reduced(world):
     world.run(move_inference_tensors)
+
+
+def move_on_another_device(rank):
+    group, part, whole = rank.group(), torch.zeros(2, device="meta"), torch.zeros(8, device="meta")
+    names = ["_all_reduce", "_reduce_scatter", "_all_gather", "_broadcast"]
+    with ExitStack() as stack:
+        over_torch = {n: stack.enter_context(patch.object(TorchCommunicator, n, return_value=finished)) for n in names}
+        group.all_reduce(part, weight=0.5)
+        group.reduce_scatter(part, whole)
+        group.all_gather(whole, part)
+        group.broadcast(part, 1)
+    assert [move.call_count for move in over_torch.values()] == [1] * 4
+
+
+def test_tensors_of_other_devices_go_over_the_process_group(world):
+    world.run(move_on_another_device)
 
 
 def lose_a_member(rank):
