@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_hiercomm import _lightning
 from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.hooks import HierarchicalHooks
 from lightning_hiercomm.replicas import broadcast_values
@@ -211,7 +212,11 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
         gradients = bucket.buffer()
-        future = self._run.gradients.reduce(gradients, bucket.index()).future(gradients)
+        path = self._run.gradients
+        if gradients.is_sparse:
+            future = finished.future(path.reduce_sparse(gradients))
+        else:
+            future = path.reduce(gradients, bucket.index()).future(gradients)
         if bucket.is_last():
             self._last_bucket = self._topology.meter.mark(gradients.device)
         return future
