@@ -117,7 +117,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     parallel plan, or both, as for Lightning's ``ModelParallelStrategy``: here the mesh is that of the *node*, with the
     dimensions ``data_parallel`` and ``tensor_parallel``. Ranks that hold the same part on different nodes agree on it
     when, and how, the scheme says; nothing needs to be gathered for that. What a person sees is the *agreed* model, as
-    with :class:`~lightning_hiercomm.strategy.HierarchicalStrategy`.
+    with ``HierarchicalStrategy``.
 
     With ``AllReduce`` nodes average their gradients after each backward pass, which is hybrid sharding. Gradients are
     clipped by the norm of the node's, or, with ``AllReduce``, of all.
@@ -125,7 +125,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     All nodes begin with node 0's values, part by part, so a module made on the meta device is never whole anywhere.
 
     Args:
-        scheme: When and how the nodes agree: a :class:`~lightning_hiercomm.schemes.Scheme`, or the name of one with its
+        scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its
             default arguments (``"daso"``: with ``exchange="sharded"``).
         data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that ``tensor_parallel_size``
             leaves.
@@ -134,7 +134,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             put together by rank 0, which any strategy loads.
         ranks_per_node: The number of ranks on a node. Default: what the cluster environment says.
         inter_node: What carries traffic between nodes: ``"torch"`` or ``"mpi"`` (mpi4py, with CPU tensors).
-        wire_dtype: Payload type of inter-node traffic; see :class:`~lightning_hiercomm.strategy.HierarchicalStrategy`.
+        wire_dtype: Payload type of inter-node traffic; see ``HierarchicalStrategy``.
         wire_raw: Cast the parameters themselves, not their differences from the last agreed ones.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
         evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each node's own

@@ -67,7 +67,7 @@ class Topology:
         intra: The ranks of this node.
         inter: The ranks of this rank's lane, or None if this rank is in none.
         holders: Who holds what this rank holds: ``"node"``, all ranks of its node; ``"rank"``, it alone; and the groups
-            that :meth:`divide` has made.
+            that ``divide`` has made.
         is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
     """
 

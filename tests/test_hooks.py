@@ -79,7 +79,9 @@ def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
             self.heard = []
             handler = logging.Handler()
             handler.emit = lambda record: self.heard.append(record.getMessage())
-            logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+            logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
             warnings.showwarning = lambda message, *_: self.heard.append(str(message))
 
         def on_train_end(self, trainer, pl_module):
