@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning_utilities.core import rank_zero
 
 from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.hooks import HierarchicalHooks
@@ -79,7 +80,7 @@ def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
             self.heard = []
             handler = logging.Handler()
             handler.emit = lambda record: self.heard.append(record.getMessage())
-            logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+            logger = rank_zero.log  # the logger of whichever of Lightning's two packages was imported last
             logger.addHandler(handler)
             logger.setLevel(logging.INFO)
             warnings.showwarning = lambda message, *_: self.heard.append(str(message))
