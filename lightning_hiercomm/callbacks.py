@@ -35,6 +35,8 @@ class CommunicationMonitor(Callback):
       ``hiercomm/batch_size``: current values, where the scheme has them.
     - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
       to the mean; estimated, from a few elements of what arrived.
+    - ``hiercomm/nonfinite``: how often, so far, an agreement had to do without a node whose values were NaN or infinite
+      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay``, how often it was rank zero's node.
 
     The progress bar shows the phase and the node's inter-node MB per step. At the end of fit rank zero prints a table:
     bytes per group, seconds waited, agreements, and what plain DDP would have sent between nodes.

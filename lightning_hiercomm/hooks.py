@@ -136,7 +136,15 @@ class HierarchicalHooks(ParallelStrategy):
         settings = self._settings
         optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        return TrainingRun(settings.scheme, replicas, self._topology, settings.wire, settings.average_optimizer_state)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            self._topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -13,6 +13,8 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Settings:
     average_optimizer_state: bool
     evaluate: Literal["consensus", "replica"]
     checkpoint_replicas: bool
+    on_nonfinite: OnNonfinite
+    verify_replicas: VerifyReplicas
     control_port: int
     bucket_bytes: int
 
@@ -48,6 +52,8 @@ class Settings:
         average_optimizer_state: bool,
         evaluate: Literal["consensus", "replica"],
         checkpoint_replicas: bool,
+        on_nonfinite: OnNonfinite,
+        verify_replicas: VerifyReplicas,
         control_port: int | None,
         bucket_mb: float,
     ) -> Settings:
@@ -69,6 +75,20 @@ class Settings:
             raise ValueError(f"inter_node={inter_node!r} must be 'torch' or 'mpi'")
         if inter_node == "mpi":
             load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
+        if on_nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
+        if on_nonfinite == "skip" and scheme.gradients == "world":
+            raise ValueError(
+                f"on_nonfinite='skip' leaves a node out of an agreement, but {type(scheme).__name__} averages every"
+                " gradient over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
+            )
+        if verify_replicas not in ("off", "warn", "raise"):
+            raise ValueError(f"verify_replicas={verify_replicas!r} must be 'off', 'warn' or 'raise'")
+        if verify_replicas != "off" and scheme.gradients == "none":
+            raise ValueError(
+                f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
+                " trains alone: leave it out, or let ranks share their gradients"
+            )
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if control_port is not None and not 0 <= control_port < 65536:
@@ -90,6 +110,8 @@ class Settings:
             average_optimizer_state=average_optimizer_state,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
             control_port=control_port or 0,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
         )

@@ -55,6 +55,13 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
+            to be sent to other nodes. ``"raise"``: all ranks end, and say which parameter of which rank it was.
+            ``"skip"``: the node is left out of that agreement and gets the mean of the others. ``"ignore"``: nobody
+            looks, and all nodes get them.
+        verify_replicas: Whether to compare, at every agreement, the bits of the parameters of a node's ranks, which
+            should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; ``"off"`` does not
+            look.
         control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
             say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
@@ -90,6 +97,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
@@ -137,6 +146,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 average_optimizer_state=average_optimizer_state,
                 evaluate=evaluate,
                 checkpoint_replicas=checkpoint_replicas,
+                on_nonfinite=on_nonfinite,
+                verify_replicas=verify_replicas,
                 control_port=control_port,
                 bucket_mb=bucket_mb,
             )

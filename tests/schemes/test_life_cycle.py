@@ -204,6 +204,8 @@ def settings(scheme: Scheme) -> Settings:
         average_optimizer_state=True,
         evaluate="consensus",
         checkpoint_replicas=False,
+        on_nonfinite="raise",
+        verify_replicas="off",
         control_port=None,
         bucket_mb=4.0,
     )
