@@ -118,7 +118,8 @@ class HierarchicalHooks(ParallelStrategy):
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
-        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
+        hang_timeout = self._settings.hang_timeout
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -175,6 +176,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _warn_of_long_period(self.scheme, trainer)
@@ -277,6 +279,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints

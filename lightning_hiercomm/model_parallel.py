@@ -147,6 +147,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             (those that are not sharded, or not over these ranks); see ``HierarchicalStrategy``.
         control_port: Port of rank 0's node on which the control plane listens; every rank must be able to reach it.
             None: any free port.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen, and ends the run; None: never. See
+            ``HierarchicalStrategy``.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         process_group_backend: As for ``ModelParallelStrategy``.
         timeout: As for ``ModelParallelStrategy``.
@@ -174,6 +176,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -202,6 +205,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             on_nonfinite=on_nonfinite,
             verify_replicas=verify_replicas,
             control_port=control_port,
+            hang_timeout=hang_timeout,
             bucket_mb=bucket_mb,
         )
         refuse_what_needs_whole_parameters(settings.scheme)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -36,6 +37,7 @@ class Settings:
     on_nonfinite: OnNonfinite
     verify_replicas: VerifyReplicas
     control_port: int
+    hang_timeout: float | None
     bucket_bytes: int
 
     @classmethod
@@ -55,6 +57,7 @@ class Settings:
         on_nonfinite: OnNonfinite,
         verify_replicas: VerifyReplicas,
         control_port: int | None,
+        hang_timeout: float | None,
         bucket_mb: float,
     ) -> Settings:
         """Make settings of a strategy's arguments.
@@ -93,6 +96,8 @@ class Settings:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if control_port is not None and not 0 <= control_port < 65536:
             raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
+        if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
+            raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if average_optimizer_state and not scheme.can_average_optimizer_state:
@@ -113,6 +118,7 @@ class Settings:
             on_nonfinite=on_nonfinite,
             verify_replicas=verify_replicas,
             control_port=control_port or 0,
+            hang_timeout=hang_timeout,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
         )
 

@@ -64,6 +64,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             look.
         control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
             say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
+        hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
+            machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
+            dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -100,6 +103,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -149,6 +153,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 on_nonfinite=on_nonfinite,
                 verify_replicas=verify_replicas,
                 control_port=control_port,
+                hang_timeout=hang_timeout,
                 bucket_mb=bucket_mb,
             )
         )

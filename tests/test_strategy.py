@@ -216,6 +216,7 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
         ({"verify_replicas": True}, "verify_replicas=True must be 'off', 'warn' or 'raise'"),
         ({"scheme": Gossip(hierarchical=False), "verify_replicas": "warn"}, "every rank trains alone"),
         ({"control_port": -1}, "control_port=-1"),
+        ({"hang_timeout": 0}, "hang_timeout=0"),
         ({"control_port": 65536}, "control_port=65536"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),

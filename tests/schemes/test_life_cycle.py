@@ -207,6 +207,7 @@ def settings(scheme: Scheme) -> Settings:
         on_nonfinite="raise",
         verify_replicas="off",
         control_port=None,
+        hang_timeout=None,
         bucket_mb=4.0,
     )
 
