@@ -73,7 +73,8 @@ def accuracy(curves: dict[str, list[dict[str, float]]], title: str, path: Path) 
         values = [point[value] for point in points]
         half = [point.get(f"{value}_spread", 0.0) / 2 for point in points]
         has_bands = has_bands or any(half)
-        style = {**styles[row], "marker": "", "label": ROWS[row].title}
+        every = max(1, len(points) // 5)  # wires differ in their markers
+        style = {"label": ROWS[row].title, "markersize": 4.5, "markevery": every, **styles[row]}
         seconds = [point["seconds"] for point in points]
         megabytes = [max(point["bytes"], 1) / 1e6 for point in points]
         for axes, where in ((by_time, seconds), (by_bytes, megabytes)):

@@ -115,8 +115,10 @@ class CommunicationMonitor(Callback):
         self._inter_mb_per_step = sent / _MB / (trainer.global_step - self._first_step)
         phase, self._phase = self._phase, _strategy(trainer).phase
         for logger in trainer.loggers:
-            text = {"phase_name": self._phase} if isinstance(logger, _LOGGERS_OF_TEXT) else {}
-            logger.log_metrics({f"hiercomm/{key}": value for key, value in (scalars | text).items()}, step=x)
+            metrics: dict[str, Any] = {f"hiercomm/{key}": value for key, value in scalars.items()}
+            if isinstance(logger, _LOGGERS_OF_TEXT):
+                metrics["hiercomm/phase_name"] = self._phase
+            logger.log_metrics(metrics, step=x)
             if phase != self._phase and trainer.is_global_zero:
                 _log_text(logger, "hiercomm/phase_name", self._phase, x)
 

@@ -205,6 +205,11 @@ class HierarchicalHooks(ParallelStrategy):
         return output
 
     @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scale = 1.0 if self.batches is None else self.batches.gradient_scale
+        return super().backward(closure_loss if scale == 1.0 else closure_loss * scale, *args, **kwargs)
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,

@@ -9,11 +9,18 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights, relative_speeds
+from lightning_hiercomm.batches.partition import (
+    StepCost,
+    Weighting,
+    divide,
+    gradient_scale,
+    rank_weights,
+    relative_speeds,
+)
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import StepClock, StepTime, fit_cost, time_step
 from lightning_hiercomm.comm.meter import Meter
@@ -51,11 +58,19 @@ class HeterogeneousBatches:
         speeds: ``"measure"`` times the user's own training step on every rank, for some seconds before training; or
             samples per second of every rank (any unit), by world rank; or the path of a JSON file with such a list.
         weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
-            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks).
+            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks);
+            ``"speed_unnormalized"``: Eq. 2 as the paper prints it, ``sum_i c_i g_i``, where c are the speeds relative
+            to the slowest. That is ``"speed"`` with every gradient multiplied by ``sum(c)``: for SGD, with momentum
+            too, a learning rate ``sum(c)`` times as large (and a weight decay as much smaller); for Adam, which does
+            not see the scale of gradients, nothing. What it gains over ``"speed"`` is the larger learning rate. It acts
+            on the loss as ``Strategy.backward`` gets it, so not on a ``loss.backward()`` of your own.
         max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. On CUDA
             measuring finds out what does not fit.
         rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide anew after
             every n epochs, where that makes steps at least 5 % faster. None: never.
+
+    Attributes:
+        gradient_scale: What every loss is multiplied by before the backward pass: 1, but for Eq. 2 as printed.
 
     Raises:
         ValueError: For arguments that make no sense. Once the ranks are known: if there are fewer samples than ranks,
@@ -76,8 +91,8 @@ class HeterogeneousBatches:
     ) -> None:
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be positive")
-        if weighting not in ("samples", "speed", "none"):
-            raise ValueError(f"weighting={weighting!r} must be 'samples', 'speed' or 'none'")
+        if weighting not in get_args(Weighting):
+            raise ValueError(f"weighting={weighting!r} must be one of {', '.join(map(repr, get_args(Weighting)))}")
         if rebalance_every_n_epochs is not None and rebalance_every_n_epochs < 1:
             raise ValueError(f"rebalance_every_n_epochs={rebalance_every_n_epochs} must be positive, or None for never")
         if not isinstance(speeds, str):
@@ -93,6 +108,7 @@ class HeterogeneousBatches:
 
         # the following exists only inside a process that trains
         self.division: Division | None = None
+        self.gradient_scale = 1.0
         self.clock: StepClock | None = None
         self._topology: Topology
         self._costs: list[StepCost] | None = None
@@ -385,6 +401,7 @@ class HeterogeneousBatches:
         costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
+        self.gradient_scale = gradient_scale(self.weighting, speeds)
 
 
 def _check_speeds(speeds: Sequence[float], source: str) -> None:
