@@ -428,6 +428,9 @@ def test_a_spawned_rank_that_leaves_too_early_is_named(launch):
     assert "lightning_hiercomm: local rank 1 ended, with exit code 0, before its work was done" in output
 
 
+HANG = "4"
+"""Seconds of silence; a busy machine may be that slow to wake a thread for less."""
+
 FROZEN = {
     "stop": "nothing was heard of it",
     "hold": "nothing was heard of it",
@@ -446,34 +449,32 @@ def _alive(process: int) -> bool:
 def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(launch, accident):
     launch.ranks_of_torchrun(
         *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "400", "--sync-every", "400"),
-        *("--victim", "1", "--at", "20", "--accident", accident, "--hang-timeout", "2"),
+        *("--victim", "1", "--at", "20", "--accident", accident, "--hang-timeout", HANG),
         ranks=1,
     )
     codes, output = launch.end()
     seconds = time.time() - float((launch.folder / "accident").read_text())
     assert all(codes), output
     doing = "beginning to train" if accident == "worker" else r"training batch \d+ of epoch 0, after \d+ steps"
-    assert re.search(
-        rf"lightning_hiercomm: rank 1 \(node 1\) is frozen: {FROZEN[accident]} for 2 s, and before it was {doing}\n",
-        output,
-    ), output
+    named = rf"rank 1 \(node 1\) is frozen: {FROZEN[accident]} for {HANG} s, and before it was {doing}\n"
+    assert re.search(f"lightning_hiercomm: {named}", output), output
     assert output.count("Thread 0x") >= 2  # stacks, also of the frozen one
     if accident in ("hold", "disk"):
         assert re.search(r'oracle\.py", line \d+ in (wait_as_for_a_disk|training_step)', output), output
     for worker in launch.folder.glob("worker-*"):
         assert not _alive(int(worker.read_text()))
     print(f"ended {seconds:.1f} seconds after the accident")
-    assert 2 <= seconds < 15
+    assert float(HANG) <= seconds < 30
 
 
 def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(launch):
     launch.ranks_of_torchrun(
         *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "40", "--sync-every", "10"),
-        *("--victim", "1", "--at", "20", "--accident", "sleep", "--hang-timeout", "2"),
+        *("--victim", "1", "--at", "20", "--accident", "sleep", "--hang-timeout", HANG),
         ranks=1,
     )
     output = _completed(launch, 40)
-    assert output.count("lightning_hiercomm: no rank got on for 2 s: rank 0 (node 0) is ") == 1, output
+    assert output.count(f"lightning_hiercomm: no rank got on for {HANG} s: rank 0 (node 0) is ") == 1, output
     assert output.count("lightning_hiercomm: what rank 1 (node 1) does, which is training batch 20 of epoch 0") == 1
 
 
@@ -483,7 +484,7 @@ def test_a_forked_rank_that_is_stopped_leaves_nothing_behind(launch):
         1,
         [
             *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "400", "--sync-every", "10"),
-            *("--victim", "1", "--at", "20", "--accident", "stop", "--hang-timeout", "2"),
+            *("--victim", "1", "--at", "20", "--accident", "stop", "--hang-timeout", HANG),
         ],
     )
     codes, output = launch.end()
