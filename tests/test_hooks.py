@@ -34,7 +34,7 @@ def test_what_is_not_set_up_yet_is_named(ask, message):
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
     strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
-    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
     assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
     with strategy.agreed_model():
         pass
@@ -49,7 +49,7 @@ def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
             self._configure(HierarchicalStrategy()._settings)
 
     strategy = Sharded()
-    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
     order = [cls.__name__ for cls in Sharded.__mro__[1:4]]
     assert order == ["HierarchicalHooks", "ModelParallelStrategy", "ParallelStrategy"]
 
