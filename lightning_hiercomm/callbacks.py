@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 
 from lightning_hiercomm._lightning import batches_that_stepped, name_tree
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.hooks import HierarchicalHooks
 
 _MB = 1e6
@@ -51,6 +52,7 @@ class CommunicationMonitor(Callback):
         trainer = Trainer(strategy=HierarchicalStrategy("periodic"), callbacks=[CommunicationMonitor()])
     """
 
+    @checked_arguments
     def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
         self.progress_bar = progress_bar
         self.summary = summary

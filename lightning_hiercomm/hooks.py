@@ -30,7 +30,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
-from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.replicas import Replicas, check_initialized
 from lightning_hiercomm.run_control import RunControl
 from lightning_hiercomm.schemes import PeriodicAveraging, Scheme
 from lightning_hiercomm.settings import Settings
@@ -98,7 +98,10 @@ class HierarchicalHooks(ParallelStrategy):
                 self._timeout,
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
-        super().setup_environment()
+            with _lightning.process_group_meets_at(rendezvous.fresh_store, self.global_rank, self.world_size):
+                super().setup_environment()
+        else:
+            super().setup_environment()
         if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
                 self.global_rank,
@@ -123,6 +126,8 @@ class HierarchicalHooks(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_initialized(self._module)
         if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
             attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
         super().setup(trainer)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights, relative_speeds
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import StepClock, fit_cost, time_step
@@ -64,6 +65,7 @@ class HeterogeneousBatches:
         HierarchicalStrategy(batches=HeterogeneousBatches(256))
     """
 
+    @checked_arguments
     def __init__(
         self,
         global_batch_size: int,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
@@ -74,6 +75,7 @@ class Agreement(Scheme):
         ValueError: For arguments out of range, or that contradict each other.
     """
 
+    @checked_arguments
     def __init__(
         self,
         when: When | int = 100,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.when import Staggered
@@ -56,6 +57,7 @@ class DiLoCo(Agreement):
         ValueError: For arguments out of range, or an outer optimizer that needs whole tensors.
     """
 
+    @checked_arguments
     def __init__(
         self,
         sync_every: int = 100,

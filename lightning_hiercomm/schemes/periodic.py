@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.when import Every
 
@@ -42,6 +43,7 @@ class PeriodicAveraging(Agreement):
         ValueError: If ``sync_every`` is not positive, nothing would ever agree, or arguments contradict each other.
     """
 
+    @checked_arguments
     def __init__(
         self,
         sync_every: int | None = 50,
