@@ -32,7 +32,7 @@ from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replicas import Replicas, check_initialized
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
@@ -175,7 +175,7 @@ class HierarchicalHooks(ParallelStrategy):
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _warn_of_long_period(self.scheme, trainer)
-        _warn_of_long_warmup(self.scheme, trainer)
+        _warn_of_short_run(self.scheme, trainer)
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
@@ -433,16 +433,22 @@ def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
         )
 
 
-def _warn_of_long_warmup(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a synchronous warm-up that lasts as long as the run, so that the scheme never does what it is for."""
-    if not isinstance(scheme, StepsDelay):
-        return
+def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer) -> None:
+    """Warn of a run that ends before the scheme has done what it is for."""
     limits = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         steps = trainer.num_training_batches / trainer.accumulate_grad_batches
         limits.append(trainer.max_epochs * (steps if steps == math.inf else math.ceil(steps)))
-    if limits and 0 < min(limits) <= scheme.warmup_steps:
+    steps = min(limits, default=math.inf)
+    if isinstance(scheme, StepsDelay) and 0 < steps <= scheme.warmup_steps:
         rank_zero_warn(
             f"StepsDelay(warmup_steps={scheme.warmup_steps}) trains synchronously that long, but the run ends after"
-            f" {min(limits):.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
+            f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
+        )
+    if not isinstance(scheme, Agreement) or isinstance(scheme, DASO | PeriodicAveraging):
+        return  # they count from the start of an epoch
+    if scheme.when.period is not None and 0 < steps < scheme.when.period:
+        rank_zero_warn(
+            f"nodes that train by {scheme!r} agree every {scheme.when.period} optimizer steps, but the run ends after"
+            f" {steps:.0f}: they agree at its end only. Choose a shorter period."
         )
