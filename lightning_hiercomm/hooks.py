@@ -121,7 +121,8 @@ class HierarchicalHooks(ParallelStrategy):
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
-        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
+        hang_timeout = self._settings.hang_timeout
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -141,7 +142,15 @@ class HierarchicalHooks(ParallelStrategy):
         settings = self._settings
         optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        return TrainingRun(settings.scheme, replicas, self._topology, settings.wire, settings.average_optimizer_state)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            self._topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -172,6 +181,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _warn_of_long_period(self.scheme, trainer)
@@ -280,6 +290,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints

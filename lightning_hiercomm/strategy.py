@@ -60,8 +60,18 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
+            to be sent to other nodes. ``"raise"``: all ranks end, and say which parameter of which rank it was.
+            ``"skip"``: the node is left out of that agreement and gets the mean of the others. ``"ignore"``: nobody
+            looks, and all nodes get them.
+        verify_replicas: Whether to compare, at every agreement, the bits of the parameters of a node's ranks, which
+            should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; ``"off"`` does not
+            look.
         control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
             say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
+        hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
+            machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
+            dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -95,7 +105,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -142,7 +155,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 average_optimizer_state=average_optimizer_state,
                 evaluate=evaluate,
                 checkpoint_replicas=checkpoint_replicas,
+                on_nonfinite=on_nonfinite,
+                verify_replicas=verify_replicas,
                 control_port=control_port,
+                hang_timeout=hang_timeout,
                 bucket_mb=bucket_mb,
             )
         )

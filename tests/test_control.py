@@ -153,7 +153,7 @@ def test_a_hub_lost_while_the_ranks_agree_on_a_batch_to_stop_at(star):
 def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch, caplog):
     planes = star(2)
     monkeypatch.setattr(control, "_REJOIN_SECONDS", 0.5)
-    monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_: None)
+    monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_, **__: None)
     os.kill(planes[0]._hub.pid, 9)
     wait_until(lambda: sum("goes on without the control plane" in message for message in caplog.messages) == 2)
     assert not planes[1].should_stop()
@@ -205,6 +205,7 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
             f"rank {rank} (node {rank})",
             host,
             port,
+            None,
             broadcast=lambda own: gathering(rank, own)[0],
             gather=lambda own, alarm: gathering(rank, own),
         )

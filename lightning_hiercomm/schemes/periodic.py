@@ -86,7 +86,7 @@ class PeriodicAveraging(Agreement):
 
     def update(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
-        if optimizer_step is not None:
+        if optimizer_step is not None and not self._was_sick:  # or its gradients are those of what it was
             optimizer_step()
 
     def after_step(self, last: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -72,7 +74,23 @@ def _train_all(folder):
                 "val_loss": run.callback_metrics["val_loss"].item(),
             }
     results["again"] = _fit_again()
+    results["sick"] = {name: _fall_sick(name) for name in ("periodic", "diloco", "gossip", "noloco")}
     return results
+
+
+class OneShardFallsSick(pl.Callback):
+    """Node 1 is sick, but only its second rank holds a value that says so when the nodes agree next."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_rank == 3 and trainer.global_step == 7:
+            next(pl_module.parameters()).grad.to_local().view(-1)[0] = math.nan
+
+
+def _fall_sick(name):
+    strategy = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=2, on_nonfinite="skip")
+    module, run = Net("adamw"), trainer(strategy, callbacks=[OneShardFallsSick()])
+    run.fit(module)
+    return {"state": whole_state(module), "left_out": run.strategy.communication()["nonfinite"]}
 
 
 def _fit_again():
@@ -114,6 +132,14 @@ def test_as_many_bytes_travel_between_nodes(trained, name, how):
     padding = 4 * 4 * 8 * max(ours["agreements"], 1)
     assert abs(ours["bytes"] - expected["bytes"]) <= padding
     assert ours["bytes"] > 2000
+
+
+@pytest.mark.parametrize("name", ["periodic", "diloco", "gossip", "noloco"])
+def test_a_node_with_one_sick_shard_is_left_out_and_gets_well(trained, name):
+    for results in trained:
+        assert all(value.isfinite().all() for value in results["sick"][name]["state"].values())
+    left_out = [results["sick"][name]["left_out"] for results in trained]
+    assert left_out[2] == left_out[3] >= 1  # and peers of gossip need not know
 
 
 def test_nodes_differ_between_agreements(trained):
