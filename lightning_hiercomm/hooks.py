@@ -32,7 +32,7 @@ from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import Agreement, PeriodicAveraging, Scheme
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
@@ -169,7 +169,7 @@ class HierarchicalHooks(ParallelStrategy):
         trainer = self._module.trainer
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
-        _warn_of_long_period(self.scheme, trainer)
+        _check_period(self.scheme, trainer, self._topology.num_nodes)
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
@@ -409,11 +409,13 @@ def required(value: T | None, what: str, set_by: str) -> T:
     return value
 
 
-def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
-    if not isinstance(scheme, PeriodicAveraging) or scheme.sync_every is None:
-        return
+def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
+    """Refuse, or warn of, a period, counted from the start of each epoch, that no epoch is long enough for."""
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if isinstance(scheme, Agreement) and nodes > 1:
+        scheme.check_epoch(steps)
+    if not isinstance(scheme, PeriodicAveraging) or not isinstance(scheme.sync_every, int):
+        return
     if 1 < steps < scheme.sync_every:
         rank_zero_warn(
             f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
