@@ -184,7 +184,7 @@ class HierarchicalHooks(ParallelStrategy):
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
-        _warn_of_long_period(self.scheme, trainer)
+        _check_period(self.scheme, trainer, self._topology.num_nodes)
         _warn_of_short_run(self.scheme, trainer)
         self._announce()
         if self.batches is not None:
@@ -432,11 +432,13 @@ def required(value: T | None, what: str, set_by: str) -> T:
     return value
 
 
-def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
-    if not isinstance(scheme, PeriodicAveraging) or scheme.sync_every is None:
-        return
+def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
+    """Refuse, or warn of, a period, counted from the start of each epoch, that no epoch is long enough for."""
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if isinstance(scheme, Agreement) and nodes > 1:
+        scheme.check_epoch(steps)
+    if not isinstance(scheme, PeriodicAveraging) or not isinstance(scheme.sync_every, int):
+        return
     if 1 < steps < scheme.sync_every:
         rank_zero_warn(
             f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"

@@ -99,8 +99,6 @@ class Settings:
                 f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
                 " trains alone: leave it out, or let ranks share their gradients"
             )
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if control_port is not None and not 0 <= control_port < 65536:
             raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
         if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
