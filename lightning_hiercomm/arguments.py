@@ -24,6 +24,10 @@ _WORDS: dict[Any, str] = {
 }
 
 
+class ArgumentTypeError(TypeError, ValueError):
+    """An argument is of a wrong type: a ``TypeError``, and also a ``ValueError``, as all that constructors refuse."""
+
+
 def checked_arguments(function: F) -> F:
     """Decorate a constructor so that what it is given has the types of its annotations.
 
@@ -31,7 +35,7 @@ def checked_arguments(function: F) -> F:
     wait for it. What the values must be is the constructor's own matter, strings of a ``Literal`` included.
 
     Raises:
-        TypeError: If a type is wrong, naming the argument.
+        ArgumentTypeError: If a type is wrong, naming the argument.
         ValueError: If a number is not finite, likewise.
     """
     signature = inspect.signature(function)
@@ -57,16 +61,16 @@ def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """See that values, by name, have the types that hints, by name, say.
 
     Raises:
-        TypeError: If one has not, naming it.
+        ArgumentTypeError: If one has not, naming it.
         ValueError: If a number is not finite, likewise.
     """
     for name, value in given.items():
         if name not in hints:
             continue
         if not _fits(value, hints[name]):
-            raise TypeError(f"{name}={value!r} must be {_in_words(hints[name])}, not of type {type(value).__name__}")
-        numbers = value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            kind = type(value).__name__
+            raise ArgumentTypeError(f"{name}={value!r} must be {_in_words(hints[name])}, not of type {kind}")
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}={value} must be finite")
 
 
