@@ -52,12 +52,25 @@ def identity() -> list[str]:
     return [f"{socket.gethostname()} {space}", str(os.getpid()), _started(os.getpid())]
 
 
-def end_process(who: Sequence[str]) -> None:
-    """Kill a process that was given by its :func:`identity`, if it lives on this machine: a stopped one cannot end."""
+def end_process(who: Sequence[str], patience: float = 1.0) -> None:
+    """Kill a process that was given by its :func:`identity`, if it lives on this machine: a stopped one cannot end.
+
+    It is continued before, so that it dumps its stacks if urgent data are waiting for it.
+
+    Args:
+        who: The process.
+        patience: How many seconds it gets for that.
+    """
     host, pid, started = who
-    if host == identity()[0] and started and started == _started(int(pid)):
+    if host != identity()[0]:
+        return
+    for number in (signal.SIGCONT, signal.SIGKILL):
+        if not started or started != _started(int(pid)):
+            return
         with contextlib.suppress(OSError):
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(int(pid), number)
+        if number == signal.SIGCONT:
+            time.sleep(patience)
 
 
 def _started(pid: int) -> str:

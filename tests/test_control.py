@@ -218,9 +218,22 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
 def test_all_ranks_join_whatever_their_address_looks_like(host, caplog):
     planes = start_all(3, host)
     assert all(plane is not None and plane.is_connected for plane in planes)
+    assert all(list(plane.processes) == [0, 1, 2] for plane in planes)
+    assert {plane.processes[2][1] for plane in planes} == {str(os.getpid())}
     for plane in reversed(planes):
         plane.close()
     assert not caplog.messages
+
+
+def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkeypatch):
+    first, _ = star(2)
+    ended: list[object] = []
+    monkeypatch.setattr(control.process, "end_process", ended.append)
+    first.processes, first.grace = {1: ["here", "4711", "12"]}, 0.2
+    first._end_frozen([1])
+    assert not ended  # it is still dumping its stacks
+    first.close()
+    assert ended == [["here", "4711", "12"]]
 
 
 def test_only_the_address_of_the_ranks_listens(star):

@@ -19,8 +19,8 @@ def stopped() -> Iterator[tuple[int, list[str]]]:
     child = os.fork()
     if child == 0:
         os.write(writer, "\n".join(process.identity()).encode())
-        os.kill(os.getpid(), signal.SIGSTOP)
-        os._exit(0)
+        while True:  # continued, it stops again
+            os.kill(os.getpid(), signal.SIGSTOP)
     os.waitpid(child, os.WUNTRACED)
     said = os.read(reader, 4096).decode().split("\n")
     yield child, said
@@ -37,7 +37,7 @@ def state_of(pid: int) -> str:
 
 def test_a_stopped_process_is_ended_by_who_knows_it(stopped):
     child, identity = stopped
-    process.end_process(identity)
+    process.end_process(identity, patience=0.1)
     deadline = time.monotonic() + 5
     while state_of(child) != "Z":
         assert time.monotonic() < deadline

@@ -403,29 +403,29 @@ class Scheme(ABC):
         self.begin_optimizer_anew()
         return True
 
-    def look(self, buckets: Sequence[Bucket]) -> tuple[Tensor | None, bool]:
-        """Whether what this node is about to send is finite, where others do not learn of it together.
+    def look(self, buckets: Sequence[Bucket]) -> bool | None:
+        """Whether what this node is about to send is not finite, where others do not learn of it together.
 
         Args:
             buckets: What leaves.
 
         Returns:
-            Their mark (see :mod:`~lightning_hiercomm.schemes.nonfinite`), if anybody is to look; whether it is NaN.
+            None if nobody is to look.
 
         Raises:
             NonfiniteError: On the ranks of this node, if :attr:`on_nonfinite` says so.
         """
         if self.on_nonfinite == "ignore":
-            return None, False
+            return None
         mark, topology = mark_of_buckets(buckets).to(self.device), self.topology
         if self.replica.shares:
             topology.intra.all_reduce(mark).wait()
         if not is_marked(mark.view(1)):
-            return mark, False
+            return False
         found = describe(self.replica) or ("what another rank of the node holds" if self.replica.shares else None)
         if found is None:  # it was only the sum that is too large
-            return torch.full_like(mark, -0.0), False
-        return mark, self.note_sickness(found)
+            return False
+        return self.note_sickness(found)
 
     def note_sickness(self, found: str) -> bool:
         """Raise, or count and log that this node's values are not finite.

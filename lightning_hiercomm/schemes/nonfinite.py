@@ -37,17 +37,21 @@ def mark_of(tensors: Iterable[Tensor]) -> Tensor:
     It takes one read of them, and waits for nothing. Finite values whose sum overflows count as not finite: look again,
     with :func:`describe`.
     """
-    sums = [tensor.sum(dtype=_wide(tensor.dtype)).abs() for tensor in tensors if tensor.numel()]
+    sums = [tensor.sum(dtype=_wide(tensor.dtype)) for tensor in tensors if tensor.numel()]
     if not sums:
         return torch.tensor(-0.0)
-    if len({(each.dtype, each.device) for each in sums}) > 1:
-        sums = [each.mul(0.0).to(sums[0].device, torch.float32) for each in sums]  # too large for float32 is finite
-    return torch.stack(sums).sum().mul_(-0.0)
+    if len({(each.dtype, each.device) for each in sums}) > 1:  # what is too large for float32 is finite
+        sums = [each.abs().mul(0.0).to(sums[0].device, torch.float32) for each in sums]
+    return torch.stack(sums).sum().abs().mul_(-0.0)
 
 
 def mark_of_buckets(buckets: Iterable[Bucket]) -> Tensor:
     """The :func:`mark_of` all values of some buckets."""
-    return mark_of(elements for bucket in buckets for elements in bucket.elements())
+    pieces = (piece for bucket in buckets for piece in bucket.pieces)
+    return mark_of(
+        piece.tensor if piece.covers_tensor() else piece.tensor.view(-1)[piece.start :][: piece.length]
+        for piece in pieces
+    )
 
 
 def put_mark(mark: Tensor, flat: Tensor, parts: int = 1) -> None:
@@ -150,4 +154,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype.itemsize >= 4 else torch.promote_types(dtype, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.in_flight import Move
-from lightning_hiercomm.schemes.nonfinite import choose, is_asynchronous, mark_of, put_mark
+from lightning_hiercomm.schemes.nonfinite import choose, is_asynchronous, is_marked, mark_of
 from lightning_hiercomm.topology import Holders, Topology
 
 
@@ -84,7 +85,7 @@ class Peers:
         weights: Sequence[float],
         background: Background,
         then: Callable[[Tensor], None] | None = None,
-        mark: Tensor | None = None,
+        is_sick: bool | None = None,
     ) -> Move:
         """Send a share of a segment, and make room for what comes.
 
@@ -95,9 +96,9 @@ class Peers:
             background: Where the node gets what arrives, after what was started before.
             then: Does something to what arrived before the node shares it; on a rank that does not carry the segment,
                 to nothing.
-            mark: Of what the node sends (see :mod:`~lightning_hiercomm.schemes.nonfinite`); None: nobody looks. With
-                one, a peer that sends what is not finite counts as one that holds the same as this node; and a node
-                that is sick itself goes on with the mean of what healthy peers send.
+            is_sick: Whether what the node sends is not finite; None: nobody looks. Otherwise a peer that sends what is
+                not finite counts as one that holds the same as this node, and a node that is sick itself goes on with
+                the mean of what healthy peers send.
 
         Returns:
             A move that brings what arrived less what was sent: what is to be added to the segment's x; to zero, if this
@@ -117,8 +118,8 @@ class Peers:
         round_ = self.round(step, index)
         own_part = self._part(round_, weights, node)
         share = bucket.pack().mul_(own_part)
-        if mark is not None:
-            put_mark(mark, share)
+        if is_sick and share.numel():
+            share[0] = math.nan
         payload = self._codec.encode(share)
         received = [torch.empty_like(payload) for _ in round_.receive_from[node]]
         arrived = inter.exchange(
@@ -127,26 +128,26 @@ class Peers:
         )
         travels_as_it_is = payload is share
         flat = received[0] if travels_as_it_is else torch.empty_like(share)
-        for tensor in (share, payload, flat, *received, *(() if mark is None else (mark,))):
+        for tensor in (share, payload, flat, *received):
             background.uses(tensor)
 
         def decoded(payload: Tensor, out: Tensor) -> Tensor:
             return payload if travels_as_it_is else self._codec.decode(payload, out)
 
         def is_finite(values: Tensor) -> Tensor:
-            return ~(values[0] if travels_as_it_is else mark_of([values])).isnan()
+            return ~(values[:1].sum() if travels_as_it_is else mark_of([values])).isnan()  # a shard may be empty
 
         def collect() -> None:
             arrived.wait()
-            if mark is None or travels_as_it_is:
+            if is_sick is not False or travels_as_it_is:
                 own = decoded(payload, share)
             else:  # what was too large for the wire, nobody takes
                 sent = decoded(payload, torch.empty_like(share))
-                own = choose(is_finite(sent) | mark.isnan(), sent, lambda: share)
+                own = choose(is_finite(sent), sent, lambda: share)
 
             def theirs(place: int, out: Tensor) -> Tensor:
                 values = decoded(received[place], out)
-                if mark is None:
+                if is_sick is None or (travels_as_it_is and not is_asynchronous(values) and not is_marked(values[:1])):
                     return values
                 as_own = self._part(round_, weights, round_.receive_from[node][place]) / own_part
                 return choose(is_finite(values), values, lambda: own * as_own)
@@ -174,13 +175,7 @@ class Peers:
                     change.add_(own, alpha=more_came)
                 return change
 
-            if mark is None:
-                change = mixed()
-            elif is_asynchronous(mark):
-                healed = of_the_healthy()  # before `mixed` writes to what was received
-                change = torch.where(mark.isnan(), healed, mixed())
-            else:
-                change = of_the_healthy() if bool(mark.isnan()) else mixed()
+            change = of_the_healthy() if is_sick else mixed()
             if change is not flat:
                 flat.copy_(change)
             if then is not None:
@@ -219,7 +214,7 @@ class PeerMean(Carrier):
         through: Its twin.
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         land: As for :class:`~lightning_hiercomm.schemes.averaging.Average`.
-        look: Says whether what leaves is finite; see :meth:`~lightning_hiercomm.schemes.base.Scheme.look`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.base.Scheme.look`.
     """
 
     def __init__(
@@ -231,7 +226,7 @@ class PeerMean(Carrier):
         background: Background,
         wire: Wire,
         land: Land | None = None,
-        look: Callable[[Sequence[Bucket]], tuple[Tensor | None, bool]] = lambda _: (None, False),
+        look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
     ) -> None:
         self.buckets = buckets
         self.topology = topology
@@ -240,7 +235,7 @@ class PeerMean(Carrier):
         self._background = background
         self._land = land
         self._look = look
-        self._mark: Tensor | None = None
+        self._sick: bool | None = None
         self.disagreement = self._peers.disagreement
         self._step = 0
         self.anchor()
@@ -251,7 +246,8 @@ class PeerMean(Carrier):
 
     def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
         self._step = step
-        self._mark, self.is_sick = self._look(self.buckets if only is None else [self.buckets[index] for index in only])
+        self._sick = self._look(self.buckets if only is None else [self.buckets[index] for index in only])
+        self.is_sick = bool(self._sick)
         return finished  # ranks that come after different numbers of steps wait for others than those that come
 
     def start(
@@ -272,7 +268,7 @@ class PeerMean(Carrier):
                 mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        move = self._peers.start(index, self._step, equal_weights, background, land, self._mark)
+        move = self._peers.start(index, self._step, equal_weights, background, land, self._sick)
         return Move(index, move.flat, own, move.arrived) if keep_sent else move
 
     def __call__(

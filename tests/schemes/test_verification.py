@@ -29,7 +29,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
 
 def diverges(rank: Rank) -> Rank:
     """Rank 3 has another last bit in one value of b after the third step."""
-    for step in range(8):
+    for step in range(10):
         rank.train(0.0)
         if rank.rank == 3 and step == 2:
             with torch.no_grad():
@@ -60,7 +60,7 @@ def test_it_warns_once(scheme, caplog):
 def test_ranks_that_do_not_differ_may_train_and_nothing_else_crosses_nodes(scheme):
     def train(policy: str) -> list[tuple[list[list[float]], float]]:
         def work(rank: Rank) -> Rank:
-            for _ in range(8):
+            for _ in range(11):
                 rank.train()
             return rank
 
