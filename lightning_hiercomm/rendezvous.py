@@ -80,7 +80,7 @@ class Rendezvous:
         return [json.loads(value) for value in self._store.multi_get([*keys.values()])]
 
     def _wait(self, keys: dict[int, str], alarm: Callable[[], None]) -> None:
-        warn_at, pause = _WARN_SECONDS, 0.01
+        warn_at = _WARN_SECONDS
         while not self._store.check([*keys.values()]):
             alarm()
             waited = time.monotonic() - self._began
@@ -96,5 +96,4 @@ class Rendezvous:
                     )
                 log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
                 warn_at *= 2
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
+            time.sleep(min(0.01 + waited / 20, 0.5))  # seldom for those who wait long, and soon for those who need not
