@@ -30,7 +30,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
-from lightning_hiercomm.replicas import Replicas, check_initialized
+from lightning_hiercomm.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run_control import RunControl
 from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.settings import Settings
@@ -152,6 +152,10 @@ class HierarchicalHooks(ParallelStrategy):
             verify_replicas=settings.verify_replicas,
         )
 
+    def _begin_equal(self) -> None:
+        """Give all ranks rank 0's values; collective."""
+        broadcast_values([*self._module.parameters(), *self._module.buffers()], self._topology.world)
+
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self.batches is not None and self._module.trainer.training:
@@ -189,6 +193,9 @@ class HierarchicalHooks(ParallelStrategy):
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
+        if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
+            self._begin_equal()
+            self._run.begin_from_module()
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
         self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
 

@@ -26,7 +26,6 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.base import completed_future
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.hooks import HierarchicalHooks
-from lightning_hiercomm.replicas import broadcast_values
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.settings import Settings
@@ -195,8 +194,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         module, intra, world = self._module, self._topology.intra, self._topology.world
-        # DDP over the node would leave the nodes with different initial values
-        broadcast_values([*module.parameters(), *module.buffers()], world)
+        self._begin_equal()  # DDP over the node would leave the nodes with different initial values
         _lightning.keep_sync_batchnorm_in_group(module, process_group(intra))
         # its own group tells DDP which parameters nobody used: those get no gradient
         group = process_group(world if self.scheme.gradients == "world" else intra)
