@@ -12,11 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
 
-<<<<<<< HEAD
-from lightning_hiercomm import AllReduce, Gossip, HierarchicalStrategy, PeriodicAveraging
-=======
-from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalStrategy, PeriodicAveraging
->>>>>>> r2-sharded
+from lightning_hiercomm import AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.schemes import SCHEMES
 
 
