@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -227,13 +226,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         # DDPStrategy registers hooks on CUDA only and drops them in silence elsewhere
         if not isinstance(self.model, DistributedDataParallel):
             raise RuntimeError("DDP's hooks are registered before the model is wrapped in DDP")
-
-        def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-            return self._reduce_bucket(bucket)
-
-        # DDP compares the types themselves, not their names
-        hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
-        self.model.register_comm_hook(None, hook)
+        _lightning.register_bucket_hook(self.model, self._reduce_bucket)
         _lightning.time_buffer_broadcasts(self.model, self._waiting_for_buffers)
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
