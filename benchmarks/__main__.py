@@ -250,6 +250,10 @@ def report_command(arguments: argparse.Namespace) -> None:
         settings = list(group)
         if len({setting[0].mbit for setting in settings}) > 1:
             plots.step_time_against_bandwidth(settings, arguments.out / f"bandwidth-{workload}-{nodes}x{ranks}.png")
+    for stored in sorted(arguments.out.glob("accuracy-*.json")):
+        plots.accuracy(
+            json.loads(stored.read_text())["curves"], stored.stem.removeprefix("accuracy-"), stored.with_suffix(".png")
+        )
 
 
 if __name__ == "__main__":

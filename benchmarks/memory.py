@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.job import Job, Recorder, World
 from benchmarks.peers import PeerMissing, interpreter
+from benchmarks.report import about_this_run
 from lightning_hiercomm import HierarchicalModelParallelStrategy, HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES
 
@@ -44,6 +45,18 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {  # short runs without warm-up, so th
     "diloco": {"sync_every": 4},
 }
 SHARDED: dict[str, dict[str, Any]] = {"daso": {"exchange": "sharded"}}
+PART = MODEL_BYTES // 2
+ON_THEIR_WAY = 3 * 4 * 2**20  # buckets
+OWN_PART = {
+    "all_reduce": (ON_THEIR_WAY, 0),
+    "periodic": (ON_THEIR_WAY, PART),
+    "daso": (PART, PART),  # on its way beside training
+    "diloco": (2 * PART + ON_THEIR_WAY, 3 * PART),  # outer parameters and momentum
+    "diloco, streaming": (2 * PART + PART // 2, 3 * PART + PART // 2),  # and a fragment on its way
+    "gossip": (2 * PART, PART),  # what is sent, and what is received
+}
+"""Bytes that a rank of a sharded node needs for a scheme in training, and for a look at the agreed model: for that it
+keeps its own part aside."""
 BASELINES = {False: "ddp", True: "model_parallel"}
 CASES: dict[str, dict[str, Any]] = {name: ASYNCHRONOUS.get(name, {}) for name in SCHEMES} | {
     "diloco, streaming": {"sync_every": 8, "fragments": 2, "staleness": 3}
@@ -197,6 +210,33 @@ def measure_peer(kind: str) -> dict[str, int]:
     return measure(interpreter("torchft"), *torchrun, "-m", "benchmarks.memory", "--peer", kind)
 
 
+def measure_sharded(cases: list[str], out: Path | None) -> None:
+    """Print, and keep, how much more than ``ModelParallelStrategy`` on one node a rank takes, and why."""
+    baseline = measure_case(BASELINES[True], True)
+    whens = list(baseline)
+    print(
+        f"Model: {MODEL_BYTES / 2**20:.0f} MiB, half of it on each rank of a node; `ModelParallelStrategy` on one node:"
+    )
+    print(", ".join(f"{when} {baseline[when] / 2**20:.0f} MiB" for when in whens) + ". Beyond that, in MiB:\n")
+    print("| scheme | " + " | ".join(f"{when} | the scheme's own part | rest, of all" for when in whens) + " |")
+    print("|---|" + "--:|--:|--:|" * len(whens))
+    rows: dict[str, Any] = {BASELINES[True]: {when: {"bytes": baseline[when]} for when in whens}}
+    for name in cases:
+        peaks, row, cells = measure_case(name, True), {}, []
+        for when in whens:
+            own = OWN_PART[name][when != "training"]
+            beyond = peaks[when] - baseline[when]
+            rest = (beyond - own) / (baseline[when] + own)
+            row[when] = {"bytes": peaks[when], "own_part": own, "rest": round(rest, 4)}
+            cells.append(f"{beyond / 2**20:+.0f} | {own / 2**20:.0f} | {rest:+.1%}")
+        rows[name] = row
+        print(f"| `{name}` | " + " | ".join(cells) + " |", flush=True)
+    if out is not None:
+        about = about_this_run("python -m benchmarks.memory --sharded", "2 nodes of 2 CPU ranks on one machine, gloo")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "memory-sharded.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sharded", action="store_true", help="shard the model over the ranks of a node with FSDP2")
@@ -204,6 +244,7 @@ def main() -> None:
     parser.add_argument(
         "--peer", choices=["local", *PEERS], help="train by torchft, under torchrun, and print its peak"
     )
+    parser.add_argument("--out", type=Path, help="with --sharded: the folder that gets the numbers as JSON")
     parser.add_argument("--only", nargs="+", choices=[*CASES, *PEERS], default=[*CASES, *PEERS], metavar="CASE")
     arguments = parser.parse_args()
     sharded: bool = arguments.sharded
@@ -211,18 +252,17 @@ def main() -> None:
         return train(arguments.case, sharded)
     if arguments.peer:
         return train_peer(arguments.peer)
-    baseline = measure_case(BASELINES[sharded], sharded)
-    whose = "ModelParallelStrategy's on one node" if sharded else "DDP's"
-    print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peak resident memory of a rank beyond {whose}, in models:\n")
+    if sharded:
+        return measure_sharded([name for name in OWN_PART if name in arguments.only], arguments.out)
+    baseline = measure_case(BASELINES[False], False)
+    print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peak resident memory of a rank beyond DDP's, in models:\n")
     print("| scheme | " + " | ".join(baseline) + " |\n|---|" + "--:|" * len(baseline))
     for name in [name for name in CASES if name in arguments.only]:
-        if sharded and name == "steps_delay":
-            continue
-        peaks = measure_case(name, sharded)
+        peaks = measure_case(name, False)
         beyond = {when: (peaks[when] - base, peaks[when] / base - 1) for when, base in baseline.items()}
         extra = [f"{extra / MODEL_BYTES:+.2f} ({share:+.1%})" for extra, share in beyond.values()]
         print(f"| `{name}` | " + " | ".join(extra) + " |", flush=True)
-    peers = [] if sharded else [kind for kind in PEERS if kind in arguments.only]
+    peers = [kind for kind in PEERS if kind in arguments.only]
     if peers:
         try:
             alone = measure_peer("local")["training"]

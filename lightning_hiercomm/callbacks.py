@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,15 +10,21 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from lightning_hiercomm._lightning import batches_that_stepped, name_tree
 from lightning_hiercomm.hooks import HierarchicalHooks
 
 _MB = 1e6
 
-# Counters that only grow and are sums over this rank's traffic; every other number of the snapshot is a current value.
-_RATES = ("intra_bytes", "inter_bytes", "world_bytes", "exposed_seconds")
-_COUNTERS = (*_RATES, "intra_messages", "inter_messages", "world_messages", "agreements", "steps")
+_TIERS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all ranks"}
+
+# Counters that only grow and are sums over this rank's traffic; every other number of the snapshot is a present value.
+_RATES = ("exposed_seconds", *(f"{tier}_{unit}" for tier in _TIERS for unit in ("bytes", "exposed_seconds")))
+_COUNTERS = (*_RATES, *(f"{tier}_messages" for tier in _TIERS), "steps")
+
+_LOGGERS_OF_TEXT = (CSVLogger, WandbLogger)
+"""Those whose metrics may be text."""
 
 
 class CommunicationMonitor(Callback):
@@ -26,18 +33,24 @@ class CommunicationMonitor(Callback):
     Works with any Lightning logger, or none. Every ``trainer.log_every_n_steps`` steps these scalars are logged, on the
     same x-axis as Lightning's own ``self.log``:
 
-    - ``hiercomm/intra_bytes``, ``hiercomm/inter_bytes``: bytes that rank zero's node sent inside the node and to other
-      nodes, **per optimizer step since the last log**.
+    - ``hiercomm/inter_bytes``, ``hiercomm/intra_bytes``: bytes that a node (rank zero's) sends to other nodes, and
+      inside itself, per optimizer step; the mean over the steps since the last log.
     - ``hiercomm/world_bytes``: the same for traffic whose route the strategy leaves to the backend, such as the first
       broadcast of the parameters.
-    - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication.
+    - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication, and
+      for ranks that came later; ``hiercomm/intra_exposed_seconds``, ``inter_...`` and ``world_...`` are its parts.
+    - ``hiercomm/agreements``: how often nodes have agreed so far in this run: a mean over the nodes, an exchange that
+      was merged, a pull, one step of gossip; or on gradients.
     - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/outer_lr``,
-      ``hiercomm/batch_size``: current values, where the scheme has them.
+      ``hiercomm/batch_size``: present values, where the scheme has them.
     - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
       to the mean; estimated, from a few elements of what arrived.
+    - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
 
-    The progress bar shows the phase and the node's inter-node MB per step. At the end of fit rank zero prints a table:
-    bytes per group, seconds waited, agreements, and what plain DDP would have sent between nodes.
+    The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
+    the end of fit rank zero prints a table of the whole run: of all nodes, and per step and node, which is what the bar
+    showed last where nodes are equal; how long a rank waited, and the time it took; agreements, and what plain DDP
+    would have sent between nodes.
 
     The numbers of a node need one small collective among its ranks at each log; ranks of different nodes exchange
     something for this callback only once, at the end of fit.
@@ -55,10 +68,12 @@ class CommunicationMonitor(Callback):
         self.progress_bar = progress_bar
         self.summary = summary
         self._before: dict[str, float] = {}
+        self._begun = 0.0
         self._first: dict[str, float] = {}
         self._report: str | None = None
         self._last: dict[str, float] = {}
-        self._last_step = 0
+        self._first_step = self._last_step = 0
+        self._phase = ""
         self._log_every = 0
         self._next_log = 0
         self._inter_mb_per_step = 0.0
@@ -69,12 +84,13 @@ class CommunicationMonitor(Callback):
         if stage == "fit":
             # An earlier fit of this process was counted too; the first broadcast of the parameters is yet to come.
             self._before = _strategy(trainer).total_communication() if self.summary else {}
+            self._begun = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts counting for the logs, and joins the progress bar."""
-        self._first = _strategy(trainer).communication()  # the steps of a resumed run do not begin at 0
-        self._last = self._snapshot(trainer)
-        self._last_step = trainer.global_step
+        self._first = self._last = self._snapshot(trainer)
+        self._first_step = self._last_step = trainer.global_step  # of a resumed run, it is not 0
+        self._phase = ""
         self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
         self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
         self._inter_mb_per_step = 0.0
@@ -91,12 +107,20 @@ class CommunicationMonitor(Callback):
             return
         now = self._snapshot(trainer)
         scalars = {key: value for key, value in now.items() if key not in _COUNTERS}
-        scalars |= {key: (now[key] - self._last.get(key, 0.0)) / steps for key in _RATES if key in now}
+        scalars |= {key: (now[key] - self._last[key]) / steps for key in _RATES}
+        scalars["agreements"] -= self._first["agreements"]
         self._last, self._last_step = now, trainer.global_step
         self._next_log = _next_log(x + 1, self._log_every)
-        self._inter_mb_per_step = scalars["inter_bytes"] / _MB
+        sent = now["inter_bytes"] - self._first["inter_bytes"]
+        self._inter_mb_per_step = sent / _MB / (trainer.global_step - self._first_step)
+        phase, self._phase = self._phase, _strategy(trainer).phase
         for logger in trainer.loggers:
-            logger.log_metrics({f"hiercomm/{key}": value for key, value in scalars.items()}, step=x)
+            metrics: dict[str, Any] = {f"hiercomm/{key}": value for key, value in scalars.items()}
+            if isinstance(logger, _LOGGERS_OF_TEXT):
+                metrics["hiercomm/phase_name"] = self._phase
+            logger.log_metrics(metrics, step=x)
+            if phase != self._phase and trainer.is_global_zero:
+                _log_text(logger, "hiercomm/phase_name", self._phase, x)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leaves the progress bar; sums up, the last agreement included."""
@@ -120,21 +144,26 @@ class CommunicationMonitor(Callback):
         return mine | {key: node[key] for key in node if key.endswith("_bytes")}
 
     def _sum_up(self, strategy: HierarchicalHooks, ranks: int) -> str:
-        mine = strategy.communication()
+        seconds, mine = time.perf_counter() - self._begun, strategy.communication()
         steps, agreements = (mine[key] - self._first[key] for key in ("steps", "agreements"))
         total = strategy.total_communication()
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
+        nodes = 1 if strategy.topology is None else strategy.topology.num_nodes
         lines = [
-            f"Communication of {steps:.0f} optimizer steps on {ranks} ranks",
-            f"  {'group':<8}{'MB sent':>12}{'MB per step':>14}{'messages':>12}",
+            f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
+            f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",
         ]
-        for group in ("intra", "inter", "world"):
-            mb = total[f"{group}_bytes"] / _MB
-            lines.append(f"  {group:<8}{mb:>12.3f}{mb / max(steps, 1):>14.4f}{total[f'{group}_messages']:>12.0f}")
-        ddp_bytes = strategy.ddp_inter_bytes(steps)
-        lines.append(f"  agreements between nodes: {agreements:.0f}")
-        lines.append(f"  waited for communication: {total['exposed_seconds'] / ranks:.2f} s per rank")
-        lines.append(f"  plain DDP between nodes:  {ddp_bytes / _MB:.3f} MB{_ratio(total, ddp_bytes)}")
+        for tier, where in _TIERS.items():
+            mb, waited = total[f"{tier}_bytes"] / _MB, total[f"{tier}_exposed_seconds"] / ranks
+            lines.append(
+                f"  {f'{tier} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.4f}"
+                f"{total[f'{tier}_messages']:>10.0f}{waited:>20.2f}"
+            )
+        waited = total["exposed_seconds"] / ranks
+        every = f", one in {steps / agreements:.3g} steps" if agreements else ""
+        lines.append(f"  agreements between nodes: {agreements:.0f}{every}")
+        lines.append(f"  waited for communication: {waited:.2f} s per rank, {waited / seconds:.0%} of the run")
+        lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")
         return "\n".join(lines)
 
     def _join(self, bar: ProgressBar, strategy: HierarchicalHooks) -> None:
@@ -144,7 +173,7 @@ class CommunicationMonitor(Callback):
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
             mb = f"{self._inter_mb_per_step:.3g}"
-            return {**original(trainer, pl_module), "phase": strategy.phase, "inter_MB/step": mb}
+            return {**original(trainer, pl_module), "phase": strategy.phase, "inter_MB/step/node": mb}
 
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
         self._restore_progress_bar = partial(setattr, bar, "get_metrics", original)
@@ -172,9 +201,18 @@ def _next_log(x: int, every: int) -> int:
     return x if not every else (x // every + 1) * every - 1
 
 
-def _ratio(total: dict[str, float], ddp_bytes: float) -> str:
+def _compared(total: dict[str, float], ddp_bytes: float) -> str:
     # Traffic over the world group may or may not cross nodes: counting all of it keeps the claim on the safe side.
     sent = total["inter_bytes"] + total["world_bytes"]
     if not ddp_bytes:
-        return " (there is one node only)"
-    return f", {ddp_bytes / sent:.1f} times what was sent (inter + world)" if sent else ""
+        return "nothing, there is one node only"
+    megabytes = f"{ddp_bytes / _MB:.3f} MB"
+    if ddp_bytes < sent:
+        return f"{megabytes}; {sent / ddp_bytes:.1f} times that was sent (inter + world)"
+    return f"{megabytes}, {ddp_bytes / sent:.1f} times what was sent (inter + world)" if sent else megabytes
+
+
+def _log_text(logger: Logger, name: str, text: str, step: int) -> None:
+    """For a logger that keeps text apart from metrics."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(name, text, step)

@@ -32,7 +32,11 @@ from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
+<<<<<<< HEAD
 from lightning_hiercomm.schemes import Agreement, PeriodicAveraging, Scheme
+=======
+from lightning_hiercomm.schemes import PeriodicAveraging, Scheme, StepsDelay
+>>>>>>> main
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
@@ -170,6 +174,7 @@ class HierarchicalHooks(ParallelStrategy):
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _check_period(self.scheme, trainer, self._topology.num_nodes)
+        _warn_of_long_warmup(self.scheme, trainer)
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
@@ -202,6 +207,11 @@ class HierarchicalHooks(ParallelStrategy):
         output = super().training_step(*args, **kwargs)
         self._run.watch_loss(output)
         return output
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        scale = 1.0 if self.batches is None else self.batches.gradient_scale
+        return super().backward(closure_loss if scale == 1.0 else closure_loss * scale, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -352,7 +362,8 @@ class HierarchicalHooks(ParallelStrategy):
 
         Returns:
             ``intra_bytes``, ``inter_bytes``, ``world_bytes`` (bytes sent by this rank), ``intra_messages``, ...,
-            ``exposed_seconds`` (the time training waited), ``agreements``, ``steps``, and the scheme's own scalars.
+            ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
+            ``agreements``, ``steps``, and the scheme's own scalars.
         """
         return traffic.communication(self.meter, self.schemes, self.batches)
 
@@ -420,4 +431,19 @@ def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
         rank_zero_warn(
             f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
             f" {math.ceil(steps)} optimizer steps: nodes agree at the ends of epochs only. Choose a smaller sync_every."
+        )
+
+
+def _warn_of_long_warmup(scheme: Scheme, trainer: pl.Trainer) -> None:
+    """Warn of a synchronous warm-up that lasts as long as the run, so that the scheme never does what it is for."""
+    if not isinstance(scheme, StepsDelay):
+        return
+    limits = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+        limits.append(trainer.max_epochs * (steps if steps == math.inf else math.ceil(steps)))
+    if limits and 0 < min(limits) <= scheme.warmup_steps:
+        rank_zero_warn(
+            f"StepsDelay(warmup_steps={scheme.warmup_steps}) trains synchronously that long, but the run ends after"
+            f" {min(limits):.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
         )

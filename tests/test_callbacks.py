@@ -1,5 +1,6 @@
 import csv
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_hiercomm import AllReduce, CommunicationMonitor, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import AllReduce, CommunicationMonitor, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.callbacks import _compared
 
 MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
 
@@ -45,7 +47,9 @@ def logged(tmp_path):
     rows = defaultdict(dict)
     with Path(tmp_path, "metrics.csv").open() as file:
         for row in csv.DictReader(file):
-            rows[int(row["step"])] |= {name: float(value) for name, value in row.items() if value}
+            rows[int(row["step"])] |= {
+                name: value if name.endswith("_name") else float(value) for name, value in row.items() if value
+            }
     return rows
 
 
@@ -84,7 +88,11 @@ def test_logs_bytes_per_step_of_the_node(tmp_path):
         assert row["hiercomm/inter_bytes"] == model_sized(0.5)
         assert row["hiercomm/intra_bytes"] > 0
         assert row["hiercomm/exposed_seconds"] > 0
+        parts = [row[f"hiercomm/{tier}_exposed_seconds"] for tier in ("intra", "inter", "world")]
+        assert row["hiercomm/exposed_seconds"] == pytest.approx(sum(parts))
+        assert row["hiercomm/phase_name"] == "training"
         assert "hiercomm/steps" not in row
+    assert [row["hiercomm/agreements"] for row in rows.values()] == [2, 4]
 
 
 def test_logs_on_lightnings_own_rows(tmp_path):
@@ -124,17 +132,66 @@ def test_progress_bar_shows_phase_and_megabytes(tmp_path):
     bar = RecordingBar(shown)
     trainer(tmp_path, PeriodicAveraging(sync_every=1), callbacks=[bar], enable_progress_bar=True).fit(BoringModel())
     last = json.loads(shown.read_text().splitlines()[-1])
-    assert float(last["inter_MB/step"]) == pytest.approx(MODEL_BYTES / 1e6, rel=0.1)
-    assert isinstance(last["phase"], str)
+    assert float(last["inter_MB/step/node"]) == pytest.approx(MODEL_BYTES / 1e6, rel=0.1)
+    assert last["phase"] == "training"
+
+
+def test_bar_and_table_agree_whatever_the_last_steps_sent(tmp_path, capfd):
+    # an agreement in one step of 4, a log in every second: half of the windows are silent, the run so far is not
+    shown = tmp_path / "shown.jsonl"
+    arguments = {"callbacks": [RecordingBar(shown)], "enable_progress_bar": True, "log_every_n_steps": 2}
+    trainer(tmp_path, PeriodicAveraging(4), devices=4, ranks_per_node=2, max_steps=12, **arguments).fit(BoringModel())
+    bars = [float(json.loads(line)["inter_MB/step/node"]) for line in shown.read_text().splitlines()]
+    cells = re.search(r"inter \(between nodes\) +([\d.]+) +([\d.]+)", capfd.readouterr().out).groups()
+    assert bars[-1] == pytest.approx(float(cells[1]), abs=1e-4)
+    assert float(cells[0]) / 12 / 2 == pytest.approx(float(cells[1]), abs=1e-4)
+    assert bars[1] == 0
+    assert all(bars[4:])
+
+
+def test_the_phase_is_text_where_the_logger_takes_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    scheme = StepsDelay(delay=2, warmup_steps=4)
+    trainer(tmp_path, scheme, logger=logger, log_every_n_steps=2).fit(BoringModel())
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    texts = events.Tensors("hiercomm/phase_name/text_summary")
+    assert [(event.step, event.tensor_proto.string_val[0]) for event in texts] == [(1, b"warm-up"), (3, b"delay")]
+    assert [event.value for event in events.Scalars("hiercomm/phase")] == [0, 1, 1, 1]
 
 
 def test_summary_compares_with_ddp(tmp_path, capfd):
     trainer(tmp_path, PeriodicAveraging(sync_every=4)).fit(BoringModel())
     out = capfd.readouterr().out
-    assert out.count("Communication of 8 optimizer steps on 2 ranks") == 1, "rank zero alone prints"
-    assert "agreements between nodes: 2" in out
+    assert out.count("Communication of 8 optimizer steps on 2 ranks, 2 nodes") == 1, "rank zero alone prints"
+    assert "agreements between nodes: 2, one in 4 steps" in out
     # Two ranks, two nodes: a ring sends the model once per rank and step.
     assert f"plain DDP between nodes:  {8 * 2 * MODEL_BYTES / 1e6:.3f} MB" in out
+
+
+def test_summary_says_how_long_training_waited_of_what(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(BoringModel())
+    out = capfd.readouterr().out
+    seconds = float(re.search(r"2 nodes, in ([\d.]+) s", out)[1])
+    waited, share = map(float, re.search(r"waited for communication: ([\d.]+) s per rank, (\d+)% of", out).groups())
+    parts = [float(line.split()[-1]) for line in out.splitlines() if re.match(r"  (intra|inter|world) ", line)]
+    assert sum(parts) == pytest.approx(waited, abs=0.015)
+    assert share / 100 == pytest.approx(waited / seconds, abs=0.01 + 0.01 / seconds)  # as they are rounded
+
+
+@pytest.mark.parametrize(
+    ("sent", "ddp", "said"),
+    [
+        ((1.5e6, 0.5e6), 9e6, "9.000 MB, 4.5 times what was sent (inter + world)"),
+        ((1.5e6, 0.5e6), 1e6, "1.000 MB; 2.0 times that was sent (inter + world)"),
+        ((0, 0), 1e6, "1.000 MB"),
+        ((0, 1e6), 0, "nothing, there is one node only"),
+    ],
+)
+def test_the_comparison_with_ddp_never_counts_below_one(sent, ddp, said):
+    assert _compared(dict(zip(("inter_bytes", "world_bytes"), sent, strict=True)), ddp) == said
 
 
 def test_summary_on_one_node(tmp_path, capfd):

@@ -168,14 +168,11 @@ def _ours(period: int) -> dict[str, Row]:
     }
     small = {**rows["all_reduce"].options, "strategy": {"bucket_cap_mb": 4}}
     rows["all_reduce_small"] = replace(rows["all_reduce"], title="AllReduce, DDP buckets of 4 MB", options=small)
-    rows["diloco_alone"] = row(
-        "DiLoCo",
-        f"DiLoCo({period}), every rank alone",  # as torchft's
-        {"sync_every": period, "gradients": "none"},
-        "blocking",
-        period=period,
-        averages_in_node=False,
-    )
+    for key in ("periodic", "diloco", "diloco_streaming"):  # as the peers' flat loops
+        options = rows[key].options
+        options = {**options, "arguments": {**options["arguments"], "gradients": "none"}}
+        title = f"{rows[key].title}, every rank alone"
+        rows[f"{key}_alone"] = replace(rows[key], title=title, options=options, averages_in_node=False)
     quantised = ("all_reduce", "periodic", "diloco", "diloco_streaming")
     return (
         rows

@@ -1,1 +1,1 @@
-"""One question each, answered in one process."""
+"""One question each, asked once: what the package rests on and no user needs to measure again."""

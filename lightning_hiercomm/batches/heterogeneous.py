@@ -6,21 +6,30 @@ import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights, relative_speeds
+from lightning_hiercomm.batches.partition import (
+    StepCost,
+    Weighting,
+    divide,
+    gradient_scale,
+    rank_weights,
+    relative_speeds,
+)
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
-from lightning_hiercomm.batches.speed import StepClock, fit_cost, time_step
+from lightning_hiercomm.batches.speed import StepClock, StepTime, fit_cost, time_step
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.topology import Topology
 
 log = logging.getLogger(__name__)
 
 _WORTH_A_CHANGE = 0.05
+_SCATTERS = 0.1
 
 
 class HeterogeneousBatches:
@@ -49,11 +58,19 @@ class HeterogeneousBatches:
         speeds: ``"measure"`` times the user's own training step on every rank, for some seconds before training; or
             samples per second of every rank (any unit), by world rank; or the path of a JSON file with such a list.
         weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
-            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks).
+            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks);
+            ``"speed_unnormalized"``: Eq. 2 as the paper prints it, ``sum_i c_i g_i``, where c are the speeds relative
+            to the slowest. That is ``"speed"`` with every gradient multiplied by ``sum(c)``: for SGD, with momentum
+            too, a learning rate ``sum(c)`` times as large (and a weight decay as much smaller); for Adam, which does
+            not see the scale of gradients, nothing. What it gains over ``"speed"`` is the larger learning rate. It acts
+            on the loss as ``Strategy.backward`` gets it, so not on a ``loss.backward()`` of your own.
         max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. On CUDA
             measuring finds out what does not fit.
         rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide anew after
             every n epochs, where that makes steps at least 5 % faster. None: never.
+
+    Attributes:
+        gradient_scale: What every loss is multiplied by before the backward pass: 1, but for Eq. 2 as printed.
 
     Raises:
         ValueError: For arguments that make no sense. Once the ranks are known: if there are fewer samples than ranks,
@@ -74,8 +91,8 @@ class HeterogeneousBatches:
     ) -> None:
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be positive")
-        if weighting not in ("samples", "speed", "none"):
-            raise ValueError(f"weighting={weighting!r} must be 'samples', 'speed' or 'none'")
+        if weighting not in get_args(Weighting):
+            raise ValueError(f"weighting={weighting!r} must be one of {', '.join(map(repr, get_args(Weighting)))}")
         if rebalance_every_n_epochs is not None and rebalance_every_n_epochs < 1:
             raise ValueError(f"rebalance_every_n_epochs={rebalance_every_n_epochs} must be positive, or None for never")
         if not isinstance(speeds, str):
@@ -91,9 +108,11 @@ class HeterogeneousBatches:
 
         # the following exists only inside a process that trains
         self.division: Division | None = None
+        self.gradient_scale = 1.0
         self.clock: StepClock | None = None
         self._topology: Topology
         self._costs: list[StepCost] | None = None
+        self._spreads: list[float] = []
         self._limits: list[int | None] = []
         self._device = torch.device("cpu")
         self._seed = 0
@@ -114,7 +133,7 @@ class HeterogeneousBatches:
         self._limits = self._limit_every_rank()
         self._samplers, self._batch_sizes = [], []
         self.clock = StepClock(meter, device) if self.rebalance_every_n_epochs is not None else None
-        self._costs = None
+        self._costs, self._spreads = None, []
         sizes: list[int] | None = None
         if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
             self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
@@ -177,11 +196,24 @@ class HeterogeneousBatches:
             self._time(size, rehearse, measured)
         cost = fit_cost(measured)
         size = divide(self.global_batch_size, self._gather_costs(cost), self._limits)[topology.rank]
-        size, seconds = self._time(size, rehearse, measured)
-        self._costs = self._gather_costs(cost.through(size, seconds))
+        size, time = self._time(size, rehearse, measured)
+        self._costs = self._gather_costs(cost.through(size, time.seconds))
         self._take(divide(self.global_batch_size, self._costs, self._limits))
-        if topology.rank == 0:
-            print(self.table())
+        self._spreads = topology.world.all_gather_object(time.spread)
+
+    def announce(self) -> None:
+        """Print the division, and warn if the measurements it follows from are doubtful; rank zero only."""
+        if self._topology.rank != 0 or self._topology.world_size == 1:
+            return
+        print(self.table())
+        if self._spreads and max(self._spreads) > _SCATTERS:
+            rank = self._spreads.index(max(self._spreads))
+            warnings.warn(
+                f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, and"
+                " the division may be off by as much: something else keeps that machine busy. Measure when it is quiet,"
+                " give the speeds=[...] you know, or let rebalance_every_n_epochs=1 correct them during training.",
+                stacklevel=2,
+            )
 
     def go_to(self, epoch: int) -> bool:
         """Bring the samplers to the epoch with which training begins or resumes.
@@ -246,23 +278,32 @@ class HeterogeneousBatches:
         return {"batch_size": float(self.batch_size), **every}
 
     def table(self) -> str:
-        """What is known of the ranks' speeds, and the division that follows."""
+        """What is known of the ranks' speeds, the division that follows, and how long a step is going to take."""
         assert self.division is not None
         assert self._costs is not None
-        sizes = self.division.sizes
-        speeds = [size / cost.seconds(size) for size, cost in zip(sizes, self._costs, strict=True)]
+        sizes, costs = self.division.sizes, self._costs
+        speeds = relative_speeds([size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)])
+        is_measured = self.speeds == "measure"  # given speeds have any unit
+        columns = f"{'fixed ms':>9} {'ms/sample':>10} {'samples/s':>10} " if is_measured else ""
         lines = [
-            f"A global batch of {self.global_batch_size} samples on {len(sizes)} ranks",
-            f"  {'rank':>4} {'node':>4} {'fixed ms':>9} {'ms/sample':>10} {'samples/s':>10} {'relative':>8}"
-            f" {'batch':>6} {'weight':>7}",
+            f"A global batch of {self.global_batch_size} samples on {len(sizes)} ranks,"
+            f" by {'measured' if is_measured else 'given'} speeds",
+            f"  {'rank':>4} {'node':>4} {columns}{'relative':>8} {'batch':>6} {'weight':>7}",
         ]
         node_of = {rank: node for node, ranks in enumerate(self._topology.nodes) for rank in ranks}
-        for rank, (cost, size) in enumerate(zip(self._costs, sizes, strict=True)):
+        for rank, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
+            columns = f"{1e3 * cost.fixed:>9.3f} {1e3 / cost.speed:>10.4f} {size / cost.seconds(size):>10.1f} "
             lines.append(
-                f"  {rank:>4} {node_of[rank]:>4} {1e3 * cost.fixed:>9.3f} {1e3 / cost.speed:>10.4f}"
-                f" {speeds[rank]:>10.1f} {relative_speeds(speeds)[rank]:>8.2f} {size:>6}"
+                f"  {rank:>4} {node_of[rank]:>4} {columns if is_measured else ''}{speeds[rank]:>8.2f} {size:>6}"
                 f" {self._topology.weights[rank]:>7.4f}"
             )
+        equal = divide(self.global_batch_size, [StepCost(0.0, 1.0)] * len(sizes), self._limits)
+        step, step_if_equal = (max(map(StepCost.seconds, costs, division)) for division in (sizes, equal))
+        faster = f"{step_if_equal / step:.2f} times as fast as with equal batches"
+        milliseconds = f"{1e3 * step:.3g} ms in place of {1e3 * step_if_equal:.3g} ms, " if is_measured else ""
+        lines.append(f"  predicted step: {milliseconds}{faster}")
+        if self._spreads:
+            lines.append(f"  the measured step times scattered by up to ±{max(self._spreads):.1%}")
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,7 +353,7 @@ class HeterogeneousBatches:
 
     def _time(
         self, size: int, rehearse: Callable[[int], Callable[[], object]], measured: dict[int, float]
-    ) -> tuple[int, float]:
+    ) -> tuple[int, StepTime]:
         """Time steps of ``size`` samples, or as many as fit into memory."""
         world = self._topology.world
         while True:
@@ -327,8 +368,9 @@ class HeterogeneousBatches:
                 self._limits[self._topology.rank] = size
         self._limits = [limits[rank] for rank, limits in enumerate(world.all_gather_object(self._limits))]
         synchronize = (lambda: torch.cuda.synchronize(self._device)) if self._device.type == "cuda" else lambda: None
-        measured[size] = time_step(step, world.all_gather_object, synchronize)
-        return size, measured[size]
+        time = time_step(step, world.all_gather_object, synchronize)
+        measured[size] = time.seconds
+        return size, time
 
     def _gather_costs(self, cost: StepCost) -> list[StepCost]:
         values = self._topology.world.all_gather_object((cost.fixed, cost.speed))
@@ -359,6 +401,7 @@ class HeterogeneousBatches:
         costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
+        self.gradient_scale = gradient_scale(self.weighting, speeds)
 
 
 def _check_speeds(speeds: Sequence[float], source: str) -> None:

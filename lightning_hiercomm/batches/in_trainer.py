@@ -51,6 +51,7 @@ def begin_batches(batches: HeterogeneousBatches, trainer: pl.Trainer) -> None:
     if batches.needs_measuring:
         with rehearsal(trainer) as rehearse:
             batches.measure(rehearse)
+    batches.announce()
     if batches.go_to(trainer.current_epoch):
         with isolate_rng():
             _lightning.restart_train_dataloaders(trainer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-Weighting = Literal["samples", "speed", "none"]
+Weighting = Literal["samples", "speed", "none", "speed_unnormalized"]
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,17 @@ def rank_weights(weighting: Weighting, sizes: Sequence[int], speeds: Sequence[fl
 
     Args:
         weighting: ``"samples"``: ``B_i / sum(B)``, which gives the gradient of the mean loss over the global batch;
-            ``"speed"``: ``c_i / sum(c)`` (HetGrad, Eq. 2, normalised); ``"none"``: ``1 / R``.
+            ``"speed"`` and ``"speed_unnormalized"``: ``c_i / sum(c)`` (HetGrad, Eq. 2, normalised); ``"none"``:
+            ``1 / R``.
         sizes: Samples per rank, B.
         speeds: Samples per second of every rank.
     """
-    shares: Sequence[float] = {"samples": sizes, "speed": relative_speeds(speeds), "none": [1] * len(sizes)}[weighting]
+    by_weighting: dict[Weighting, Sequence[float]] = {"samples": sizes, "none": [1] * len(sizes)}
+    shares = by_weighting.get(weighting) or relative_speeds(speeds)
     total = sum(shares)
     return [share / total for share in shares]
+
+
+def gradient_scale(weighting: Weighting, speeds: Sequence[float]) -> float:
+    """What the weighted mean of the gradients is multiplied by: ``sum(c)`` for HetGrad's Eq. 2 as printed, else 1."""
+    return sum(relative_speeds(speeds)) if weighting == "speed_unnormalized" else 1.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -39,10 +40,29 @@ def fit_cost(seconds: Mapping[int, float]) -> StepCost:
     return StepCost(fixed, 1 / slope)
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """How long a training step took.
+
+    Attributes:
+        seconds: The median over blocks of steps.
+        spread: How far the middle half of the blocks reaches to either side, relative to the median.
+    """
+
+    seconds: float
+    spread: float
+
+    @classmethod
+    def of(cls, blocks: Sequence[float]) -> StepTime:
+        """Of the seconds per step in each of two blocks or more."""
+        low, middle, high = quantiles(blocks, n=4, method="inclusive")
+        return cls(middle, (high - low) / 2 / middle)
+
+
 def time_step(
     step: Callable[[], object], gather: Callable[[Any], list[Any]], synchronize: Callable[[], object]
-) -> float:
-    """Seconds that ``step`` takes: the median over blocks of steps.
+) -> StepTime:
+    """How long ``step`` takes, over blocks of steps.
 
     A block lasts a tenth of a second or more, so a CPU quota, which lets a process run and then stops it within such a
     period, shows as what it is on average. All ranks take the same number of steps, so those may contain collectives.
@@ -68,7 +88,7 @@ def time_step(
         blocks.append(run(steps))
         settled = len(blocks) >= _BLOCKS[0] and _is_close(median(blocks), median(blocks[:-1]))
         if all(gather(settled or len(blocks) >= _BLOCKS[1])):
-            return median(blocks)
+            return StepTime.of(blocks)
 
 
 class StepClock:

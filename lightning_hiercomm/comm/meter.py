@@ -87,12 +87,18 @@ class Meter:
         return dict(self._seconds)
 
     def snapshot(self) -> dict[str, float]:
-        """All counters as one flat dictionary: ``inter_bytes``, ``intra_messages``, ``exposed_seconds``, ..."""
+        """All counters as one flat dictionary.
+
+        ``inter_bytes``, ``inter_messages`` and ``inter_exposed_seconds``; the same of the other tiers;
+        ``exposed_seconds`` of all together.
+        """
         values: dict[str, float] = {}
+        seconds = self.seconds
         for tier in ("intra", "inter", "world"):
             values[f"{tier}_bytes"] = self.bytes[tier]
             values[f"{tier}_messages"] = float(self.messages[tier])
-        values["exposed_seconds"] = sum(self.seconds.values())
+            values[f"{tier}_exposed_seconds"] = seconds.get(tier, 0.0)
+        values["exposed_seconds"] = sum(seconds.values())
         return values
 
     def _collect(self) -> None:

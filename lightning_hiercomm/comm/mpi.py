@@ -1,8 +1,8 @@
 """Over MPI communicators, by mpi4py.
 
 MPI promises progress only inside its own calls. Whether a library's non-blocking moves go on by themselves differs
-between libraries, transports and settings (``benchmarks/mpi_progress.py`` measures it): so one thread per process
-tests the moves in flight, and sleeps between the tests, because a core that polls is a core that does not train.
+between libraries, transports and settings (``benchmarks/studies/mpi_progress.py`` measures it): so one thread per
+process tests the moves in flight, and sleeps between the tests, because a core that polls does not train.
 """
 
 from __future__ import annotations

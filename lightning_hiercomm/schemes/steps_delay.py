@@ -437,13 +437,14 @@ class StepsDelay(Scheme):
         return "warm-up" if self.steps < self.warmup_steps else "delay"
 
     def scalars(self) -> dict[str, float]:
-        """``sync_every``, ``staleness`` and ``disagreement``.
+        """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
 
         The staleness is how many of the server's steps the device's weights have not seen, the disagreement how far
         they were from the server's when these last arrived, relative to them, estimated on a few elements.
         """
         staleness = (self._delayed_steps - 1) % self.delay + 1 if self._delayed_steps else 0
         values = {
+            "phase": float(self.phase == "delay"),
             "sync_every": 1.0 if self.phase == "warm-up" else float(self.delay),
             "staleness": float(staleness),
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from itertools import cycle
 
 import harness
 import pytest
@@ -75,15 +77,66 @@ def test_measured_costs_give_the_division_of_the_true_ones(clock, capsys):
         assert batches.division.sizes == [32, 32, 32]
         batches.measure(rehearse_with(clock, COSTS[rank]))
         assert not batches.needs_measuring
+        batches.announce()
         return batches.division.sizes
 
     assert on_ranks([[0, 1], [2]], work) == [divide(96, COSTS)] * 3
     table = capsys.readouterr().out
     assert table.count("A global batch of 96 samples on 3 ranks") == 1
-    rows = [line.split() for line in table.splitlines()[2:]]
+    rows = [line.split() for line in table.splitlines()[2:5]]
     assert [(int(row[0]), int(row[1]), int(row[6])) for row in rows] == [
         (rank, [0, 0, 1][rank], size) for rank, size in enumerate(divide(96, COSTS))
     ]
+
+
+def test_the_step_that_is_predicted_is_that_of_the_slowest_rank(clock, capsys):
+    def work(rank, topology):
+        batches = bound(topology, 96)
+        batches.measure(rehearse_with(clock, COSTS[rank]))
+        batches.announce()
+
+    on_ranks([[0, 1], [2]], work)
+    after = max(cost.seconds(size) for cost, size in zip(COSTS, divide(96, COSTS), strict=True))
+    said = capsys.readouterr().out.splitlines()[5:]
+    faster = f"{0.032 / after:.2f} times as fast as with equal batches"
+    assert said == [
+        f"  predicted step: {1e3 * after:.3g} ms in place of 32 ms, {faster}",
+        "  the measured step times scattered by up to ±0.0%",
+    ]
+
+
+def test_given_speeds_are_announced_without_seconds(capsys):
+    on_ranks([[0, 1], [2]], lambda rank, topology: bound(topology, 70, [4, 2, 1]).announce())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "A global batch of 70 samples on 3 ranks, by given speeds"
+    assert [line.split() for line in said[2:5]] == [
+        ["0", "0", "4.00", "40", "0.5714"],
+        ["1", "0", "2.00", "20", "0.2857"],
+        ["2", "1", "1.00", "10", "0.1429"],
+    ]
+    assert said[5:] == ["  predicted step: 2.30 times as fast as with equal batches"]  # 23 samples at speed 1, or 10
+
+
+@pytest.mark.parametrize(("jitter", "warned"), [(0.1, False), (0.5, True)])
+def test_measurements_that_scatter_are_warned_of(clock, jitter, warned):
+    def work(rank, topology):
+        def rehearse(size):
+            factors = cycle([1 - jitter * rank, 1, 1 + jitter * rank])  # a step of 0.1 s or more is a block
+            return lambda: clock.advance(size * 0.01 * next(factors))
+
+        batches = bound(topology, 32)
+        batches.measure(rehearse)
+        batches.announce()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks([[0, 1]], work)
+    assert ["step times of rank 1 scattered" in str(warning.message) for warning in caught] == [True] * warned
+
+
+def test_one_rank_has_nothing_to_announce(capsys):
+    on_ranks([[0]], lambda rank, topology: bound(topology, 8).announce())
+    assert capsys.readouterr().out == ""
 
 
 def test_the_speed_that_counts_is_that_at_the_real_size(clock):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_hiercomm.batches.partition import StepCost
-from lightning_hiercomm.batches.speed import StepClock, fit_cost, time_step
+from lightning_hiercomm.batches.speed import StepClock, StepTime, fit_cost, time_step
 from lightning_hiercomm.comm.meter import Meter
 
 
@@ -43,8 +43,14 @@ def test_a_quota_that_stops_a_process_now_and_then_counts_on_average(clock):
         if worked[0] % 10 == 0:
             clock.advance(0.09)
 
-    seconds = time_step(step, lambda value: [value], lambda: None)
-    assert seconds == pytest.approx(0.010, rel=0.1)
+    time = time_step(step, lambda value: [value], lambda: None)
+    assert time.seconds == pytest.approx(0.010, rel=0.1)
+
+
+def test_the_spread_is_that_of_the_middle_half():
+    time = StepTime.of([0.009, 0.010, 0.011, 0.5, 0.010])  # one block in which something else happened
+    assert (time.seconds, time.spread) == costs(0.010, 0.05)
+    assert StepTime.of([0.02] * 3).spread == 0
 
 
 def test_all_ranks_take_equally_many_steps_whatever_their_speed(clock):
@@ -57,7 +63,7 @@ def test_all_ranks_take_equally_many_steps_whatever_their_speed(clock):
             steps[0] += 1
             clock.advance((rank + 1) * 0.003)
 
-        return time_step(step, group.all_gather_object, lambda: None), steps[0]
+        return time_step(step, group.all_gather_object, lambda: None).seconds, steps[0]
 
     seconds, steps = zip(*ThreadWorld(3).run(work), strict=True)
     assert seconds == (pytest.approx(0.003), pytest.approx(0.006), pytest.approx(0.009))

@@ -29,7 +29,9 @@ def test_exposed_seconds_are_those_between_the_marks_of_all_tiers():
     meter.add_wait("intra", 2.0, 2.25)
     meter.add_wait("inter", 3.0, 4.0)
     assert meter.seconds == {"inter": 1.5, "intra": 0.25}
-    assert meter.snapshot()["exposed_seconds"] == 1.75
+    snapshot = meter.snapshot()
+    assert snapshot["exposed_seconds"] == 1.75
+    assert [snapshot[f"{tier}_exposed_seconds"] for tier in ("intra", "inter", "world")] == [0.25, 1.5, 0.0]
 
 
 def test_a_wait_that_raises_is_counted():

@@ -1,6 +1,6 @@
 """One rank that is four times slower: equal batches against measured ones.
 
-python -m benchmarks.batches
+python -m benchmarks.studies.batches
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ beyond the computation, as a share of the sum's time alone, is 0 when the two ov
 
 Run as root, with Open MPI's mpiexec or MPICH's::
 
-    python -m benchmarks.mpi_progress
+    python -m benchmarks.studies.mpi_progress
     export MPI4PY_LIBMPI=$PWD/.venv/mpich/lib/libmpi.so.12
-    python -m benchmarks.mpi_progress --mpiexec $PWD/.venv/mpich/bin/mpiexec
+    python -m benchmarks.studies.mpi_progress --mpiexec $PWD/.venv/mpich/bin/mpiexec
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
         program = [
             sys.executable,
             "-m",
-            "benchmarks.mpi_progress",
+            "benchmarks.studies.mpi_progress",
             "--on-rank",
             "--mebibytes",
             str(arguments.mebibytes),

@@ -1,0 +1,56 @@
+"""One colour per method, in every plot of this repository; safe for the colour-blind (Okabe and Ito, 2008).
+
+Variants of a method (a narrower wire, another staleness) have its colour and another line; bounds are black and dotted.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+COLOURS = {
+    "ddp": "#555555",
+    "all_reduce": "#0072B2",
+    "periodic": "#D55E00",
+    "daso": "#009E73",
+    "diloco": "#CC79A7",
+    "steps_delay": "#E69F00",
+    "gossip": "#56B4E9",
+    "hand": "#7F5A2A",
+    "accelerate": "#B8860B",
+    "torchft": "#6A3D9A",
+    "post_local": "#8B1A1A",
+    "torch_hierarchical": "#2F4F4F",
+}
+"""By method: DDP, this package's schemes by their names, and peers."""
+
+_WIRES = {"bf16": "s", "int8": "^", "int4": "v"}
+_DASHES = ("-", "--", "-.", (0, (3, 1, 1, 1, 1, 1)))
+
+
+def method_of(row: str) -> str | None:
+    """The method that a benchmark's row is a variant of: the longest name it begins with; None for bounds."""
+    return max((method for method in COLOURS if row.startswith(method)), key=len, default=None)
+
+
+def colour_of(row: str) -> str:
+    """The colour of a benchmark's row; black for bounds."""
+    method = method_of(row)
+    return "black" if method is None else COLOURS[method]
+
+
+def styles_of(rows: list[str]) -> dict[str, dict[str, Any]]:
+    """How to draw a line per row, so that any two can be told apart: keywords of matplotlib's ``plot``."""
+    styles: dict[str, dict[str, Any]] = {}
+    taken: dict[tuple[str | None, str], int] = {}
+    for row in rows:
+        method, wire = method_of(row), re.search(r"_(bf16|int8|int4)(@|$)", row)
+        marker = "o" if wire is None else _WIRES[wire[1]]
+        if method is None:
+            marker = ""
+        nth = taken.get((method, marker), 0)
+        taken[method, marker] = nth + 1
+        dashes: Any = ":" if method is None else _DASHES[nth % len(_DASHES)]
+        alpha = (0.9, 0.45)[nth % 2] if method is None else 1.0
+        styles[row] = {"color": colour_of(row), "marker": marker, "linestyle": dashes, "alpha": alpha}
+    return styles
