@@ -32,11 +32,7 @@ from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.run_control import RunControl
-<<<<<<< HEAD
-from lightning_hiercomm.schemes import Agreement, PeriodicAveraging, Scheme
-=======
-from lightning_hiercomm.schemes import PeriodicAveraging, Scheme, StepsDelay
->>>>>>> main
+from lightning_hiercomm.schemes import Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
