@@ -71,6 +71,7 @@ class RunControl:
 
     def note_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
+        _lightning.explain_unused_parameters(exception)
         if isinstance(exception, SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at one batch
             self._is_stopping_together = self.plane is None or self.plane.stops_together

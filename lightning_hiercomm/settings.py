@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
@@ -41,6 +42,7 @@ class Settings:
     bucket_bytes: int
 
     @classmethod
+    @checked_arguments
     def checked(
         cls,
         *,
@@ -78,6 +80,11 @@ class Settings:
             raise ValueError(f"inter_node={inter_node!r} must be 'torch' or 'mpi'")
         if inter_node == "mpi":
             load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
+        sizes = [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise ValueError(f"ranks_per_node={ranks_per_node} must be a positive number, or a list of one per node")
+        if not 0 < bucket_mb < 2**40:
+            raise ValueError(f"bucket_mb={bucket_mb} must be positive, and a size that memory can have")
         if on_nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
         if on_nonfinite == "skip" and scheme.gradients == "world":
@@ -92,8 +99,6 @@ class Settings:
                 f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
                 " trains alone: leave it out, or let ranks share their gradients"
             )
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if control_port is not None and not 0 <= control_port < 65536:
             raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
         if hang_timeout is not None and not 1 <= hang_timeout < math.inf:

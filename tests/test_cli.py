@@ -151,6 +151,13 @@ def test_field_from_the_command_line_overrides_yaml(strategy):
     assert built.scheme.sync_every == 3
 
 
+@pytest.mark.parametrize("name", ["PeriodicAveraging", "DASO", "DiLoCo"])
+def test_the_period_can_be_left_to_the_scheme_from_yaml(strategy, name):
+    text = PERIODIC.replace("PeriodicAveraging", name).replace("sync_every: 7", "sync_every: auto")
+    built = strategy(text, args=[f"{SCHEME}.init_args.overhead_target=0.1"])
+    assert repr(built.scheme) == f"{name}(sync_every='auto', overhead_target=0.1)"
+
+
 def test_second_yaml_replaces_the_scheme(strategy):
     assert isinstance(strategy(PERIODIC, ALL_REDUCE).scheme, AllReduce)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import TARGETS
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from problems import Oracle
+from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import AllReduce, Gossip, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.schemes import SCHEMES
 
 
@@ -73,45 +75,81 @@ def test_all_reduce_over_two_nodes_is_synchronous_training(fit):
     assert [report["report"] for report in reports] == [[2, 3, 3.5, 3.75]] * 4
 
 
-@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(3)])
+ONE_NODE = [AllReduce(), PeriodicAveraging(3)]
+
+
 @pytest.mark.parametrize("devices", [2, 3])
-def test_one_node_gives_the_weights_of_ddp_bit_for_bit(fit, scheme, devices):
-    ours = fit(Net(), {"scheme": scheme, "ranks_per_node": devices}, devices=devices, max_epochs=2)
-    ddp = fit(Net(), DDPStrategy(start_method="fork"), devices=devices, max_epochs=2)
-    for name, expected in ddp[0]["state_dict"].items():
-        assert torch.equal(ours[0]["state_dict"][name], expected), name
+def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, devices):
+    def train(folder):
+        strategies = [DDPStrategy(), *(HierarchicalStrategy(s, ranks_per_node=devices) for s in ONE_NODE)]
+        return [fitted(folder, Net(), strategy, devices=devices)["state_dict"] for strategy in strategies]
+
+    ddp, *ours = launch(train, ranks=devices)[0]
+    assert len(ours) == len(ONE_NODE)
+    for state in ours:
+        for name, expected in ddp.items():
+            assert torch.equal(state[name], expected), name
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, [3, 1]])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 2},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-        {"limit_train_batches": 2},
-    ],
-)
-def test_every_rank_ends_on_the_same_bits(fit, ranks_per_node, arguments):
-    strategy = {"scheme": PeriodicAveraging(2), "ranks_per_node": ranks_per_node}
-    reports = fit(Net(samples=44), strategy, max_epochs=2, **arguments)
+LAYOUTS = {"nodes of one": 1, "nodes of two": 2, "nodes of three and one": [3, 1]}
+WAYS = {
+    "plainly": {},
+    "accumulating": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    "cut short": {"limit_train_batches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(launch):
+    """What every rank reports of fits on four: by layout and way with an average every two steps; all-reduce, DDP."""
+
+    def train(folder):
+        results = {
+            (layout, way): fitted(
+                folder,
+                Net(samples=44),
+                HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=LAYOUTS[layout]),
+                **WAYS[way],
+            )
+            for layout, way in itertools.product(LAYOUTS, WAYS)
+        }
+        results["all-reduce"] = fitted(folder, Net(), HierarchicalStrategy(AllReduce(), ranks_per_node=2))
+        results["DDP"] = fitted(folder, Net(), DDPStrategy())
+        return results
+
+    return launch(train)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rank_ends_on_the_same_bits(four_ranks, layout, way):
+    reports = [results[layout, way] for results in four_ranks]
     assert not torch.equal(reports[0]["state_dict"]["embed.weight"], Net().embed.weight)
-    for report in reports[1:]:
-        for name, expected in reports[0]["state_dict"].items():
-            assert torch.equal(report["state_dict"][name], expected), name
+    same_bits(reports)
 
 
-def test_averaging_every_step_matches_ddp_over_the_world(fit):
-    ours = fit(Net(), {"scheme": AllReduce()}, max_epochs=2)
-    ddp = fit(Net(), DDPStrategy(start_method="fork"), max_epochs=2)
+def test_averaging_every_step_matches_ddp_over_the_world(four_ranks):
+    ours, ddp = (four_ranks[0][name]["state_dict"] for name in ("all-reduce", "DDP"))
     for name, _ in Net().named_parameters():
-        torch.testing.assert_close(ours[0]["state_dict"][name], ddp[0]["state_dict"][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
 
 
 def test_one_process_needs_no_peers(fit):
     (report,) = fit(Oracle(3), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=1)
     assert report["report"] == [0.0, 0.0, 0.0]
+
+
+def test_values_that_a_module_is_given_as_training_starts_are_those_it_starts_from(fit):
+    class Pretrained(Oracle):
+        def on_train_start(self):
+            self.x.data.fill_(8 + self.global_rank)  # loaded, or drawn, there: rank 0's count
+
+    reports = fit(Pretrained(2), {"scheme": DiLoCo(2)})
+    assert [report["report"][0] for report in reports] == [4.5, 4.5, 7.5, 7.5]
+    # the nodes come to 2.75 and 7.25, 3 below their anchor; SGD with momentum makes that 0.7 * (1 + 0.9) * 3
+    assert [report["report"][1] for report in reports] == pytest.approx([8 - 3.99] * 4)
 
 
 class Validated(Oracle):

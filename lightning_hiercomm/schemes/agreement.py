@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
@@ -19,7 +24,12 @@ from lightning_hiercomm.schemes.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.merging import MERGES, Merge
 from lightning_hiercomm.schemes.outer import OuterOptimizer
 from lightning_hiercomm.schemes.peers import PeerMean
-from lightning_hiercomm.schemes.when import Every, When
+from lightning_hiercomm.schemes.tuning import PeriodTuner
+from lightning_hiercomm.schemes.when import Every, Staggered, When
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Through = Literal["mean", "rotating"] | Graph
 MergeName = Literal["replace", "eq1", "delta"]
@@ -70,10 +80,16 @@ class Agreement(Scheme):
         gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
             alone between agreements, which then average inside the node as well.
 
+    Attributes:
+        tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
+
     Raises:
         ValueError: For arguments out of range, or that contradict each other.
     """
 
+    tuner: PeriodTuner | None = None
+
+    @checked_arguments
     def __init__(
         self,
         when: When | int = 100,
@@ -107,6 +123,7 @@ class Agreement(Scheme):
         self.staleness = staleness
         self.synchronizations = 0
         self._was_sick = False
+        self._tuned_period: int | None = None
         self._in_flight = InFlight()
         if self._merge.keeps_agreed and through == "rotating":
             raise ValueError(
@@ -189,11 +206,78 @@ class Agreement(Scheme):
         if arrived is not None or leaving:
             self._turn(arrived, leaving)
 
+    # ---- sync_every="auto" ---------------------------------------------------------------------------------------
+
+    def begin_run(self, epochs: int | None, steps: int | None) -> None:
+        super().begin_run(epochs, steps)
+        if self.tuner is not None and not self.is_alone and steps is not None and steps - self.steps < self.tuner.steps:
+            raise ValueError(
+                f"sync_every='auto' times exchanges for the first {self.tuner.steps} optimizer steps, but the run ends"
+                f" after {steps - self.steps}: give sync_every a number, or train for longer"
+            )
+
+    def check_epoch(self, steps: float) -> None:
+        """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one.
+
+        Args:
+            steps: Optimizer steps of an epoch.
+
+        Raises:
+            ValueError: If there are too few of them.
+        """
+        if self.tuner is None or not isinstance(self.when, Every) or self.when.of != "epoch":
+            return
+        if steps < self.tuner.provisional_period:
+            raise ValueError(
+                f"sync_every='auto' times exchanges that are {self.tuner.provisional_period} optimizer steps apart, but"
+                f" an epoch has {math.ceil(steps)}: give sync_every a number"
+            )
+
+    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+        super().begin_epoch(epoch, metrics)
+        if self.tuner is not None:
+            self.tuner.begin_epoch(self.device)
+
+    def step(self, run: Callable[[], T], last: bool = False) -> T:
+        result = super().step(run, last)
+        if self.tuner is not None and not self.is_alone and self.tuner.end_step():
+            choice = self.tuner.choose(self.topology.world)
+            self._set_period(choice.period)
+            self.tuner = None
+            if self.topology.rank == 0:
+                log.info(
+                    "%s: sync_every=%d: a step takes %.3g ms, and training waits %.3g ms for the exchanges of a period,"
+                    " which is %.1f %% of it",
+                    type(self).__name__,
+                    choice.period,
+                    1e3 * choice.step_seconds,
+                    1e3 * choice.exchange_seconds,
+                    1e2 * choice.overhead,
+                )
+        return result
+
+    def _set_period(self, period: int) -> None:
+        """Agree every ``period`` steps from now on; nothing may be in flight."""
+        if isinstance(self.when, Every | Staggered):
+            self.when = replace(self.when, period=period)
+        self._tuned_period = period
+
+    @contextmanager
+    def _exchanging(self, starts: bool, ends: bool) -> Iterator[None]:
+        """Inside, training waits for an exchange of the schedule."""
+        if self.tuner is None:
+            yield
+            return
+        with self.tuner.exchanging(starts, ends):
+            yield
+
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
     def average(self) -> None:
         """Agree on everything and wait for it; what is in flight is dropped."""
         self._in_flight.drop()
+        if self.tuner is not None:
+            self.tuner.drop()
         if self.is_alone:
             self.nodes_agree()
         else:
@@ -207,6 +291,11 @@ class Agreement(Scheme):
     def _agree_now(self, parts: Sequence[int]) -> None:
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
         self.verify()
+        waits = not self.staleness
+        with self._exchanging(starts=waits, ends=waits):
+            self._agree_and_wait(parts)
+
+    def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
         void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
         self._recover(self._carrier, void, self._carrier.is_sick)
@@ -225,6 +314,11 @@ class Agreement(Scheme):
             bucket.unpack(arrived)
 
     def _turn(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
+        """Merge what was sent a while ago, and send the next."""
+        with self._exchanging(starts=bool(leaving), ends=arrived is not None):
+            self._merge_and_send(arrived, leaving)
+
+    def _merge_and_send(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next.
 
         Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
@@ -335,6 +429,13 @@ class Agreement(Scheme):
             self._agree_now(self.all_parts)  # or the steps since the last agreement would count for nothing
         super().finish()
         self._in_flight.drop()
+        if self.tuner is not None and not self.is_alone and self.topology.rank == 0:
+            log.warning(
+                "%s: the run ended before sync_every='auto' had timed %d exchanges, so the period was %d to the end",
+                type(self).__name__,
+                self.tuner.exchanges,
+                self.when.period,
+            )
 
     def _average_buffers(self) -> None:
         if self.replica.buffers:
@@ -355,7 +456,7 @@ class Agreement(Scheme):
         return values if relative is None else {**values, "disagreement": relative}
 
     def schedule(self) -> dict[str, Any]:
-        state = {**super().schedule(), "synchronizations": self.synchronizations}
+        state = {**super().schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
         if self.outer is not None:
             self.settle()
             state["outer"] = self.outer.state_dict(self.replica.parameters)
@@ -377,6 +478,9 @@ class Agreement(Scheme):
         super().load_state_dict(state)
         self.synchronizations = state["synchronizations"]
         self._in_flight.drop()
+        if self.tuner is not None and state.get("tuned_period") is not None:
+            self._set_period(state["tuned_period"])
+            self.tuner = None
         if self.is_alone:
             return
         if "carrier" in state:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.base import Scheme
@@ -95,6 +96,7 @@ class Gossip(Scheme):
     _segments: list[Bucket]
     _weights: list[list[float]]
 
+    @checked_arguments
     def __init__(
         self,
         graph: Graph | GraphName = "random_permutation",
