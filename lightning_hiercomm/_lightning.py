@@ -33,6 +33,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -238,6 +240,42 @@ def check_program_can_run_again() -> None:
             "start_method='popen' starts ranks by running the script again, but an interactive session has none. Use"
             " HierarchicalStrategy(..., start_method='fork'), or a name that ends in _notebook, such as"
             " Trainer(strategy='hierarchical_periodic_notebook')."
+        )
+
+
+@contextmanager
+def process_group_meets_at(store: Store | None, rank: int, size: int) -> Iterator[None]:
+    """Let ``init_process_group`` meet at a store, in place of the one that ``env://`` stands for.
+
+    That of torchrun's agent still holds the addresses of ranks that died: ranks that are started again call those, and
+    give up (pytorch/pytorch#135712, #167288). Lightning passes no store on.
+
+    Args:
+        store: The same on every rank, with no process group's words in it; None for what ``env://`` stands for.
+        rank: This rank.
+        size: Number of ranks.
+    """
+    if store is None:
+        yield
+        return
+    original = _rendezvous_handlers["env"]
+    _rendezvous_handlers["env"] = lambda *_, **__: iter([(store, rank, size)])
+    try:
+        yield
+    finally:
+        _rendezvous_handlers["env"] = original
+
+
+def explain_unused_parameters(exception: BaseException) -> None:
+    """Say of DDP's error about parameters without gradient, by its text, how ours is told to expect them.
+
+    What Lightning would make of it names its own ``DDPStrategy``.
+    """
+    if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
+        exception.args = (
+            "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+            " training_step. If this is intentional, you must enable the detection of unused parameters in DDP, by"
+            " setting the flag in the strategy with `strategy=HierarchicalStrategy(find_unused_parameters=True)`.",
         )
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from lightning_hiercomm._lightning import batches_that_stepped, name_tree
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.hooks import HierarchicalHooks
 
 _MB = 1e6
@@ -45,6 +46,8 @@ class CommunicationMonitor(Callback):
       ``hiercomm/batch_size``: present values, where the scheme has them.
     - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
       to the mean; estimated, from a few elements of what arrived.
+    - ``hiercomm/nonfinite``: how often, so far, an agreement had to do without a node whose values were NaN or infinite
+      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay``, how often it was rank zero's node.
     - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
 
     The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
@@ -64,6 +67,7 @@ class CommunicationMonitor(Callback):
         trainer = Trainer(strategy=HierarchicalStrategy("periodic"), callbacks=[CommunicationMonitor()])
     """
 
+    @checked_arguments
     def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
         self.progress_bar = progress_bar
         self.summary = summary

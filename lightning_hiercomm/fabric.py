@@ -19,6 +19,8 @@ from typing_extensions import override
 from lightning_hiercomm import _lightning, traffic
 from lightning_hiercomm.replicas import Replicas, broadcast_values
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology
 from lightning_hiercomm.training_run import TrainingRun
@@ -57,13 +59,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
     the control plane that names a rank that died; without it the others end by the process group's timeout.
 
     Args:
-        scheme: As for ``HierarchicalStrategy``, and so are the next seven.
+        scheme: As for ``HierarchicalStrategy``, and so are the next nine.
         ranks_per_node: The size of every node, or a list of sizes. Default: what the cluster environment says.
         inter_node: ``"torch"`` or ``"mpi"``.
         wire_dtype: Payload type of inter-node traffic.
         wire_raw: Cast the parameters themselves, not their differences.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
         average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``.
+        on_nonfinite: What becomes of parameters that are NaN or infinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        verify_replicas: Compare the ranks of a node at agreements: ``"off"``, ``"warn"`` or ``"raise"``.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, which saves a copy of them.
         accelerator: As for Fabric's ``DDPStrategy``.
@@ -93,6 +97,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         wire_raw: bool = False,
         average_buffers: bool = True,
         average_optimizer_state: bool = False,
+        on_nonfinite: OnNonfinite = "raise",
+        verify_replicas: VerifyReplicas = "off",
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -129,7 +135,10 @@ class HierarchicalFabricStrategy(DDPStrategy):
             average_optimizer_state=average_optimizer_state,
             evaluate="consensus",
             checkpoint_replicas=False,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
             control_port=None,
+            hang_timeout=None,
             bucket_mb=bucket_mb,
         )
         self._backward_sync_control = _lightning.FabricSyncControl()
@@ -227,7 +236,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
         topology, settings = self._topology, self._settings
         broadcast_values([*module.parameters(), *module.buffers()], topology.world)
         replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        run = TrainingRun(settings.scheme, replicas, topology, settings.wire, settings.average_optimizer_state)
+        run = TrainingRun(
+            settings.scheme,
+            replicas,
+            topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
         self._runs.append(run)
         group = {"node": topology.intra, "world": topology.world, "none": None}[settings.scheme.gradients]
         if group is None or group.size == 1 or not any(p.requires_grad for p in module.parameters()):

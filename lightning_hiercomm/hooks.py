@@ -30,7 +30,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
-from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run_control import RunControl
 from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.settings import Settings
@@ -98,7 +98,10 @@ class HierarchicalHooks(ParallelStrategy):
                 self._timeout,
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
-        super().setup_environment()
+            with _lightning.process_group_meets_at(rendezvous.fresh_store, self.global_rank, self.world_size):
+                super().setup_environment()
+        else:
+            super().setup_environment()
         if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
                 self.global_rank,
@@ -118,11 +121,14 @@ class HierarchicalHooks(ParallelStrategy):
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
-        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
+        hang_timeout = self._settings.hang_timeout
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_initialized(self._module)
         if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
             attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
         super().setup(trainer)
@@ -136,7 +142,19 @@ class HierarchicalHooks(ParallelStrategy):
         settings = self._settings
         optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        return TrainingRun(settings.scheme, replicas, self._topology, settings.wire, settings.average_optimizer_state)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            self._topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
+
+    def _begin_equal(self) -> None:
+        """Give all ranks rank 0's values; collective."""
+        broadcast_values([*self._module.parameters(), *self._module.buffers()], self._topology.world)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -167,13 +185,17 @@ class HierarchicalHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
-        _warn_of_long_period(self.scheme, trainer)
+        _check_period(self.scheme, trainer, self._topology.num_nodes)
         _warn_of_short_run(self.scheme, trainer)
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
+        if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
+            self._begin_equal()
+            self._run.begin_from_module()
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
         self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
 
@@ -275,6 +297,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints
@@ -416,11 +439,13 @@ def required(value: T | None, what: str, set_by: str) -> T:
     return value
 
 
-def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
-    if not isinstance(scheme, PeriodicAveraging) or scheme.sync_every is None:
-        return
+def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
+    """Refuse, or warn of, a period, counted from the start of each epoch, that no epoch is long enough for."""
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if isinstance(scheme, Agreement) and nodes > 1:
+        scheme.check_epoch(steps)
+    if not isinstance(scheme, PeriodicAveraging) or not isinstance(scheme.sync_every, int):
+        return
     if 1 < steps < scheme.sync_every:
         rank_zero_warn(
             f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"

@@ -410,6 +410,27 @@ def test_directories_of_shards_keep_the_rest_in_a_file_that_lightning_looks_for(
     assert _is_sharded_checkpoint(tmp_path)
 
 
+def test_a_process_group_meets_at_the_store_that_it_is_given():
+    store = dist.HashStore()
+    with _lightning.process_group_meets_at(store, rank=0, size=1):
+        dist.init_process_group("gloo", rank=0, world_size=1)  # there is no MASTER_ADDR for env://
+    assert store.num_keys() > 0
+    dist.destroy_process_group()
+    with _lightning.process_group_meets_at(None, rank=0, size=1), pytest.raises(ValueError, match="MASTER_ADDR"):
+        dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+def test_unused_parameters_are_recognised_by_ddps_own_words():
+    source = inspect.getsource(DDPStrategy.on_exception)
+    assert "Expected to have finished reduction in the prior iteration" in source
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. This")
+    _lightning.explain_unused_parameters(error)
+    assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in str(error)
+    other = RuntimeError("something else")
+    _lightning.explain_unused_parameters(other)
+    assert str(other) == "something else"
+
+
 def test_a_bucket_hook_reduces_the_gradients(process_group):
     seen = []
 
