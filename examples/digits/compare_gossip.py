@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from data import DigitsDataModule
 from lightning.pytorch.callbacks import Callback
 from model import DigitsCNN
-from study import be_quiet, mean_and_spread, train_and_test
+from study import Progress, be_quiet, mean_and_spread, train_and_test
 
 from lightning_hiercomm import AllReduce, Gossip, HierarchicalStrategy
 
@@ -66,15 +66,18 @@ def main() -> None:
     args = parser.parse_args()
     be_quiet()
     print(f"{args.ranks} ranks x {args.batch_size} scans, {args.epochs} epochs, {args.optimizer}, {args.seeds} seeds\n")
-    print("| scheme | test accuracy | std | inter-node kB per node and step | peak disagreement |")
+    progress = Progress(len(ROWS) * args.seeds)
+    print("| scheme | test accuracy, % | between seeds | inter-node kB per node and step | peak disagreement |")
     print("|---|---|---|---|---|", flush=True)
     for name, (scheme, ranks_per_node) in ROWS.items():
-        runs = [train(scheme, ranks_per_node, seed, args) for seed in range(args.seeds)]
+        runs = []
+        for seed in range(args.seeds):
+            progress(f"{name}, seed {seed}")
+            runs.append(train(scheme, ranks_per_node, seed, args))
         accuracies, sent, disagreement = zip(*runs, strict=True)
-        mean, std = mean_and_spread(accuracies)
+        mean, spread = mean_and_spread([100 * accuracy for accuracy in accuracies])
         print(
-            f"| {name} | {mean:.2%} | {std:.2%} | {statistics.mean(sent) / 1e3:.1f}"
-            f" | {statistics.mean(disagreement):.4f} |",
+            f"| {name} | {mean} | {spread} | {statistics.mean(sent) / 1e3:.1f} | {statistics.mean(disagreement):.4f} |",
             flush=True,
         )
 

@@ -8,7 +8,7 @@ import argparse
 import lightning.pytorch as pl
 from data import DigitsDataModule
 from model import DigitsCNN
-from study import be_quiet, mean_and_spread, train_and_test
+from study import Progress, be_quiet, mean_and_spread, train_and_test
 
 from lightning_hiercomm import HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging
 
@@ -43,13 +43,17 @@ def main() -> None:
         "unequal, unweighted": (args.speeds, "none"),
     }
     print(f"speeds {args.speeds}, {args.batch_size} scans a step, {args.epochs} epochs; test accuracy in %\n")
-    print(f"| batches | mean | std | {' | '.join(f'seed {seed}' for seed in range(args.seeds))} |")
+    progress = Progress(len(rows) * args.seeds)
+    print(f"| batches | mean | between seeds | {' | '.join(f'seed {seed}' for seed in range(args.seeds))} |")
     print("|---|---|---|" + "---|" * args.seeds, flush=True)
     for name, (speeds, weighting) in rows.items():
-        runs = [100 * train(speeds, weighting, seed, args) for seed in range(args.seeds)]
-        mean, std = mean_and_spread(runs)
+        runs = []
+        for seed in range(args.seeds):
+            progress(f"{name}, seed {seed}")
+            runs.append(100 * train(speeds, weighting, seed, args))
+        mean, spread = mean_and_spread(runs)
         print(
-            f"| {name} | {mean:.2f} | {std:.2f} | {' | '.join(f'{run:.2f}' for run in runs)} |",
+            f"| {name} | {mean} | {spread} | {' | '.join(f'{run:.2f}' for run in runs)} |",
             flush=True,
         )
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from data import DigitsDataModule
 from model import DigitsCNN
-from study import be_quiet, mean_and_spread, train_and_test
+from study import Progress, be_quiet, mean_and_spread, train_and_test
 
 from lightning_hiercomm import AllReduce, HierarchicalStrategy, StepsDelay
 from lightning_hiercomm.schemes import Scheme
@@ -45,11 +45,16 @@ def main() -> None:
     arguments = parser.parse_args()
     be_quiet()
 
+    progress = Progress(8 * arguments.seeds)
+
     def row(title: str, scheme: Scheme) -> None:
-        found = [accuracy(scheme, seed, arguments.epochs, arguments.lr) for seed in range(arguments.seeds)]
+        found = []
+        for seed in range(arguments.seeds):
+            progress(f"{title}, seed {seed}")
+            found.append(accuracy(scheme, seed, arguments.epochs, arguments.lr))
         mean, spread = mean_and_spread(found)
         each = ", ".join(f"{value:.2f}" for value in found)
-        print(f"| {title} | {mean:.2f} ± {spread:.2f} | {each} |", flush=True)
+        print(f"| {title} | {mean} | {spread} | {each} |", flush=True)
 
     def steps_delay(delay: int, rule: str) -> Scheme:
         return StepsDelay(delay, WARMUP_STEPS, local_lr_scale=LOCAL_LR_SCALE[rule], local_update=rule)
@@ -57,7 +62,7 @@ def main() -> None:
     print(
         f"lr {arguments.lr} (cosine), momentum 0.9, {WARMUP_STEPS} warm-up steps, {arguments.epochs} epochs of 16 steps"
     )
-    print("| scheme | held-out accuracy, % | per seed |\n|---|---|---|")
+    print("| scheme | held-out accuracy, % | between seeds | each seed |\n|---|---|---|---|")
     row("all-reduce", AllReduce())
     for delay in range(1, 6):
         row(f"GLU, k = {delay}, local lr {4 * arguments.lr:g}", steps_delay(delay, "glu"))

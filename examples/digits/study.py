@@ -2,6 +2,8 @@
 
 import logging
 import statistics
+import sys
+import time
 import warnings
 from collections.abc import Sequence
 
@@ -68,6 +70,29 @@ def train_and_test(
     return torch.cat(hits).mean().item(), {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
-def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the standard deviation where there is more than one."""
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+def mean_and_spread(values: Sequence[float], digits: int = 2) -> tuple[str, str]:
+    """The mean, and the standard deviation between seeds, as text; of a single seed nothing is known of it."""
+    spread = f"± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else "one seed"
+    return f"{statistics.mean(values):.{digits}f}", spread
+
+
+class Progress:
+    """Says on the terminal, beside the table, which run has begun and how long the rest will take.
+
+    Args:
+        runs: How many there will be.
+    """
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+        self._done = -1
+        self._began = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        """The next run begins."""
+        self._done += 1
+        rest = ""
+        if self._done:
+            seconds = (time.monotonic() - self._began) / self._done * (self._runs - self._done)
+            rest = f", about {seconds / 60:.0f} min left" if seconds > 90 else f", about {seconds:.0f} s left"
+        print(f"run {self._done + 1} of {self._runs}: {what}{rest}", file=sys.stderr, flush=True)

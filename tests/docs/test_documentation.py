@@ -14,6 +14,7 @@ from lightning_hiercomm.schemes import SCHEMES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 README = CHECKOUT / "README.md"
+EXAMPLES = sorted((CHECKOUT / "examples").rglob("README.md"))
 PAGES = sorted((CHECKOUT / "docs").glob("[!_]*.md")) + sorted((CHECKOUT / "docs" / "schemes").glob("*.md"))
 
 
@@ -25,7 +26,9 @@ def test_the_readme_is_short_and_shows_the_quickstart_as_it_runs():
     assert f"```python\n{quickstart}```\n" in text
 
 
-@pytest.mark.parametrize("page", [README, CHECKOUT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, CHECKOUT / "CONTRIBUTING.md", *PAGES, *EXAMPLES], ids=lambda page: str(page.relative_to(CHECKOUT))
+)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
@@ -34,6 +37,16 @@ def test_links_lead_somewhere(page):
 def test_every_public_name_is_documented():
     documented = set(re.findall(r"autoclass:: lightning_hiercomm\.(\w+)$", "\n".join(map(Path.read_text, PAGES)), re.M))
     assert documented == set(lightning_hiercomm.__all__)
+
+
+def test_every_folder_of_examples_has_a_readme_and_pictures_are_shown_and_small():
+    folders = {path.parent for path in (CHECKOUT / "examples").glob("*/*.*") if path.parent.name != "__pycache__"}
+    assert folders == {page.parent for page in EXAMPLES} - {CHECKOUT / "examples"}
+    pictures = list((CHECKOUT / "examples").glob("*/picture.png"))
+    assert pictures
+    for picture in pictures:
+        assert "](picture.png)" in (picture.parent / "README.md").read_text()
+        assert picture.stat().st_size < 100_000
 
 
 def test_every_scheme_has_a_card_and_a_row_in_both_tables_of_choice():

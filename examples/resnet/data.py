@@ -1,0 +1,94 @@
+from pathlib import Path
+from typing import Literal
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.transforms import v2
+
+
+class ColouredDigits(Dataset[tuple[Tensor, int]]):
+    """scikit-learn's handwritten digits as pictures of 32 x 32 pixels, in colours and places drawn from their number.
+
+    Args:
+        held_out: The fifth of the scans that nobody trains on.
+    """
+
+    def __init__(self, held_out: bool) -> None:
+        digits = load_digits()
+        chosen = (torch.arange(len(digits.target)) % 5 == 4) == held_out
+        scans = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)[chosen]
+        self.scans = torch.nn.functional.interpolate(scans, scale_factor=3.0, mode="bilinear")
+        self.classes = torch.from_numpy(digits.target)[chosen].tolist()
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        paper, ink = torch.rand(2, 3, 1, 1, generator=generator).mul(0.8)
+        paper, ink = -1 + paper, 1 - ink
+        top, left = torch.randint(2, 7, (2,), generator=generator).tolist()
+        picture = paper.expand(3, 32, 32).clone()
+        place = picture[:, top : top + 24, left : left + 24]
+        place.lerp_(ink, self.scans[index].expand(3, 24, 24))
+        return picture + 0.1 * torch.randn(3, 32, 32, generator=generator), self.classes[index]
+
+
+class Pictures(pl.LightningDataModule):
+    """Pictures and their classes.
+
+    Args:
+        dataset: ``"coloured_digits"`` needs no download; ``"cifar10"`` is what ``torchvision.datasets.CIFAR10`` has put
+            below ``root``; ``"imagenet"`` has the folders ``train`` and ``val`` there, with a folder per class.
+        root: Where it lies; the same path on every node.
+        batch_size: Pictures per rank and step.
+        size: Height and width of the crops of ``"imagenet"``.
+        num_workers: Processes per rank that read pictures.
+    """
+
+    def __init__(
+        self,
+        dataset: Literal["coloured_digits", "cifar10", "imagenet"] = "coloured_digits",
+        root: str | None = None,
+        batch_size: int = 16,
+        size: int = 224,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        if root is None and dataset != "coloured_digits":
+            raise ValueError(f"dataset={dataset!r} needs root=..., the folder where it lies")
+        self.dataset = dataset
+        self.root = Path(root or ".")
+        self.batch_size = batch_size
+        self.size = size
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        as_numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        if self.dataset == "coloured_digits":
+            self.train, self.val = ColouredDigits(held_out=False), ColouredDigits(held_out=True)
+        elif self.dataset == "cifar10":
+            normal = [*as_numbers, v2.Normalize([0.491, 0.482, 0.447], [0.247, 0.243, 0.262])]
+            varied = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *normal])
+            self.train = CIFAR10(self.root, train=True, transform=varied)
+            self.val = CIFAR10(self.root, train=False, transform=v2.Compose(normal))
+        else:
+            normal = [*as_numbers, v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+            varied = v2.Compose([v2.RandomResizedCrop(self.size), v2.RandomHorizontalFlip(), *normal])
+            centre = v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size), *normal])
+            self.train = ImageFolder(self.root / "train", varied)
+            self.val = ImageFolder(self.root / "val", centre)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.train, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(self.val)
+
+    def _loader(self, dataset: Dataset, **arguments: bool) -> DataLoader:
+        workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        return DataLoader(dataset, self.batch_size, pin_memory=torch.cuda.is_available(), **workers, **arguments)

@@ -1,0 +1,111 @@
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, relu
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision.models import get_model
+
+
+class Block(nn.Module):
+    """Two convolutions, and a way around them."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.around: nn.Module = nn.Identity()
+        if stride > 1 or channels != width:
+            self.around = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return relu(self.layers(features) + self.around(features))
+
+
+def small_resnet(width: int, blocks: list[int], num_classes: int) -> nn.Module:
+    """A ResNet for pictures of 32 x 32 pixels (He et al. 2016); ResNet-18 with ``width=64, blocks=[2, 2, 2, 2]``."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    channels = width
+    for stage, count in enumerate(blocks):
+        for index in range(count):
+            wide = width * 2**stage
+            layers.append(Block(channels, wide, stride=2 if stage and not index else 1))
+            channels = wide
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+class Classifier(pl.LightningModule):
+    """An ordinary LightningModule that knows nothing of nodes, with the recipe of large batches (Goyal et al. 2017).
+
+    Args:
+        num_classes: Of the pictures.
+        width: Channels of the small ResNet's first stage; each stage has twice as many as the one before.
+        blocks: Of each of its stages.
+        architecture: A model of torchvision in place of the small one, such as ``resnet50``.
+        base_lr: Learning rate for 256 pictures per step over all ranks; the one used is in proportion to them.
+        weight_decay: Of the convolutions and of the last layer.
+        warmup_epochs: In which the learning rate rises from 0, before it falls along a cosine.
+        label_smoothing: Of the cross entropy.
+        batch_size: Pictures per rank and step; comes from the data.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        width: int = 8,
+        blocks: list[int] = [1, 1, 1],  # noqa: B006 - the command line cannot set what is a tuple
+        architecture: str | None = None,
+        base_lr: float = 0.4,
+        weight_decay: float = 5e-4,
+        warmup_epochs: float = 1.0,
+        label_smoothing: float = 0.1,
+        batch_size: int = 16,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = (
+            small_resnet(width, blocks, num_classes)
+            if architecture is None
+            else get_model(architecture, num_classes=num_classes)
+        )
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.net(pictures)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        pictures, classes = batch
+        loss = cross_entropy(self(pictures), classes, label_smoothing=self.hparams["label_smoothing"])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pictures, classes = batch
+        self.val_accuracy(self(pictures), classes)
+        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+
+    def configure_optimizers(self) -> dict:
+        hparams, trainer = self.hparams, self.trainer
+        lr = hparams["base_lr"] * hparams["batch_size"] * trainer.world_size * trainer.accumulate_grad_batches / 256
+        matrices = [parameter for parameter in self.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in self.parameters() if parameter.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": hparams["weight_decay"]},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=0.9, nesterov=True)
+        steps = int(trainer.estimated_stepping_batches)
+        warmup = max(1, int(steps * hparams["warmup_epochs"] / max(1, trainer.max_epochs or 1)))
+        schedule = torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup)),
+            ],
+            [warmup],
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,0 +1,45 @@
+"""The ResNet example: on what it draws, and on folders of pictures as ImageNet's."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from PIL import Image
+
+
+def fit(folder, config, *arguments):
+    return folder.run("resnet/main.py", "fit", "--config", folder.examples / "resnet" / config, *arguments)
+
+
+def test_a_short_run_learns_coloured_digits(folder):
+    out = fit(folder, "config.yaml", "--trainer.max_epochs=4")
+    assert "on 4 ranks, 2 nodes" in out
+    assert float(re.search(r"on held-out pictures: ([\d.]+)%", out)[1]) > 30  # 10 know nothing
+
+
+def test_the_large_configurations_are_valid(folder):
+    assert "wire_dtype: bfloat16" in fit(folder, "cifar10.yaml", "--data.root=/data", "--print_config")
+    assert "architecture: resnet50" in fit(folder, "imagenet.yaml", "--data.root=/data", "--print_config")
+
+
+def test_the_imagenet_configuration_trains_on_folders_of_pictures(folder):
+    for split, count in (("train", 8), ("val", 4)):
+        for kind in ("dark", "light"):
+            place = folder.path / "imagenet" / split / kind
+            place.mkdir(parents=True)
+            for number in range(count):
+                pixels = np.full((40, 48, 3), 30 if kind == "dark" else 220, dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+    out = fit(
+        folder,
+        "imagenet.yaml",
+        *("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.num_nodes=1", "--trainer.devices=2"),
+        *("--trainer.strategy.init_args.ranks_per_node=1", "--trainer.strategy.init_args.start_method=fork"),
+        *("--trainer.max_epochs=3", "--trainer.strategy.init_args.scheme.init_args.warmup_epochs=1"),
+        *("--trainer.strategy.init_args.scheme.init_args.cooldown_epochs=1", "--model.architecture=shufflenet_v2_x0_5"),
+        *("--model.num_classes=2", "--data.root=imagenet", "--data.size=32", "--data.batch_size=4"),
+        "--data.num_workers=0",
+    )
+    assert "DASO: cycling from epoch 1" in out
+    assert "on held-out pictures" in out
