@@ -139,8 +139,14 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own shards, optimizer and scheme state beside each checkpoint, for
             a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite are about to be sent to other nodes; see
+            ``HierarchicalStrategy``.
+        verify_replicas: Whether to compare, at every agreement, the parameters that several ranks of a node hold
+            (those that are not sharded, or not over these ranks); see ``HierarchicalStrategy``.
         control_port: Port of rank 0's node on which the control plane listens; every rank must be able to reach it.
             None: any free port.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen, and ends the run; None: never. See
+            ``HierarchicalStrategy``.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         process_group_backend: As for ``ModelParallelStrategy``.
         timeout: As for ``ModelParallelStrategy``.
@@ -165,7 +171,10 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         average_buffers: bool = True,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -191,7 +200,10 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             average_optimizer_state=False,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
             control_port=control_port,
+            hang_timeout=hang_timeout,
             bucket_mb=bucket_mb,
         )
         refuse_what_needs_whole_parameters(settings.scheme)
@@ -242,7 +254,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         )
         crosses = settings.scheme.gradients == "world" and topology.num_nodes > 1
         gradients: GradientPath = NodesMean(topology, settings.wire) if crosses else Untouched()
-        return TrainingRun(settings.scheme, replicas, topology, settings.wire, gradients=gradients)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            topology,
+            settings.wire,
+            gradients=gradients,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
 from lightning_hiercomm.topology import Topology
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ class TrainingRun:
         wire: Payload type between nodes.
         average_optimizer_state: Whether agreements also average the optimizers' state.
         gradients: The way of the module's gradients. Default: the one that the scheme asks for.
+        on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
+        verify_replicas: What happens when ranks of a node hold different parameters.
 
     Attributes:
         schemes: One per optimizer, in their order.
@@ -47,6 +51,8 @@ class TrainingRun:
         wire: Wire | None = None,
         average_optimizer_state: bool = False,
         gradients: GradientPath | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        verify_replicas: VerifyReplicas = "off",
     ) -> None:
         self.replicas = replicas
         self.topology = topology
@@ -60,6 +66,7 @@ class TrainingRun:
         self._loss_count = 0
         for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
             own.averages_optimizer_state = average_optimizer_state
+            own.on_nonfinite, own.verify_replicas = on_nonfinite, verify_replicas
             own.attach(replicas.of(optimizer), topology, optimizer, self.wire)
         self.remember_values()
 

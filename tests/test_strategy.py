@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.schemes import SCHEMES
 
 
@@ -201,6 +201,45 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
     assert [report["report"][3] for report in reports] == [3.75] * 4
 
 
+class FallsSick(Oracle):
+    """Rank 3's gradient is no number in the third batch; or its parameter is not its node's."""
+
+    def __init__(self, diverges: bool = False) -> None:
+        super().__init__(9)
+        self.diverges = diverges
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_rank == 3 and self.global_step == 2:
+            if self.diverges:
+                self.x.data += 1e-3
+            else:
+                self.x.grad.fill_(torch.nan)
+        if self.global_rank == 2 and self.global_step == 2 and not self.diverges:
+            self.x.grad.fill_(torch.nan)  # as it is with gradients that are shared
+
+
+def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, on_nonfinite="skip", start_method="fork")
+    reports = fit(FallsSick(), strategy)
+    for report in reports:
+        trace = report["report"]
+        assert trace[3] == 1 - 2**-4  # node 0's alone
+        assert trace[7] == (1 - 2**-8 + 7 - (7 - trace[3]) / 2**4) / 2
+        assert report["state_dict"]["x"].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("diverges", "arguments", "message"),
+    [
+        (False, {}, r"rank 2 \(node 1\): parameter x \(1 of 1 elements\); rank 3 \(node 1\): parameter x"),
+        (True, {"verify_replicas": "raise"}, r"rank . of node 1 \(ranks 2, 3\) holds other values of x than its node"),
+    ],
+)
+def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
+    with pytest.raises(Exception, match=message):
+        fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -210,7 +249,12 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
+        ({"scheme": "all_reduce", "on_nonfinite": "skip"}, "AllReduce averages every gradient over all nodes"),
+        ({"verify_replicas": True}, "verify_replicas=True must be 'off', 'warn' or 'raise'"),
+        ({"scheme": Gossip(hierarchical=False), "verify_replicas": "warn"}, "every rank trains alone"),
         ({"control_port": -1}, "control_port=-1"),
+        ({"hang_timeout": 0}, "hang_timeout=0"),
         ({"control_port": 65536}, "control_port=65536"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 
 import lightning.pytorch as pl
 import pytest
@@ -84,8 +85,24 @@ def _train_all(folder):
                 "val_loss": run.callback_metrics["val_loss"].item(),
             }
     results["again"] = _fit_again()
+    results["sick"] = {name: _fall_sick(name) for name in ("periodic", "diloco", "gossip", "noloco")}
     results["logged"] = _fit_monitored(folder / "logged")
     return results
+
+
+class OneShardFallsSick(pl.Callback):
+    """Node 1 is sick, but only its second rank holds a value that says so when the nodes agree next."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_rank == 3 and trainer.global_step == 7:
+            next(pl_module.parameters()).grad.to_local().view(-1)[0] = math.nan
+
+
+def _fall_sick(name):
+    strategy = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=2, on_nonfinite="skip")
+    module, run = Net("adamw"), trainer(strategy, callbacks=[OneShardFallsSick()])
+    run.fit(module)
+    return {"state": whole_state(module), "left_out": run.strategy.communication()["nonfinite"]}
 
 
 def _fit_monitored(folder):
@@ -146,6 +163,14 @@ def test_the_monitor_logs_what_a_sharded_node_sends(trained):
     for row in rows:  # an agreement every five steps, of which a node sends the model to the other
         assert float(row["hiercomm/inter_bytes"]) == pytest.approx(4 * parameters / 5, rel=0.05)
         assert float(row["hiercomm/disagreement"]) > 0
+
+
+@pytest.mark.parametrize("name", ["periodic", "diloco", "gossip", "noloco"])
+def test_a_node_with_one_sick_shard_is_left_out_and_gets_well(trained, name):
+    for results in trained:
+        assert all(value.isfinite().all() for value in results["sick"][name]["state"].values())
+    left_out = [results["sick"][name]["left_out"] for results in trained]
+    assert left_out[2] == left_out[3] >= 1  # and peers of gossip need not know
 
 
 def test_nodes_differ_between_agreements(trained):
