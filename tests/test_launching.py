@@ -1,7 +1,8 @@
 """Launches of several processes: on two nodes, with ranks that die, raise, lag, or are told to stop.
 
-Python itself starts only where that is the launcher's own doing: importing Lightning takes seconds. Otherwise processes
-are forked; the commands that people type are run in examples/test_clusters.py.
+Python itself starts only where Lightning or MPICH do that: importing Lightning takes seconds. Otherwise processes are
+forked, for Open MPI behind a program that stands for Python; the commands that people type are run in
+examples/test_clusters.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedPython
+from forked import ForkedPython, stand_in_for_python
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.multiprocessing.spawn import ProcessException
@@ -71,7 +72,8 @@ class Launch:
     def mpiexec(self, library: str, *ranks: Sequence[str]) -> None:
         """One rank per list of arguments."""
         (program, *options, _, _), environment = self._mpiexec(library, len(ranks))
-        job = [sys.executable, str(JOB), "--out", str(self.folder)]
+        python = stand_in_for_python() if library == "openmpi" else sys.executable
+        job = [python, str(JOB), "--out", str(self.folder)]
         sections = [argument for own in ranks for argument in (":", "-n", "1", *job, *own)]
         self.execute(program, *options, *sections[1:], environment=environment)
 
@@ -199,7 +201,6 @@ def test_nodes_of_a_torchrun_may_be_unequal(launch):
     assert sorted(sample for report in reports for sample in report["samples"]) == [*range(20)]
 
 
-@pytest.mark.alone
 def test_host_names_decide_what_a_node_is_under_mpiexec_however_unequal_and_scattered(launch):
     places = [("localhost", "3"), ("localhost", "3"), ("127.0.0.1", "1"), ("localhost", "3")]
     options = ["--num-nodes", "2", "--inter-node", "torch"]  # MPI starts the ranks, and gloo joins them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import lightning.pytorch as pl
 import pytest
@@ -93,14 +94,12 @@ def checkpoints(follows_one_device, tmp_path):
     """Fit with a ModelCheckpoint: the files' names and parameters are those that one device writes."""
 
     def run(also=(), **arguments):
-        folders = iter((tmp_path / "ours", tmp_path / "one"))
+        def callbacks():
+            folder = tmp_path / ("ours" if "LOCAL_RANK" in os.environ else "one")
+            return [*copy.deepcopy(also), ModelCheckpoint(folder, **arguments)]
+
         trainer = arguments.pop("trainer", {})
-        follows_one_device(
-            Quadratic,
-            callbacks=lambda: [*copy.deepcopy(also), ModelCheckpoint(next(folders), **arguments)],
-            enable_checkpointing=True,
-            **trainer,
-        )
+        follows_one_device(Quadratic, callbacks=callbacks, apart=True, enable_checkpointing=True, **trainer)
         files = sorted(path.name for path in (tmp_path / "one").iterdir())
         assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == files
         for name in files:
@@ -144,7 +143,7 @@ def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
         with pytest.raises(ValueError, match="on purpose"):
             trainer.fit(Failing())
 
-    on_ranks(main)
+    on_ranks(main, apart=True)
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     assert saved["global_step"] == 3
     assert not torch.equal(saved["state_dict"]["head.bias"], Quadratic().head.bias)
@@ -160,23 +159,27 @@ class LearningRate(Quadratic):
 
 
 @pytest.mark.feature("LearningRateFinder")
-def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit, scheme):
+def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_on_ranks):
     class Ignore(LearningRate):
         def on_train_start(self):
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1
 
-    finder = LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=10)
-    found = fit(Ignore(), {"scheme": scheme}, callbacks=[finder], enable_checkpointing=True, max_epochs=2)
+    def finder():
+        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=10)]
+
+    found = fit_on_ranks(Ignore, callbacks=finder, enable_checkpointing=True)
     same_bits(found)
-    plain = fit(Ignore(), {"scheme": scheme}, max_epochs=2)
+    plain = fit_on_ranks(Ignore)
     for name, expected in plain[0]["state_dict"].items():
         torch.testing.assert_close(found[0]["state_dict"][name], expected)
 
 
 @pytest.mark.feature("LearningRateFinder")
-def test_all_ranks_find_the_same_learning_rate(fit, scheme):
-    finder = LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=20, early_stop_threshold=None)
-    reports = fit(LearningRate(), {"scheme": scheme}, callbacks=[finder], enable_checkpointing=True)
+def test_all_ranks_find_the_same_learning_rate(fit_on_ranks):
+    def finder():
+        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=20, early_stop_threshold=None)]
+
+    reports = fit_on_ranks(LearningRate, callbacks=finder, enable_checkpointing=True, max_epochs=1)
     same_bits(reports)
     assert reports[0]["report"] != 0.1
     assert [report["report"] for report in reports] == [reports[0]["report"]] * 4

@@ -2,71 +2,92 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
+from compatibility.conftest import EXACT
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from problems import Net, Quadratic, one_trainer, same_bits
+from problems import Net, Quadratic, one_trainer, report_of, same_bits
 
+from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES
 
-HERE = "here"
+HERE = "two nodes of two ranks"
 PLACES = {
-    "one device": ("auto", 1),
-    "DDP": (DDPStrategy, 4),
-    "four nodes of one rank": ({"ranks_per_node": 1}, 4),
-    "one node of two ranks": ({"ranks_per_node": 2}, 2),
-    "nodes of one rank and three": ({"ranks_per_node": [1, 3]}, 4),
+    "one device": (None, 1),
+    "DDP": (None, 4),
+    "four nodes of one rank": (1, 4),
+    "one node of two ranks": (2, 2),
+    "nodes of one rank and three": ([1, 3], 4),
+    HERE: (2, 4),
 }
+ELSEWHERE = [place for place in PLACES if place != HERE]
 
 
-@pytest.fixture
-def train(fit, scheme, tmp_path):
-    """Train up to an epoch in a place, from a checkpoint or from none, and write a checkpoint."""
-
-    def run(place, epochs, make=Quadratic, folder=tmp_path, resume=None):
-        strategy, devices = PLACES.get(place, ({}, 4))
-        if strategy is DDPStrategy:
-            strategy = DDPStrategy(start_method="fork")
-        elif isinstance(strategy, dict):
-            strategy = {**strategy, "scheme": scheme}
-        return fit(
-            make(),
-            strategy,
-            devices=devices,
-            max_epochs=epochs,
-            callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
-            enable_checkpointing=True,
-            num_sanity_val_steps=0,
-            fit_arguments={"ckpt_path": resume},
-        )
-
-    return run
+def _train(folder, name, place, epochs, resume=None):
+    """Train up to an epoch under a scheme in a place; a checkpoint of every epoch goes to ``folder``."""
+    ranks_per_node, devices = PLACES[place]
+    strategy = "auto"
+    if ranks_per_node is not None:
+        strategy = HierarchicalStrategy(SCHEMES[name](**EXACT.get(name, {})), ranks_per_node=ranks_per_node)
+    elif devices > 1:
+        strategy = DDPStrategy()
+    saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    arguments = {"max_epochs": epochs, "callbacks": [saves], "enable_checkpointing": True}
+    trainer = one_trainer(folder, devices=devices, strategy=strategy, **arguments)
+    trainer.fit(Quadratic(), ckpt_path=resume)
+    return report_of(trainer)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    return tmp_path_factory.mktemp("checkpoints")
+def resumed(launch, tmp_path_factory):
+    """``resumed(scheme)``: two epochs in every place, and two more elsewhere; what all ranks report of those.
+
+    By where they were saved, and where resumed.
+    """
+    folder = tmp_path_factory.mktemp("checkpoints")
+
+    def saved(name: str, place: str) -> Path:
+        ranks_per_node, _ = PLACES[place]
+        return folder / ("any" if ranks_per_node is None else name) / place / "epoch=1.ckpt"
+
+    def save(name: str, place: str) -> None:
+        path = saved(name, place)
+        if not path.exists():
+            _train(path.parent, name, place, 2)
+
+    def resume(name: str, source: str, target: str) -> dict:
+        return _train(folder / "resumed" / name / source / target, name, target, 4, saved(name, source))
+
+    @functools.cache
+    def under(name: str) -> dict:
+        four = [place for place, (_, ranks) in PLACES.items() if ranks == 4]
+        two, one = "one node of two ranks", "one device"
+
+        def on_four(_: Path) -> dict:
+            for place in four:
+                save(name, place)
+            ways = [(HERE, place) for place in four] + [(place, HERE) for place in ELSEWHERE]
+            return {way: resume(name, *way) for way in ways}
+
+        save(name, one)
+        launch(lambda _: save(name, two), ranks=2)
+        reports = launch(on_four)
+        results = {way: [returned[way] for returned in reports] for way in reports[0]}
+        results[HERE, two] = launch(lambda _: resume(name, HERE, two), ranks=2)
+        results[HERE, one] = [resume(name, HERE, one)]
+        return results
+
+    return under
 
 
-@pytest.fixture
-def trained(train, scheme_name, checkpoints):
-    """The checkpoint of two epochs in a place; the tests share it."""
-
-    def checkpoint(place):
-        has_scheme = place not in ("one device", "DDP")
-        folder = checkpoints / (f"{scheme_name}, {place}" if has_scheme else place)
-        if not folder.exists():
-            train(place, 2, folder=folder)
-        return folder / "epoch=1.ckpt"
-
-    return checkpoint
-
-
-@pytest.fixture
-def uninterrupted(tmp_path):
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
     module = Quadratic()
-    one_trainer(tmp_path, max_epochs=4).fit(module)
+    one_trainer(tmp_path_factory.mktemp("uninterrupted"), max_epochs=4).fit(module)
     return module.state_dict()
 
 
@@ -77,17 +98,15 @@ def ends_as_if_uninterrupted(reports, uninterrupted):
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
-@pytest.mark.parametrize("place", PLACES)
-def test_a_plain_checkpoint_is_resumed_elsewhere(train, trained, uninterrupted, place):
-    reports = train(place, 4, resume=trained(HERE))
-    ends_as_if_uninterrupted(reports, uninterrupted)
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_plain_checkpoint_is_resumed_elsewhere(resumed, scheme_name, uninterrupted, place):
+    ends_as_if_uninterrupted(resumed(scheme_name)[HERE, place], uninterrupted)
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
-@pytest.mark.parametrize("place", PLACES)
-def test_a_checkpoint_from_elsewhere_is_resumed_here(train, trained, uninterrupted, place):
-    reports = train(HERE, 4, resume=trained(place))
-    ends_as_if_uninterrupted(reports, uninterrupted)
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_a_checkpoint_from_elsewhere_is_resumed_here(resumed, scheme_name, uninterrupted, place):
+    ends_as_if_uninterrupted(resumed(scheme_name)[place, HERE], uninterrupted)
 
 
 class Momentum(Quadratic):
@@ -96,11 +115,17 @@ class Momentum(Quadratic):
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
-def test_a_plain_checkpoint_is_what_lightning_writes(train, tmp_path):
-    train(HERE, 1, Momentum)
-    ours = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
-    train("one device", 2, Momentum)
-    one = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
+def test_a_plain_checkpoint_is_what_lightning_writes(on_ranks, tmp_path):
+    def main(trainer, rank):
+        saves = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
+        trainer = trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True)
+        trainer.fit(Momentum())
+        trainer.strategy.barrier()
+        Quadratic.load_from_checkpoint(saves.best_model_path, weights_only=True)
+        return torch.load(saves.best_model_path, weights_only=True)
+
+    ours, *_ = on_ranks(main)
+    one = main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
     assert set(ours) - set(one) == {"hiercomm"}
     assert set(one) <= set(ours)
     assert ours["state_dict"].keys() == one["state_dict"].keys()
@@ -109,26 +134,19 @@ def test_a_plain_checkpoint_is_what_lightning_writes(train, tmp_path):
     for parameter, state in expected.items():
         assert momenta[parameter]["momentum_buffer"].shape == state["momentum_buffer"].shape
         assert momenta[parameter]["momentum_buffer"].abs().min() > 0
-    Quadratic.load_from_checkpoint(tmp_path / "epoch=0.ckpt", weights_only=True)
 
 
 @pytest.mark.feature("plain checkpoint: saved between two agreements, in mid-epoch")
-def test_a_plain_checkpoint_of_mid_epoch(fit, scheme, tmp_path):
-    def run(strategy, devices, folder, resume):
-        return fit(
-            Quadratic(),
-            strategy,
-            devices=devices,
-            max_epochs=2,
-            callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=9, save_top_k=-1)],
-            enable_checkpointing=True,
-            num_sanity_val_steps=0,
-            fit_arguments={"ckpt_path": folder / "step=9.ckpt"} if resume else None,
-        )
+def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
+    def main(trainer, rank):
+        saves = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=9, save_top_k=-1)
+        trainer(callbacks=[saves], enable_checkpointing=True).fit(Quadratic())
+        resumed = trainer()
+        resumed.fit(Quadratic(), ckpt_path=saves.best_model_path)
+        assert resumed.global_step == 12
+        return report_of(resumed)
 
-    for resume in (False, True):
-        ours = run({"scheme": scheme}, 4, tmp_path / "ours", resume)
-        (one,) = run("auto", 1, tmp_path / "one", resume)
+    ours, one = on_ranks(main), main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
     same_bits(ours)
     for name, expected in one["state_dict"].items():
         torch.testing.assert_close(ours[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)
@@ -158,29 +176,31 @@ class Dropped(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+RESUMED_AT = (3, 4, 5, 6, 8)
+
+
 @pytest.mark.feature("checkpoint_replicas=True: resume to the bit, from any step")
-def test_resume_to_the_bit(fit, scheme_name, tmp_path):
-    scheme = SCHEMES[scheme_name](**AS_PUBLISHED.get(scheme_name, {}))
-    steps = (3, 4, 5, 6, 8)
+def test_resume_to_the_bit(together, request, scheme_name, tmp_path):
+    def under(name):
+        def run(callbacks, resume=None):
+            scheme = SCHEMES[name](**AS_PUBLISHED.get(name, {}))
+            strategy = HierarchicalStrategy(scheme, ranks_per_node=2, checkpoint_replicas=True)
+            arguments = {"callbacks": callbacks, "enable_checkpointing": True, "use_distributed_sampler": False}
+            trainer = one_trainer(tmp_path, devices=4, strategy=strategy, **arguments)
+            trainer.fit(Dropped(), ckpt_path=resume)
+            return report_of(trainer)
 
-    def run(callbacks, resume=None):
-        return fit(
-            Dropped(),
-            {"scheme": scheme, "checkpoint_replicas": True},
-            max_epochs=2,
-            callbacks=callbacks,
-            enable_checkpointing=True,
-            fit_arguments={"ckpt_path": resume},
-            use_distributed_sampler=False,
-        )
+        def saves_at(step):
+            return ModelCheckpoint(tmp_path / name / str(step), "{step}", every_n_train_steps=step, save_top_k=-1)
 
-    def saves_at(step):
-        return ModelCheckpoint(tmp_path / str(step), "{step}", every_n_train_steps=step, save_top_k=-1)
+        results = {"whole": run([saves_at(step) for step in RESUMED_AT])}
+        for step in RESUMED_AT:
+            results[step] = run([saves_at(step)], tmp_path / name / str(step) / f"step={step}.ckpt")
+        return results
 
-    whole = run([saves_at(step) for step in steps])
-    same_bits(whole)
-    for step in steps:
-        resumed = run([saves_at(step)], tmp_path / str(step) / f"step={step}.ckpt")
-        for before, after in zip(whole, resumed, strict=True):
-            for name, expected in before["state_dict"].items():
-                assert torch.equal(after["state_dict"][name], expected), (step, name)
+    reports = together.run(request.node, scheme_name, 0, under, apart=False)
+    same_bits([results["whole"] for results in reports])
+    for results in reports:
+        for step in RESUMED_AT:
+            for name, expected in results["whole"]["state_dict"].items():
+                assert torch.equal(results[step]["state_dict"][name], expected), (step, name)

@@ -131,8 +131,8 @@ def test_how_long_it_trains_and_validates(follows_one_device, arguments, trained
 
 
 @pytest.mark.feature("max_time", note="its clock is rank 0's, broadcast over all nodes after every batch")
-def test_max_time_stops_all_ranks_after_the_same_step(fit, scheme):
-    reports = fit(Counting(), {"scheme": scheme}, max_time=timedelta(seconds=0.3), max_epochs=-1)
+def test_max_time_stops_all_ranks_after_the_same_step(fit_on_ranks):
+    reports = fit_on_ranks(Counting, max_time=timedelta(seconds=0.3), max_epochs=-1)
     same_bits(reports)
     assert reports[0]["report"][0] > 0
     assert len({report["report"][0] for report in reports}) == 1

@@ -159,8 +159,8 @@ class UsedOnOneRank(Quadratic):
 
 
 @pytest.mark.feature("unused parameters")
-def test_parameters_used_on_one_rank_only(fit, scheme):
-    reports = fit(UsedOnOneRank(), {"scheme": scheme, "find_unused_parameters": True}, max_epochs=2)
+def test_parameters_used_on_one_rank_only(fit_on_ranks):
+    reports = fit_on_ranks(UsedOnOneRank, strategy={"find_unused_parameters": True})
     same_bits(reports)
     assert not torch.equal(reports[3]["state_dict"]["head.bias"], Quadratic().head.bias)
 
@@ -203,8 +203,8 @@ def test_batchnorm_statistics_are_those_of_all_samples(follows_one_device):
 
 
 @pytest.mark.feature("BatchNorm statistics agree")
-def test_batchnorm_statistics_agree_as_ddp_broadcasts_those_of_first_ranks(fit, scheme):
-    reports = fit(Normalized(), {"scheme": scheme}, max_epochs=2)
+def test_batchnorm_statistics_agree_as_ddp_broadcasts_those_of_first_ranks(fit_on_ranks):
+    reports = fit_on_ranks(Normalized)
     same_bits(reports)
     assert reports[0]["state_dict"]["norm.running_mean"].abs().min() > 0.1
 
@@ -224,10 +224,10 @@ class Synced(Quadratic):
     "SyncBatchNorm inside the node",
     note="torch has no CPU kernel for SyncBatchNorm: tested is that the layers are converted and hold the node's group",
 )
-def test_sync_batchnorm_keeps_to_the_node(fit, scheme, monkeypatch):
+def test_sync_batchnorm_keeps_to_the_node(fit_on_ranks, monkeypatch):
     # where DDP refuses to run it on a CPU
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
-    reports = fit(Synced(), {"scheme": scheme}, sync_batchnorm=True)
+    reports = fit_on_ranks(Synced, sync_batchnorm=True, max_epochs=1)
     nodes = [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [report["report"] for report in reports] == [("SyncBatchNorm", ranks) for ranks in nodes]
 

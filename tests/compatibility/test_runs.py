@@ -106,7 +106,7 @@ def test_tuner(on_ranks):
 @pytest.mark.feature("profilers: simple, advanced, PyTorch")
 @pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
 def test_profilers(follows_one_device, profiler, tmp_path):
-    follows_one_device(Quadratic, profiler=profiler(dirpath=tmp_path, filename="profile"), max_epochs=1)
+    follows_one_device(Quadratic, profiler=profiler(dirpath=tmp_path, filename="profile"), max_epochs=1, apart=True)
     assert len(list(tmp_path.glob("fit-profile*"))) >= 4
     if profiler is not PyTorchProfiler:
         assert "optimizer_step" in (tmp_path / "fit-profile.txt").read_text()

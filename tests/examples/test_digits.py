@@ -1,4 +1,4 @@
-"""The main job, run the way `make demo` does."""
+"""The digits, run the way their configurations say; the main job, the way `make demo` does."""
 
 import re
 
@@ -24,3 +24,10 @@ def test_main_job_holds_what_the_readme_promises(folder, all_reduce_accuracy):
     assert folder.accuracy(periodic) >= 97
     assert folder.accuracy(periodic) >= all_reduce_accuracy - 1
     assert float(re.search(r"([\d.]+) times what was sent", periodic)[1]) >= 5
+
+
+@pytest.mark.slow
+def test_daso_trains_digits_as_well_as_all_reduce_within_one_point(folder, all_reduce_accuracy):
+    daso = folder.accuracy(folder.fit_digits("--config", folder.digits / "daso.yaml"))
+    assert daso >= 97
+    assert daso >= all_reduce_accuracy - 1

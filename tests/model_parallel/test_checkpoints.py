@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 
@@ -36,8 +38,7 @@ SAVED_AT, DIES_AT = 7, 9
 
 class Dies(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == DIES_AT:
-            trainer.strategy.barrier()
+        if trainer.global_step == DIES_AT and trainer.global_rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -46,6 +47,7 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), **argumen
     strategy = HierarchicalModelParallelStrategy(
         SCHEMES[name](),
         ranks_per_node=2,
+        wire_dtype="int8" if name in ("all_reduce", "daso") else None,  # what a code keeps back is state, too
         save_distributed_checkpoint=KINDS[kind],
         checkpoint_replicas=replicas,
         bucket_mb=1e-3,
@@ -66,7 +68,7 @@ def _fit_whole(folder, resume=None, **arguments):
 
 
 def _train(folder):
-    """Each scheme without a break; then one that dies after its first checkpoint."""
+    """Each scheme without a break; then one of which a rank dies after the first checkpoint."""
     results = {}
     for name in SCHEMES:
         kind = "directory" if name in ("daso", "gossip") else "file"
@@ -75,7 +77,13 @@ def _train(folder):
     _fit(folder, "diloco", "directory", max_steps=SAVED_AT, max_epochs=None)
     _fit_whole(folder / "whole", max_steps=SAVED_AT, max_epochs=None)
     torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
-    _fit(folder / "killed", "diloco", "file", callbacks=[Dies()])
+    with _heard(folder, os.environ["LOCAL_RANK"]).open("a", buffering=1) as heard, contextlib.redirect_stderr(heard):
+        logging.getLogger("lightning_hiercomm").addHandler(logging.StreamHandler(heard))
+        _fit(folder / "killed", "diloco", "file", callbacks=[Dies()])
+
+
+def _heard(folder, rank):
+    return folder / f"heard-{rank}.txt"
 
 
 def _checkpoint(folder, name, kind):
@@ -119,7 +127,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(launch, folder):
-    with pytest.raises(Exception, match="SIGKILL"):
+    with pytest.raises(Exception, match=r"SIGKILL|rank 3 \(node 1\) died"):
         launch(_train, folder=folder)
     return [torch.load(folder / f"trained-{rank}.pt") for rank in range(4)]
 
@@ -136,6 +144,11 @@ def test_a_run_resumes_to_the_bit(trained, resumed, name):
         assert ours["losses"] == expected["losses"][SAVED_AT:]
         for parameter, values in expected["state"].items():
             assert torch.equal(ours["state"][parameter], values), parameter
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_dies_is_named_by_the_others(folder, trained, rank):
+    assert "rank 3 (node 1) died" in _heard(folder, rank).read_text()
 
 
 def test_a_directory_resumes_like_a_file(resumed):
@@ -161,6 +174,17 @@ def test_lightnings_own_strategy_goes_on_from_it(folder, resumed, kind):
         assert len(results["Lightning", kind]["losses"]) == 2 * STEPS - SAVED_AT
         for parameter, values in results["loaded", kind].items():
             assert torch.equal(values, saved["state_dict"][parameter]), parameter
+
+
+def test_one_process_loads_a_directory(launch, folder, resumed):
+    saved = torch.load(_checkpoint(folder, "diloco", "file"), weights_only=True)
+
+    def load(_):
+        return _loaded(ModelParallelStrategy(1, 1), _checkpoint(folder, "diloco", "directory"), 1)
+
+    (loaded,) = launch(load, ranks=1)
+    for parameter, values in loaded.items():
+        assert torch.equal(values, saved["state_dict"][parameter]), parameter
 
 
 def test_one_process_goes_on_from_a_file(folder, resumed, tmp_path):

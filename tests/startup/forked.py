@@ -6,13 +6,25 @@ milliseconds instead of seconds, and gets nothing from the process of the tests.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import fcntl
+import functools
+import json
 import multiprocessing
 import os
 import runpy
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["preloaded"])
@@ -60,6 +72,86 @@ class ForkedPython:
     @property
     def returncode(self) -> int | None:
         return self.poll()
+
+
+@functools.cache
+def stand_in_for_python() -> str:
+    """A program that does what ``python script *arguments`` does, in a fork; for launchers that start programs."""
+    folder = Path(tempfile.mkdtemp(prefix="forks-"))
+    address, program = folder / "server", folder / "python"
+    client = Path(__file__).with_name("client.py")
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {client} {address} "$@"\n')
+    program.chmod(0o755)
+    _server.Process(target=_serve, args=(str(address),), daemon=True).start()
+    deadline = time.monotonic() + 60
+    while not address.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return str(program)
+
+
+def _serve(address: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that serve a client
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        while True:
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _fork_for(client)
+            client.close()
+
+
+def _fork_for(client: socket.socket) -> NoReturn:
+    """Fork what a client asks for, and tell it how that ends; it does not outlive the client."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    data, files, _, _ = socket.recv_fds(client, 2**20, 64)
+    while not data.endswith(b"\n"):
+        data += client.recv(2**20)
+    request = json.loads(data)
+    process = os.fork()
+    if process == 0:
+        client.close()
+        _become(request, files)
+    for number in files:
+        os.close(number)
+    client.sendall(f"{process}\n".encode())
+    while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):
+        if select.select([client], [], [], 0.02)[0]:  # it has closed
+            os.kill(process, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        client.sendall(f"{os.waitstatus_to_exitcode(ended[1])}\n".encode())
+    os._exit(0)
+
+
+def _become(request: dict, files: Sequence[int]) -> NoReturn:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    aside = [fcntl.fcntl(number, fcntl.F_DUPFD, 500) for number in files]
+    for own, number in zip(aside, request["files"], strict=True):
+        os.dup2(own, number)
+        os.close(own)
+    code: object = 1
+    try:
+        _run(request["arguments"], request["environment"], None, request["folder"])
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        if "mpi4py.MPI" in sys.modules:
+            sys.modules["mpi4py.MPI"].Finalize()  # as it does itself when Python ends
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _run(arguments: Sequence[str], environment: Mapping[str, str], output: Path | None, folder: Path) -> None:
