@@ -135,7 +135,7 @@ def test_any_value_of_any_argument_in_a_configuration_file_is_taken_or_refused_b
         ({"number": "4"}, "number='4' must be a whole number, not of type str"),
         ({"number": True}, "number=True must be a whole number, not of type bool"),
         ({"number": 4.0}, "number=4.0 must be a whole number"),
-        ({"weights": [1, "2"]}, r"weights=\[1, '2'\] must be a list, of each a number, or None"),
+        ({"weights": [1, "2"]}, r"weights=\[1, '2'\] must be a list, of each a number or None"),
         ({"weights": 3}, "weights=3 must be a list"),
         ({"share": float("inf")}, "share=inf must be finite"),
         ({"unknown": 3}, "unexpected keyword argument 'unknown'"),
