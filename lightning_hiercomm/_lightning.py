@@ -11,14 +11,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
@@ -33,6 +35,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import _rendezvous_handlers
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
@@ -451,6 +454,26 @@ def local_tensor(tensor: DTensor) -> Tensor:
 def fully_sharded_modules(module: nn.Module) -> list[Any]:
     """The modules to which ``fully_shard`` was applied; their class has been moved."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+
+
+def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:
+    """Let ``reduce`` take each bucket of gradients. DDP compares the annotated types themselves, not their names."""
+
+    def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        return reduce(bucket)
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
+    model.register_comm_hook(None, hook)
+
+
+class FabricSyncControl(_BackwardSyncControl):
+    """``Fabric.no_backward_sync``, also for a module that is not in DDP because its node has nobody to reduce with."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if enabled and isinstance(module, DistributedDataParallel):
+            context: AbstractContextManager[None] = module.no_sync()
+            return context
+        return nullcontext()
 
 
 def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[], AbstractContextManager[None]]) -> None:

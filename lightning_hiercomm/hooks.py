@@ -30,9 +30,9 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
-from lightning_hiercomm.replicas import Replicas, check_initialized
+from lightning_hiercomm.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
@@ -121,7 +121,8 @@ class HierarchicalHooks(ParallelStrategy):
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
-        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
+        hang_timeout = self._settings.hang_timeout
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -141,7 +142,19 @@ class HierarchicalHooks(ParallelStrategy):
         settings = self._settings
         optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        return TrainingRun(settings.scheme, replicas, self._topology, settings.wire, settings.average_optimizer_state)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            self._topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
+
+    def _begin_equal(self) -> None:
+        """Give all ranks rank 0's values; collective."""
+        broadcast_values([*self._module.parameters(), *self._module.buffers()], self._topology.world)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -172,13 +185,17 @@ class HierarchicalHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
-        _warn_of_long_period(self.scheme, trainer)
-        _warn_of_long_warmup(self.scheme, trainer)
+        _check_period(self.scheme, trainer, self._topology.num_nodes)
+        _warn_of_short_run(self.scheme, trainer)
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
+        if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
+            self._begin_equal()
+            self._run.begin_from_module()
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
         self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
 
@@ -280,6 +297,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints
@@ -421,11 +439,13 @@ def required(value: T | None, what: str, set_by: str) -> T:
     return value
 
 
-def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a period, counted from the start of each epoch, that no epoch is long enough for."""
-    if not isinstance(scheme, PeriodicAveraging) or scheme.sync_every is None:
-        return
+def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
+    """Refuse, or warn of, a period, counted from the start of each epoch, that no epoch is long enough for."""
     steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if isinstance(scheme, Agreement) and nodes > 1:
+        scheme.check_epoch(steps)
+    if not isinstance(scheme, PeriodicAveraging) or not isinstance(scheme.sync_every, int):
+        return
     if 1 < steps < scheme.sync_every:
         rank_zero_warn(
             f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
@@ -433,16 +453,22 @@ def _warn_of_long_period(scheme: Scheme, trainer: pl.Trainer) -> None:
         )
 
 
-def _warn_of_long_warmup(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a synchronous warm-up that lasts as long as the run, so that the scheme never does what it is for."""
-    if not isinstance(scheme, StepsDelay):
-        return
+def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer) -> None:
+    """Warn of a run that ends before the scheme has done what it is for."""
     limits = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         steps = trainer.num_training_batches / trainer.accumulate_grad_batches
         limits.append(trainer.max_epochs * (steps if steps == math.inf else math.ceil(steps)))
-    if limits and 0 < min(limits) <= scheme.warmup_steps:
+    steps = min(limits, default=math.inf)
+    if isinstance(scheme, StepsDelay) and 0 < steps <= scheme.warmup_steps:
         rank_zero_warn(
             f"StepsDelay(warmup_steps={scheme.warmup_steps}) trains synchronously that long, but the run ends after"
-            f" {min(limits):.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
+            f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
+        )
+    if not isinstance(scheme, Agreement) or isinstance(scheme, DASO | PeriodicAveraging):
+        return  # they count from the start of an epoch
+    if scheme.when.period is not None and 0 < steps < scheme.when.period:
+        rank_zero_warn(
+            f"nodes that train by {scheme!r} agree every {scheme.when.period} optimizer steps, but the run ends after"
+            f" {steps:.0f}: they agree at its end only. Choose a shorter period."
         )

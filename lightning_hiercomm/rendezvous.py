@@ -115,7 +115,7 @@ class Rendezvous:
                 self._unanswered.remove(number)
 
     def _wait(self, keys: dict[int, str], alarm: Callable[[], None]) -> None:
-        warn_at, pause = _WARN_SECONDS, 0.01
+        warn_at = _WARN_SECONDS
         while not self._store.check([*keys.values()]):
             alarm()
             self._answer()
@@ -132,5 +132,4 @@ class Rendezvous:
                     )
                 log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
                 warn_at *= 2
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
+            time.sleep(min(0.01 + waited / 20, 0.5))  # seldom for those who wait long, and soon for those who need not

@@ -80,6 +80,13 @@ class Replicas:
         known = replica.parameters
         return len(trained) != len(known) or any(a is not b for a, b in zip(trained, known, strict=True))
 
+    def checksum(self) -> list[int]:
+        """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
+        self.have_written()  # or the module's parameters may be gathered ones
+        bits = {1: torch.uint8, 2: torch.int16}
+        held = [local(parameter).detach().reshape(-1) for parameter in self.module.parameters()]
+        return [int(v.view(bits.get(v.element_size(), torch.int32)).sum(dtype=torch.int64)) for v in held]
+
     def have_written(self) -> None:
         """Tell the module that somebody wrote to its parameters outside of a training step."""
         if self._node:

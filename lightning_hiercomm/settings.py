@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -14,6 +15,8 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class Settings:
     average_optimizer_state: bool
     evaluate: Literal["consensus", "replica"]
     checkpoint_replicas: bool
+    on_nonfinite: OnNonfinite
+    verify_replicas: VerifyReplicas
     control_port: int
+    hang_timeout: float | None
     bucket_bytes: int
 
     @classmethod
@@ -50,7 +56,10 @@ class Settings:
         average_optimizer_state: bool,
         evaluate: Literal["consensus", "replica"],
         checkpoint_replicas: bool,
+        on_nonfinite: OnNonfinite,
+        verify_replicas: VerifyReplicas,
         control_port: int | None,
+        hang_timeout: float | None,
         bucket_mb: float,
     ) -> Settings:
         """Make settings of a strategy's arguments.
@@ -76,8 +85,24 @@ class Settings:
             raise ValueError(f"ranks_per_node={ranks_per_node} must be a positive number, or a list of one per node")
         if not 0 < bucket_mb < 2**40:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive, and a size that memory can have")
+        if on_nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
+        if on_nonfinite == "skip" and scheme.gradients == "world":
+            raise ValueError(
+                f"on_nonfinite='skip' leaves a node out of an agreement, but {type(scheme).__name__} averages every"
+                " gradient over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
+            )
+        if verify_replicas not in ("off", "warn", "raise"):
+            raise ValueError(f"verify_replicas={verify_replicas!r} must be 'off', 'warn' or 'raise'")
+        if verify_replicas != "off" and scheme.gradients == "none":
+            raise ValueError(
+                f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
+                " trains alone: leave it out, or let ranks share their gradients"
+            )
         if control_port is not None and not 0 <= control_port < 65536:
             raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
+        if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
+            raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if average_optimizer_state and not scheme.can_average_optimizer_state:
@@ -95,7 +120,10 @@ class Settings:
             average_optimizer_state=average_optimizer_state,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
             control_port=control_port or 0,
+            hang_timeout=hang_timeout,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
         )
 

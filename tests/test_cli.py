@@ -134,6 +134,12 @@ def strategy(tmp_path):
     return build
 
 
+def test_what_is_looked_at_from_yaml(strategy):
+    built = strategy(PERIODIC, args=["--trainer.strategy.init_args.on_nonfinite=skip"])
+    assert built._settings.on_nonfinite == "skip"
+    assert built._settings.verify_replicas == "off"
+
+
 def test_scheme_and_fields_from_yaml(strategy):
     built = strategy(PERIODIC)
     assert isinstance(built.scheme, PeriodicAveraging)
@@ -143,6 +149,13 @@ def test_scheme_and_fields_from_yaml(strategy):
 def test_field_from_the_command_line_overrides_yaml(strategy):
     built = strategy(PERIODIC, args=[f"{SCHEME}.init_args.sync_every=3"])
     assert built.scheme.sync_every == 3
+
+
+@pytest.mark.parametrize("name", ["PeriodicAveraging", "DASO", "DiLoCo"])
+def test_the_period_can_be_left_to_the_scheme_from_yaml(strategy, name):
+    text = PERIODIC.replace("PeriodicAveraging", name).replace("sync_every: 7", "sync_every: auto")
+    built = strategy(text, args=[f"{SCHEME}.init_args.overhead_target=0.1"])
+    assert repr(built.scheme) == f"{name}(sync_every='auto', overhead_target=0.1)"
 
 
 def test_second_yaml_replaces_the_scheme(strategy):

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,6 +21,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import _lightning
@@ -426,3 +429,31 @@ def test_unused_parameters_are_recognised_by_ddps_own_words():
     other = RuntimeError("something else")
     _lightning.explain_unused_parameters(other)
     assert str(other) == "something else"
+
+
+def test_a_bucket_hook_reduces_the_gradients(process_group):
+    seen = []
+
+    def reduce(bucket):
+        seen.append(bucket.buffer().clone())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().mul_(3))
+        return future
+
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    _lightning.register_bucket_hook(model, reduce)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert torch.equal(torch.cat(seen), torch.tensor([1.0, 2.0]))
+    assert torch.equal(model.module.weight.grad, torch.tensor([[3.0, 6.0]]))
+
+
+def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_group):
+    assert "self._strategy._backward_sync_control.no_backward_sync(" in inspect.getsource(Fabric.no_backward_sync)
+    control, module = _lightning.FabricSyncControl(), nn.Linear(2, 1)
+    with control.no_backward_sync(module, enabled=True):
+        pass  # a module that is not in DDP, which Fabric's own control refuses
+    wrapped = DistributedDataParallel(module)
+    with control.no_backward_sync(wrapped, enabled=True):
+        assert not wrapped.require_backward_grad_sync
+    with control.no_backward_sync(wrapped, enabled=False):
+        assert wrapped.require_backward_grad_sync

@@ -65,8 +65,7 @@ class Candidate:
         """
         scheme = self.scheme
         if isinstance(scheme, Agreement):
-            period = scheme.sync_every if isinstance(scheme, DASO) else scheme.when.period
-            return (period or math.inf) + scheme.staleness
+            return (scheme.when.period or math.inf) + scheme.staleness
         if isinstance(scheme, StepsDelay):
             return scheme.delay + 1
         if isinstance(scheme, Gossip):

@@ -160,7 +160,7 @@ def _merge_of(scheme: Agreement) -> Merge:
 def _leaving(scheme: Agreement, step: int, parts: int) -> Sequence[int]:
     """Parts that are sent after a step of a very long epoch."""
     if isinstance(scheme, DASO):
-        return range(parts) if (step - 1) % scheme.sync_every == 0 else ()
+        return range(parts) if (step - 1) % period_of(scheme) == 0 else ()
     due = step + scheme.staleness
     return scheme.when.due(due, due, parts)
 
@@ -393,9 +393,9 @@ def period_of(scheme: Scheme | None) -> int:
     """Steps after which a scheme does the same again."""
     if isinstance(scheme, StepsDelay):
         return scheme.delay
-    if isinstance(scheme, DASO):
-        return scheme.sync_every
     if isinstance(scheme, Agreement):
+        if scheme.tuner is not None:
+            raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
         if scheme.when.period is None:
             raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
         return scheme.when.period

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +24,12 @@ from lightning_hiercomm.schemes.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.merging import MERGES, Merge
 from lightning_hiercomm.schemes.outer import OuterOptimizer
 from lightning_hiercomm.schemes.peers import PeerMean
-from lightning_hiercomm.schemes.when import Every, When
+from lightning_hiercomm.schemes.tuning import PeriodTuner
+from lightning_hiercomm.schemes.when import Every, Staggered, When
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Through = Literal["mean", "rotating"] | Graph
 MergeName = Literal["replace", "eq1", "delta"]
@@ -71,9 +80,14 @@ class Agreement(Scheme):
         gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
             alone between agreements, which then average inside the node as well.
 
+    Attributes:
+        tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
+
     Raises:
         ValueError: For arguments out of range, or that contradict each other.
     """
+
+    tuner: PeriodTuner | None = None
 
     @checked_arguments
     def __init__(
@@ -108,6 +122,8 @@ class Agreement(Scheme):
         self._merge = merge if isinstance(merge, Merge) else MERGES[merge]()
         self.staleness = staleness
         self.synchronizations = 0
+        self._was_sick = False
+        self._tuned_period: int | None = None
         self._in_flight = InFlight()
         if self._merge.keeps_agreed and through == "rotating":
             raise ValueError(
@@ -145,14 +161,14 @@ class Agreement(Scheme):
         ends = list(accumulate(map(len, cut)))
         self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
         self._check_staleness(len(cut))
-        self._carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
+        self._carrier: Carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
         if self._merge.keeps_agreed:
             self._merge.attach(self._carrier)
 
     def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
         land = self._merge.land if self._merge.keeps_agreed else None
         if isinstance(self.through, Graph):
-            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land)
+            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land, self.look)
         carrier = RotatingAverage if self.through == "rotating" else Average
         return carrier(
             self.replica,
@@ -163,6 +179,7 @@ class Agreement(Scheme):
             buckets=buckets + self._buffers_with_parameters,
             equal_in_node=self.equal_in_node,
             land=land,
+            on_nonfinite=self.on_nonfinite,
         )
 
     @property
@@ -189,11 +206,78 @@ class Agreement(Scheme):
         if arrived is not None or leaving:
             self._turn(arrived, leaving)
 
+    # ---- sync_every="auto" ---------------------------------------------------------------------------------------
+
+    def begin_run(self, epochs: int | None, steps: int | None) -> None:
+        super().begin_run(epochs, steps)
+        if self.tuner is not None and not self.is_alone and steps is not None and steps - self.steps < self.tuner.steps:
+            raise ValueError(
+                f"sync_every='auto' times exchanges for the first {self.tuner.steps} optimizer steps, but the run ends"
+                f" after {steps - self.steps}: give sync_every a number, or train for longer"
+            )
+
+    def check_epoch(self, steps: float) -> None:
+        """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one.
+
+        Args:
+            steps: Optimizer steps of an epoch.
+
+        Raises:
+            ValueError: If there are too few of them.
+        """
+        if self.tuner is None or not isinstance(self.when, Every) or self.when.of != "epoch":
+            return
+        if steps < self.tuner.provisional_period:
+            raise ValueError(
+                f"sync_every='auto' times exchanges that are {self.tuner.provisional_period} optimizer steps apart, but"
+                f" an epoch has {math.ceil(steps)}: give sync_every a number"
+            )
+
+    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+        super().begin_epoch(epoch, metrics)
+        if self.tuner is not None:
+            self.tuner.begin_epoch(self.device)
+
+    def step(self, run: Callable[[], T], last: bool = False) -> T:
+        result = super().step(run, last)
+        if self.tuner is not None and not self.is_alone and self.tuner.end_step():
+            choice = self.tuner.choose(self.topology.world)
+            self._set_period(choice.period)
+            self.tuner = None
+            if self.topology.rank == 0:
+                log.info(
+                    "%s: sync_every=%d: a step takes %.3g ms, and training waits %.3g ms for the exchanges of a period,"
+                    " which is %.1f %% of it",
+                    type(self).__name__,
+                    choice.period,
+                    1e3 * choice.step_seconds,
+                    1e3 * choice.exchange_seconds,
+                    1e2 * choice.overhead,
+                )
+        return result
+
+    def _set_period(self, period: int) -> None:
+        """Agree every ``period`` steps from now on; nothing may be in flight."""
+        if isinstance(self.when, Every | Staggered):
+            self.when = replace(self.when, period=period)
+        self._tuned_period = period
+
+    @contextmanager
+    def _exchanging(self, starts: bool, ends: bool) -> Iterator[None]:
+        """Inside, training waits for an exchange of the schedule."""
+        if self.tuner is None:
+            yield
+            return
+        with self.tuner.exchanging(starts, ends):
+            yield
+
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
     def average(self) -> None:
         """Agree on everything and wait for it; what is in flight is dropped."""
         self._in_flight.drop()
+        if self.tuner is not None:
+            self.tuner.drop()
         if self.is_alone:
             self.nodes_agree()
         else:
@@ -206,8 +290,15 @@ class Agreement(Scheme):
 
     def _agree_now(self, parts: Sequence[int]) -> None:
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
+        self.verify()
+        waits = not self.staleness
+        with self._exchanging(starts=waits, ends=waits):
+            self._agree_and_wait(parts)
+
+    def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
-        self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        self._recover(self._carrier, void, self._carrier.is_sick)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._end_round(parts)
@@ -223,15 +314,23 @@ class Agreement(Scheme):
             bucket.unpack(arrived)
 
     def _turn(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
+        """Merge what was sent a while ago, and send the next."""
+        with self._exchanging(starts=bool(leaving), ends=arrived is not None):
+            self._merge_and_send(arrived, leaving)
+
+    def _merge_and_send(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next.
 
         Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
         have another carrier, and would take their share of the link from those that training waits for.
         """
+        self.verify()
         sent: Exchange | None = None
         if leaving:
-            check = self._carrier_beside_training.begin(self.steps, self._take_turn())
+            carrier = self._carrier_beside_training
+            check = carrier.begin(self.steps, self._take_turn(), self._buckets_of(leaving))
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
+            sent.is_sick = carrier.is_sick
         if arrived is not None:
             arrived.check.wait()
             self._end_round(arrived.parts, arrived)  # before what leaves now arrives, and is stepped
@@ -246,6 +345,8 @@ class Agreement(Scheme):
             self._merge_up_to(None, arrived)
             self.agreements += 1
         self._send(waiting, sent)
+        if arrived is not None:
+            self._recover(self._carrier_beside_training, arrived.void, arrived.is_sick)
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
@@ -261,9 +362,26 @@ class Agreement(Scheme):
             move = arrived.moves.popleft()
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
-            self._merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
+            bucket = self._carrier.buckets[move.index]
+            if arrived.is_sick:
+                bucket.unpack(move.flat)
+            elif self._carrier_beside_training.is_void(move):
+                arrived.void.append(move.index)
+            else:
+                self._merge(bucket, move, arrived.staleness, self.topology.num_nodes)
             if move.index == last:
                 return
+
+    def _recover(self, carrier: Carrier, void: Sequence[int], is_sick: bool) -> None:
+        """See that the healthy agree on what could not be merged, on their present values and at once."""
+        self._was_sick = is_sick
+        if is_sick:  # healed by its peers
+            self.begin_optimizer_anew()
+        if isinstance(carrier, Average):
+            if void and not self._merge.keeps_agreed:
+                self._in_flight.drop()  # it left from values that the nodes are about to lose
+            land = self._merge.land if self._merge.keeps_agreed else None
+            self._was_sick = self.repair(carrier, void, self._take, land)
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
@@ -311,10 +429,17 @@ class Agreement(Scheme):
             self._agree_now(self.all_parts)  # or the steps since the last agreement would count for nothing
         super().finish()
         self._in_flight.drop()
+        if self.tuner is not None and not self.is_alone and self.topology.rank == 0:
+            log.warning(
+                "%s: the run ended before sync_every='auto' had timed %d exchanges, so the period was %d to the end",
+                type(self).__name__,
+                self.tuner.exchanges,
+                self.when.period,
+            )
 
     def _average_buffers(self) -> None:
         if self.replica.buffers:
-            Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
+            self.average_exactly(self.replica.buckets_of_buffers)
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
@@ -331,7 +456,7 @@ class Agreement(Scheme):
         return values if relative is None else {**values, "disagreement": relative}
 
     def schedule(self) -> dict[str, Any]:
-        state = {**super().schedule(), "synchronizations": self.synchronizations}
+        state = {**super().schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
         if self.outer is not None:
             self.settle()
             state["outer"] = self.outer.state_dict(self.replica.parameters)
@@ -353,6 +478,9 @@ class Agreement(Scheme):
         super().load_state_dict(state)
         self.synchronizations = state["synchronizations"]
         self._in_flight.drop()
+        if self.tuner is not None and state.get("tuned_period") is not None:
+            self._set_period(state["tuned_period"])
+            self.tuner = None
         if self.is_alone:
             return
         if "carrier" in state:

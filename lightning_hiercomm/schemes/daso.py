@@ -15,6 +15,7 @@ from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.when import Every
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class DASO(Agreement):
     the blocking phases, by ``wire_dtype="bfloat16", wire_raw=True`` and ``narrow_phases="blocking"`` here.
 
     Args:
-        sync_every: B, batches between the starts of two exchanges in the cycling phase.
+        sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: a few when it
+            begins, which is timed; then as few as ``overhead_target`` allows.
         staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits
             for a mean every ``sync_every`` batches (half of the rows of the paper's Table 2).
         warmup_epochs: Epochs of warm-up.
@@ -68,9 +70,9 @@ class DASO(Agreement):
         adapt: Let B and S follow the loss, as above. False keeps them as they are.
         gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged, so every rank trains alone between
             exchanges, which then average inside the node as well.
-
         narrow_phases: In which phases ``wire_dtype`` acts: in ``"all"``, or in the ``"blocking"`` ones only, while what
             is not waited for travels as it is (the paper's section 3).
+        overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
 
     Raises:
         ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
@@ -79,7 +81,7 @@ class DASO(Agreement):
     @checked_arguments
     def __init__(
         self,
-        sync_every: int = 4,
+        sync_every: int | Literal["auto"] = 4,
         staleness: int = 1,
         warmup_epochs: int = 4,
         cooldown_epochs: int = 4,
@@ -93,12 +95,14 @@ class DASO(Agreement):
         adapt: bool = True,
         gradients: Literal["node", "none"] = "node",
         narrow_phases: Literal["all", "blocking"] = "all",
+        overhead_target: float = OVERHEAD_TARGET,
     ) -> None:
-        if sync_every < 1:
-            raise ValueError(f"sync_every={sync_every} must be a positive number of batches")
-        if not 0 <= staleness <= sync_every:
+        period, tuner = tuned(sync_every, overhead_target, least=staleness)
+        if period < 1:
+            raise ValueError(f"sync_every={period} must be a positive number of batches")
+        if not 0 <= staleness <= period:
             raise ValueError(
-                f"staleness={staleness} must be from 0 to sync_every={sync_every}: one exchange is in flight at a time"
+                f"staleness={staleness} must be from 0 to sync_every={period}: one exchange is in flight at a time"
             )
         lengths = {
             "warmup_epochs": warmup_epochs,
@@ -116,14 +120,16 @@ class DASO(Agreement):
         if exchange not in ("rotating", "sharded"):
             raise ValueError(f"exchange={exchange!r} must be 'rotating' or 'sharded'")
         super().__init__(
-            when=Every(sync_every, of="epoch"),
+            when=Every(period, of="epoch"),
             through="mean" if exchange == "sharded" else "rotating",
             merge=merge,
             staleness=staleness,
             gradients=gradients,
         )
-        self.initial_sync_every, self.initial_staleness = sync_every, staleness
+        self.initial_sync_every, self.initial_staleness = period, staleness
         self.sync_every = sync_every
+        self.tuner = tuner
+        self.overhead_target = overhead_target
         self.adapt = adapt
         self.narrow_phases = narrow_phases
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
@@ -156,6 +162,7 @@ class DASO(Agreement):
         return self._carrier if self.narrow_phases == "all" else self._exact_carrier
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
+        super().begin_run(epochs, steps)
         self._cooldown_begins_at_epoch = self._cooldown_begins_at_step = None
         if self.cooldown_steps is not None:
             if self.cooldown_steps and steps is None:
@@ -211,7 +218,7 @@ class DASO(Agreement):
         if last or self.is_alone:
             return
         arrived = self._in_flight.take(self.steps)
-        leaves = (self.step_in_epoch - 1) % self.sync_every == 0
+        leaves = (self.step_in_epoch - 1) % self._period == 0
         if leaves and self.staleness == 0:
             self.average()
         elif leaves or arrived is not None:
@@ -251,7 +258,21 @@ class DASO(Agreement):
 
     @property
     def _cycle(self) -> str:
-        return f"nodes exchange every {self.sync_every} steps and merge {self.staleness} later"
+        return f"nodes exchange every {self._period} steps and merge {self.staleness} later"
+
+    @property
+    def _period(self) -> int:
+        """B: the number that ``sync_every`` says, or stands for."""
+        return self.when.period or 1
+
+    def _set_period(self, period: int) -> None:
+        super()._set_period(period)
+        self.sync_every = self.initial_sync_every = period
+
+    def _set_cycle(self, period: int, staleness: int) -> None:
+        self.when, self.staleness = Every(period, of="epoch"), staleness
+        if self.tuner is None:
+            self.sync_every = period
 
     def _announce(self, level: int, message: str) -> None:
         if self.topology.rank == 0:
@@ -273,13 +294,13 @@ class DASO(Agreement):
             return
         if not self.plateau.reached(weighted / total):
             return
-        before = self.sync_every, self.staleness
+        before = self._period, self.staleness
         least = min(1, self.initial_staleness)  # a scheme that waits goes on waiting
         if before == (1, least):
-            self.sync_every, self.staleness = self.initial_sync_every, self.initial_staleness
+            self._set_cycle(self.initial_sync_every, self.initial_staleness)
         else:
-            self.sync_every, self.staleness = max(1, self.sync_every // 2), max(least, self.staleness // 2)
-        if (self.sync_every, self.staleness) != before:
+            self._set_cycle(max(1, self._period // 2), max(least, self.staleness // 2))
+        if (self._period, self.staleness) != before:
             self._announce(logging.INFO, f"{self.monitor or 'the training loss'} stopped falling: {self._cycle}")
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
@@ -292,14 +313,14 @@ class DASO(Agreement):
         return {
             **super().scalars(),
             "phase": float(_PHASES.index(self._phase)),
-            "sync_every": float(self.sync_every) if cycles else 1.0,
+            "sync_every": float(self._period) if cycles else 1.0,
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
     def schedule(self) -> dict[str, Any]:
         return {
             **super().schedule(),
-            "sync_every": self.sync_every,
+            "sync_every": self._period,
             "staleness": self.staleness,
             "plateau_best": self.plateau.best,
             "plateau_bad_values": self.plateau.bad_values,
@@ -308,8 +329,7 @@ class DASO(Agreement):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.sync_every = state["sync_every"]
-        self.staleness = state["staleness"]
+        self._set_cycle(state["sync_every"], state["staleness"])
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]
         self._awaits_metric = state["awaits_metric"] and self.monitor is not None

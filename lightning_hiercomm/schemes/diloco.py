@@ -7,6 +7,7 @@ from typing import Literal
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
+from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.when import Staggered
 
 
@@ -29,11 +30,11 @@ class DiLoCo(Agreement):
     ``wire_dtype="int4"``.
 
     **The agreed model** is a. So a validation or a checkpoint in mid-run knows nothing of the steps that the nodes have
-    taken since they sent what was merged last, of each fragment up to ``sync_every + staleness - 1``. A run that resumes
-    from a plain checkpoint goes on without them (``checkpoint_replicas=True`` keeps them); a run that ends has them all,
-    for it ends with an agreement on all fragments. A plain checkpoint keeps the outer optimizer's state, laid out as one
-    process would have it, so a run goes on from it on any number of nodes. Schedulers of the outer learning rate count
-    periods.
+    taken since they sent what was merged last, of each fragment up to ``sync_every + staleness - 1``. A run that goes
+    on from a plain checkpoint does so without them (``checkpoint_replicas=True`` keeps them); a run that ends has them
+    all, for it ends with an agreement on all fragments. A plain checkpoint keeps the outer optimizer's state, laid out
+    as one process would have it, so a run goes on from it on any number of nodes. Schedulers of the outer learning rate
+    count periods.
 
     NoLoCo exchanges with one random other node instead of all: see
     :class:`~lightning_hiercomm.schemes.agreement.Agreement`.
@@ -45,7 +46,8 @@ class DiLoCo(Agreement):
     ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads.
 
     Args:
-        sync_every: H, optimizer steps between two agreements on the same fragment.
+        sync_every: H, optimizer steps between two agreements on the same fragment. ``"auto"``: a few steps at first,
+            which are timed; then as few as ``overhead_target`` allows.
         outer_optimizer: Makes the outer optimizer: any of ``torch.optim`` that treats every element by itself. Default:
             SGD with learning rate 0.7 and Nesterov momentum 0.9.
         fragments: P, into how many equal parts the model is cut, or a list of module names such as ``["net.layer1",
@@ -55,6 +57,7 @@ class DiLoCo(Agreement):
         gradients: ``"node"``: the ranks of a node share gradients at every step, so a node is one of the papers'
             replicas. ``"none"``: every rank is one.
         outer_scheduler: Makes a learning-rate scheduler of the outer optimizer; it steps once per period.
+        overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
 
     Raises:
         ValueError: For arguments out of range, or an outer optimizer that needs whole tensors.
@@ -63,33 +66,42 @@ class DiLoCo(Agreement):
     @checked_arguments
     def __init__(
         self,
-        sync_every: int = 100,
+        sync_every: int | Literal["auto"] = 100,
         outer_optimizer: OptimizerFactory | None = None,
         fragments: int | list[str] = 1,
         staleness: int = 0,
         keep_local: float = 0.0,
         gradients: Literal["node", "none"] = "node",
         outer_scheduler: SchedulerFactory | None = None,
+        overhead_target: float = OVERHEAD_TARGET,
     ) -> None:
-        if sync_every < 1:
-            raise ValueError(f"sync_every={sync_every} must be a positive number of optimizer steps")
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        if isinstance(fragments, int) and fragments > sync_every:
+        parts = fragments if isinstance(fragments, int) else len(fragments) + 1
+        period, tuner = tuned(sync_every, overhead_target, max(parts, parts * staleness + 1), parts)
+        if period < 1:
+            raise ValueError(f"sync_every={period} must be a positive number of optimizer steps")
+        if isinstance(fragments, int) and fragments > period:
             raise ValueError(
-                f"fragments={fragments} must not exceed sync_every={sync_every}: one fragment is due after a step"
+                f"fragments={fragments} must not exceed sync_every={period}: one fragment is due after a step"
             )
-        if isinstance(fragments, int) and not 0 <= staleness < sync_every / fragments:
+        if isinstance(fragments, int) and not 0 <= staleness < period / fragments:
             raise ValueError(
-                f"staleness={staleness} must be from 0 to {-(-sync_every // fragments) - 1}: less than sync_every /"
-                f" fragments = {sync_every / fragments:g} steps, because one fragment is in flight at a time"
+                f"staleness={staleness} must be from 0 to {-(-period // fragments) - 1}: less than sync_every /"
+                f" fragments = {period / fragments:g} steps, because one fragment is in flight at a time"
             )
         super().__init__(
-            when=Staggered(sync_every),
+            when=Staggered(period),
             what=fragments,
             merge=OuterOptimizer(outer_optimizer, outer_scheduler, keep_local),
             staleness=staleness,
             gradients=gradients,
         )
         self.sync_every = sync_every
+        self.tuner = tuner
+        self.overhead_target = overhead_target
         self.fragments = fragments
+
+    def _set_period(self, period: int) -> None:
+        super()._set_period(period)
+        self.sync_every = period

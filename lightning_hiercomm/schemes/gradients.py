@@ -179,7 +179,7 @@ class WorldSum(GradientPath):
 
 
 class NodesMean(GradientPath):
-    """The mean over the nodes of gradients that every rank holds for its part of the model, once it holds them.
+    """The mean over the nodes of gradients that every rank holds for its part of the model.
 
     Args:
         topology: The nodes and their weights.
@@ -194,13 +194,14 @@ class NodesMean(GradientPath):
         self._feedback: dict[int, Feedback] = {}
 
     @torch.no_grad()
-    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank") -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:
         """Average a bucket in place.
 
         Args:
             bucket: 1-D, as many equal parts as it has holders.
             index: Its place among the model's buckets.
             held_by: Which ranks of the node hold it.
+            waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
         """
         holders = self._topology.holders[held_by]
         part = holders.part(bucket.mul_(self._topology.node_weight))
@@ -209,7 +210,7 @@ class NodesMean(GradientPath):
             known = self._lane_sum.feedback(part)
             if known is not None:
                 self._feedback[index] = known
-        return _Completed(self._lane_sum.launch(part, known, waiting=True), lambda: holders.share(bucket).wait())
+        return _Completed(self._lane_sum.launch(part, known, waiting), lambda: holders.share(bucket).wait())
 
     def state_dict(self) -> dict[str, Any]:
         return {"feedback": [(index, feedback.state_dict()) for index, feedback in self._feedback.items()]}

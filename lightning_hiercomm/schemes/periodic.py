@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.when import Every
 
 
@@ -30,6 +31,7 @@ class PeriodicAveraging(Agreement):
 
     Args:
         sync_every: Optimizer steps between agreements, counted from the start of each epoch. None: epoch ends only.
+            ``"auto"``: nodes agree every 4 steps at first, which is timed; then as often as ``overhead_target`` allows.
         at_epoch_end: Also agree after the last step of an epoch.
         order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after an agreement.
             ``"before_step"`` averages before it, as Algorithm 2 is printed; replicas then differ by one local step.
@@ -38,6 +40,7 @@ class PeriodicAveraging(Agreement):
             between agreements.
         node_sync_every: With ``gradients="none"``, optimizer steps between averages of parameters inside the node,
             counted as ``sync_every``. None: ranks of a node agree only when all do.
+        overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for agreements.
 
     Raises:
         ValueError: If ``sync_every`` is not positive, nothing would ever agree, or arguments contradict each other.
@@ -46,13 +49,15 @@ class PeriodicAveraging(Agreement):
     @checked_arguments
     def __init__(
         self,
-        sync_every: int | None = 50,
+        sync_every: int | Literal["auto"] | None = 50,
         at_epoch_end: bool = True,
         order: Literal["after_step", "before_step"] = "after_step",
         gradients: Literal["node", "none"] = "node",
         node_sync_every: int | None = None,
+        overhead_target: float = OVERHEAD_TARGET,
     ) -> None:
-        if sync_every is not None and sync_every < 1:
+        period, tuner = tuned(sync_every, overhead_target, least=1)
+        if period is not None and period < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never agree")
@@ -64,13 +69,23 @@ class PeriodicAveraging(Agreement):
             raise ValueError(
                 f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
             )
-        super().__init__(when=Every(sync_every, of="epoch"), gradients=gradients)
+        super().__init__(when=Every(period, of="epoch"), gradients=gradients)
         self.sync_every = sync_every
+        self.tuner = tuner
+        self.overhead_target = overhead_target
         self.at_epoch_end = at_epoch_end
         self.order = order
         self.node_sync_every = node_sync_every
         self._averaged_before_last = False
         self._averages_before_step = False
+
+    def _set_period(self, period: int) -> None:
+        super()._set_period(period)
+        self.sync_every = period
+
+    def check_epoch(self, steps: float) -> None:
+        if not self.at_epoch_end:
+            super().check_epoch(steps)
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
@@ -86,7 +101,7 @@ class PeriodicAveraging(Agreement):
 
     def update(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
-        if optimizer_step is not None:
+        if optimizer_step is not None and not self._was_sick:  # or its gradients are those of what it was
             optimizer_step()
 
     def after_step(self, last: bool) -> None:

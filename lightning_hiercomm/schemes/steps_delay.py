@@ -15,9 +15,9 @@ from torch.optim import SGD, Optimizer
 
 from lightning_hiercomm.arguments import check_fields, checked_arguments
 from lightning_hiercomm.replica import Replica
-from lightning_hiercomm.schemes.averaging import Average
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.nonfinite import describe, is_marked, mark_of
 from lightning_hiercomm.schemes.optimizer_state import class_names, evaluates_loss, needs_whole_tensors, wraps_another
 from lightning_hiercomm.schemes.server import Section, ShardedServer, ShardOn
 
@@ -184,6 +184,9 @@ class StepsDelay(Scheme):
     weights; the other nodes' gradients still count. A parameter without gradient counts as one with gradient zero, so
     weight decay and momentum act on it.
 
+    **Not finite.** With ``on_nonfinite="skip"`` a node whose mean gradient is NaN or infinite does the same, and gets
+    the server's weights with its next pull. A shard whose gradients are too large for the wire leaves out that step.
+
     **The agreed model** is the server's weights, gathered on demand: for validation, checkpoints and at the end.
     Checkpoints hold the optimizer's state as if there were no shards, so they resume under plain DDP or on any number
     of ranks. The optimizer's ``state`` itself stays empty. Hooks on its ``step`` run once per iteration, before the
@@ -285,6 +288,7 @@ class StepsDelay(Scheme):
             self.wire,
             self.shard_on,
             replica.bucket_bytes,
+            self.on_nonfinite,
         )
         self._server.take_optimizer_state(server_state)
         self._start_from_replica()
@@ -312,7 +316,15 @@ class StepsDelay(Scheme):
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
         self._was_warming_up = self.phase == "warm-up"
-        self._iterate(self._server, has_gradient=optimizer_step is not None)
+        self._iterate(self._server, has_gradient=optimizer_step is not None and self._gradient_is_finite())
+
+    def _gradient_is_finite(self) -> bool:
+        """Whether the node's mean gradient may be used and sent."""
+        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
+        if self.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
+            return True
+        found = describe(self.replica, gradients=True)
+        return found is None or not self.note_sickness(found)
 
     def _make_dense(self) -> None:
         """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""
@@ -355,6 +367,8 @@ class StepsDelay(Scheme):
         is_warming_up, has_arrived = self.phase == "warm-up", self._has_pulled
         pulls = is_warming_up or self._delayed_steps % self.delay == self.delay - 1
         hyperparameters = server.hyperparameters()
+        if pulls:
+            self.verify()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
             arrived = next(arrivals)
@@ -445,7 +459,7 @@ class StepsDelay(Scheme):
             return
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
-        Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
+        self.average_exactly(self.replica.buckets_of_buffers)
 
     @property
     def is_agreed(self) -> bool:

@@ -1,0 +1,190 @@
+"""``sync_every="auto"``: so few agreements that training waits for no more than a given share of its time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, TypeVar
+
+import torch
+
+from lightning_hiercomm.comm.base import Communicator
+
+P = TypeVar("P", int, int | None)
+
+OVERHEAD_TARGET = 0.05
+"""What is accepted unless the user says otherwise."""
+
+_FIRST_EXCHANGES = 1  # open connections, and do not count
+_FIRST_STEPS = 2  # allocate, compile, and fill the loader's queue
+_STEPS_KEPT = 64
+_STEPS_BETWEEN = 3  # without an exchange: with two optimizers, one of them has the other's exchange in it
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured, and what follows from it; the same on every rank.
+
+    Attributes:
+        period: Optimizer steps between two agreements on the same part.
+        step_seconds: Of a step in which nothing travels between nodes, on the slowest rank.
+        exchange_seconds: For which training waits for the exchanges of a period, not counting waits for slower ranks.
+        overhead: The share of the training time that this makes of a period.
+    """
+
+    period: int
+    step_seconds: float
+    exchange_seconds: float
+    overhead: float
+
+
+class PeriodTuner:
+    """Times steps and exchanges of a scheme that agrees often, then chooses its period.
+
+    With T the time of a step, E the time that training waits in the exchanges of a period (one for each part of the
+    model), and the accepted overhead o, the period is ``H = max(least, ceil(E / (o T)))``: the smallest with
+    ``E <= o H T``.
+
+    Ranks are not equally fast, and whoever comes first to an agreement waits for the others, which no period changes.
+    So an exchange counts with the time of the rank that waited least for it, and a step with that of the slowest rank.
+    Of several, each counts with its median.
+
+    Args:
+        target: The accepted overhead, o.
+        least: The shortest period that the scheme can have.
+        parts: Exchanges in a period.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self, target: float, least: int, parts: int = 1, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.target = target
+        self.least = least
+        self.parts = parts
+        self.clock = clock
+        self._device = torch.device("cpu")
+        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._steps_seen = 0
+        self._exchanges: list[float] = []
+        self._is_on_its_way = False
+        self._was_on_its_way = False
+        self._waited = 0.0  # in the exchange that is on its way, or was made in this step
+        self._waited_in_step = 0.0
+        self._step_ended: float | None = None
+
+    @property
+    def provisional_period(self) -> int:
+        """Optimizer steps between agreements until the period is chosen: few, with some quiet steps between them."""
+        return self.parts * (-(-self.least // self.parts) + _STEPS_BETWEEN)
+
+    @property
+    def exchanges(self) -> int:
+        """How many are timed."""
+        return _FIRST_EXCHANGES + self.parts * (4 if self.parts == 1 else 2)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that it takes, at most."""
+        return _FIRST_STEPS + -(-self.exchanges * self.provisional_period // self.parts)
+
+    def begin_epoch(self, device: torch.device) -> None:
+        """What happened since the last step (validation, checkpoints) was no training."""
+        self._device = device
+        self._step_ended = None
+        self._waited_in_step = 0.0
+
+    @contextmanager
+    def exchanging(self, starts: bool, ends: bool) -> Iterator[None]:
+        """Inside, training waits for other nodes.
+
+        Args:
+            starts: Whether an exchange starts.
+            ends: Whether an exchange ends: that one, or an earlier one. If neither, it is none of the schedule's.
+        """
+        start = self._now()
+        yield
+        waited = self._now() - start
+        self._waited_in_step += waited
+        if starts or ends:
+            self._waited += waited
+        self._is_on_its_way |= starts
+        if ends:
+            self._exchanges.append(self._waited)
+            self.drop()
+
+    def drop(self) -> None:
+        """Nothing is on its way any more."""
+        self._is_on_its_way, self._waited = False, 0.0
+
+    def end_step(self) -> bool:
+        """A step has ended.
+
+        Returns:
+            Whether enough has been seen to :meth:`choose`; it is the same on all ranks.
+        """
+        now = self._now()
+        is_quiet = not self._is_on_its_way and not self._was_on_its_way
+        if self._step_ended is not None and is_quiet:
+            self._steps_seen += 1
+            if self._steps_seen > _FIRST_STEPS:
+                self._steps.append(now - self._step_ended - self._waited_in_step)
+        self._was_on_its_way, self._step_ended, self._waited_in_step = self._is_on_its_way, now, 0.0
+        return len(self._exchanges) >= self.exchanges and bool(self._steps) and is_quiet
+
+    def choose(self, world: Communicator) -> Choice:
+        """What all ranks have seen, together; collective.
+
+        Args:
+            world: All ranks.
+        """
+        everyone: list[tuple[float, list[float]]] = world.all_gather_object(
+            (median(self._steps), self._exchanges[_FIRST_EXCHANGES : self.exchanges])
+        )
+        step = max(seconds for seconds, _ in everyone)
+        waits = [min(waits) for waits in zip(*(waits for _, waits in everyone), strict=True)]
+        waited = median(sum(waits[start : start + self.parts]) for start in range(0, len(waits), self.parts))
+        overhead_at_every_step = waited / step if step else 0.0
+        needed = math.ceil(overhead_at_every_step / self.target * (1 - 1e-9))
+        period = max(self.least, needed)
+        return Choice(period, step, waited, overhead_at_every_step / period)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self.clock()
+
+
+def tuned(
+    sync_every: P | Literal["auto"], target: float, least: int, parts: int = 1
+) -> tuple[P | int, PeriodTuner | None]:
+    """The period to begin with; and who is to choose another, where the user leaves it to us.
+
+    Args:
+        sync_every: As the user gave it.
+        target: ``overhead_target``, as the user gave it.
+        least: The shortest period that the scheme can have.
+        parts: Exchanges in a period.
+
+    Raises:
+        ValueError: For another word than ``"auto"``, or a target that is none, or not needed.
+    """
+    if not 0 < target < math.inf:
+        raise ValueError(
+            f"overhead_target={target} must be a positive share of the training time, such as 0.05 for 5 %"
+        )
+    if sync_every == "auto":
+        tuner = PeriodTuner(target, max(1, least), parts)
+        return tuner.provisional_period, tuner
+    if isinstance(sync_every, str):
+        raise ValueError(f"sync_every={sync_every!r} must be a positive number of optimizer steps, or 'auto'")
+    if target != OVERHEAD_TARGET:
+        raise ValueError(
+            f"overhead_target={target} is what sync_every='auto' aims at; with sync_every={sync_every} leave it out"
+        )
+    return sync_every, None

@@ -1,0 +1,330 @@
+"""sync_every="auto", with a clock that goes on when the tests say so."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+
+import pytest
+import torch
+from harness import on_nodes, reloaded
+
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.schemes import DASO, DiLoCo, PeriodicAveraging
+from lightning_hiercomm.schemes.tuning import PeriodTuner
+
+
+class Clock:
+    """Shows what the test has added."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed(kind, *, step=1.0, first=0.0, wait=0.0, launch=0.0, merge=0.0):
+    """The scheme, on ranks whose clocks go on by these seconds; numbers, or functions of the rank and of the count."""
+
+    class Timed(kind):
+        def attach(self, *arguments, **others):
+            super().attach(*arguments, **others)
+            self.clock, self.counts, self.agreed_after = Clock(), itertools.count(), []
+            if self.tuner is not None:
+                self.tuner.clock = self.clock
+
+        def spend(self, seconds):
+            self.clock.now += seconds(self.topology.rank, next(self.counts)) if callable(seconds) else seconds
+
+        def step(self, run, last=False):
+            def timed_run():
+                self.spend(step)
+                if self.steps == 0:
+                    self.spend(first)
+                return run()
+
+            return super().step(timed_run, last)
+
+        def _agree_and_wait(self, parts):
+            self.spend(wait)
+            self.agreed_after.append(self.steps)
+            super()._agree_and_wait(parts)
+
+        def _merge_and_send(self, arrived, leaving):
+            self.spend(merge if arrived is not None else 0.0)
+            self.spend(launch if leaving else 0.0)
+            if arrived is not None:
+                self.agreed_after.append(self.steps)
+            super()._merge_and_send(arrived, leaving)
+
+    Timed.__name__ = Timed.__qualname__ = kind.__name__
+    return Timed
+
+
+def cycling(**arguments):
+    return {"sync_every": "auto", "warmup_epochs": 0, "cooldown_epochs": 0, **arguments}
+
+
+def train(scheme, steps, epochs=None, **training):
+    def work(rank):
+        rank.scheme.begin_run(epochs, None)
+        for _ in range(steps):
+            rank.train()
+        return rank.scheme
+
+    return on_nodes(work, scheme, **training)
+
+
+def test_the_least_period_is_chosen_that_keeps_to_the_target():
+    first, second = train(timed(PeriodicAveraging, wait=3.7)("auto"), 22)
+    assert first.sync_every == second.sync_every == 74  # 3.7 / (0.05 * 74 steps of 1 s) is 1; with 73 it is more
+    assert first.tuner is None
+
+
+def test_nodes_agree_often_until_it_is_chosen_and_then_as_chosen():
+    scheme, _ = train(timed(PeriodicAveraging, wait=0.45)("auto"), 40)
+    assert (scheme.sync_every, scheme.agreed_after) == (9, [4, 8, 12, 16, 20, 27, 36])
+
+
+def test_a_period_is_exact_where_it_divides():
+    for wait in (0.5, 1.0, 5.0):
+        scheme, _ = train(timed(PeriodicAveraging, wait=wait)("auto", overhead_target=0.1), 22)
+        assert scheme.sync_every == round(wait / 0.1)
+
+
+def test_what_costs_nothing_is_done_at_every_step():
+    scheme, _ = train(timed(PeriodicAveraging, wait=0.0)("auto"), 22)
+    assert scheme.sync_every == 1
+
+
+def test_waits_for_a_slower_rank_do_not_count():
+    def wait(rank, count):
+        return 1.0 if rank else 1.0 + 4 * 2.0  # the first rank is four steps ahead of the second
+
+    def step(rank, count):
+        return 4.0 if rank else 2.0
+
+    schemes = train(timed(PeriodicAveraging, step=step, wait=wait)("auto"), 22)
+    assert {scheme.sync_every for scheme in schemes} == {5}  # 1 / (0.05 * 4)
+
+
+def test_one_slow_step_and_the_first_exchange_do_not_count():
+    def step(rank, count):
+        return 50.0 if count in (3, 8) else 1.0
+
+    def wait(rank, count):
+        return 99.0 if count < 6 else 1.0
+
+    scheme, _ = train(timed(PeriodicAveraging, step=step, first=70.0, wait=wait)("auto"), 22)
+    assert scheme.sync_every == 20
+
+
+def test_averaging_before_the_step_is_timed_as_well():
+    scheme, _ = train(timed(PeriodicAveraging, wait=1.0)("auto", order="before_step"), 22)
+    assert scheme.sync_every == 20
+
+
+def test_epoch_ends_count_where_nodes_agree_at_them():
+    def work(rank):
+        for epoch in range(8):
+            if epoch:
+                rank.scheme.begin_epoch(epoch, {})
+            for _ in range(2):
+                rank.train()
+            rank.scheme.end_epoch(None)
+            rank.scheme.clock.now += 1000.0  # validation
+        return rank.scheme.sync_every
+
+    assert on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto")) == [20, 20]
+
+
+def test_daso_counts_launches_and_merges_and_no_step_with_an_exchange_beside_it():
+    scheme, _ = train(timed(DASO, launch=0.2, merge=0.3)(**cycling(staleness=2)), 24)
+    assert (scheme.sync_every, scheme.initial_sync_every, scheme.staleness) == (10, 10, 2)
+
+
+def test_daso_never_chooses_less_than_its_staleness():
+    scheme, _ = train(timed(DASO, merge=0.01)(**cycling(staleness=3)), 40)
+    assert scheme.sync_every == 3
+
+
+def test_daso_chooses_when_cycling_begins_and_its_warm_up_is_no_step_of_training_alone():
+    kind = timed(DASO, wait=30.0, merge=1.0)
+    scheme, _ = train(kind(**cycling(warmup_epochs=1, warmup_steps=9)), 9 + 22)
+    assert scheme.sync_every == 20
+
+
+def test_daso_that_waits_chooses_in_its_warm_up():
+    scheme, _ = train(timed(DASO, wait=1.0)(**cycling(staleness=0, warmup_steps=9)), 9)
+    assert (scheme.sync_every, scheme.phase) == (20, "warm-up")
+
+
+def test_daso_halves_and_restores_what_was_chosen():
+    def work(rank):
+        scheme = rank.scheme
+        for _ in range(24):
+            rank.train()
+        seen = [scheme.sync_every]
+        for _ in range(6):
+            scheme.end_epoch(torch.tensor(1.0))
+            scheme.begin_epoch(1, {})
+            seen.append(scheme.sync_every)
+        return seen
+
+    assert on_nodes(work, timed(DASO, merge=0.2)(**cycling(patience=0)))[0] == [4, 4, 2, 1, 4, 2, 1]
+
+
+def test_diloco_counts_all_fragments_of_a_period():
+    arguments, shapes = {"sync_every": "auto", "fragments": 2, "staleness": 1}, ((2,), (2,))
+    scheme, _ = train(timed(DiLoCo, launch=0.1, merge=0.15)(**arguments), 40, shapes=shapes)
+    assert scheme.sync_every == 10  # 2 * 0.25 / 0.05
+    short, _ = train(timed(DiLoCo)(**arguments), 40, shapes=shapes)
+    assert short.sync_every == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timed(PeriodicAveraging, wait=0.25)("auto"),
+        lambda: timed(DASO, merge=0.25)(**cycling()),
+        lambda: timed(DiLoCo, wait=0.25)("auto"),
+    ],
+    ids=["periodic", "daso", "diloco"],
+)
+def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
+    def work(rank):
+        for _ in range(30):
+            rank.train()
+        chosen, state, schedule = rank.scheme.sync_every, rank.state(), reloaded(rank.scheme.schedule())
+        for _ in range(12):
+            rank.train()
+        return chosen, state, schedule, rank.values, rank.scheme.agreed_after[-2:]
+
+    before = on_nodes(work, make())
+
+    def resumed(rank):
+        chosen, state, schedule, values, agreed = before[rank.rank]
+        rank.load(state)
+        assert (rank.scheme.sync_every, rank.scheme.tuner) == (5, None)
+        for _ in range(12):
+            rank.train()
+        assert rank.scheme.agreed_after[-2:] == agreed
+        torch.testing.assert_close(rank.values, values, rtol=0, atol=0)
+        rank.scheme.load_schedule(schedule)
+        return chosen, rank.scheme.sync_every
+
+    assert on_nodes(resumed, make()) == [(5, 5)] * 2
+
+
+def test_a_run_that_ends_before_anything_was_chosen_begins_anew_on_resume():
+    def work(rank):
+        for _ in range(6):
+            rank.train()
+        return rank.state()
+
+    states = on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto"))
+
+    def resumed(rank):
+        rank.load(states[rank.rank])
+        assert rank.scheme.sync_every == "auto"
+        for _ in range(22):
+            rank.train()
+        return rank.scheme.sync_every
+
+    assert on_nodes(resumed, timed(PeriodicAveraging, wait=1.0)("auto")) == [20, 20]
+
+
+def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
+    def work(rank):
+        for _ in range(22):
+            rank.train()
+        return rank.scheme.schedule()
+
+    schedule = on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto"))[0]
+
+    def resumed(rank):
+        rank.scheme.load_schedule(schedule)
+        return rank.scheme.sync_every
+
+    assert on_nodes(resumed, PeriodicAveraging(7)) == [7, 7]
+
+
+def test_it_is_said_once_what_was_chosen(caplog):
+    with caplog.at_level(logging.INFO, "lightning_hiercomm"):
+        train(timed(PeriodicAveraging, wait=1.0)("auto"), 22)
+    assert [record.getMessage() for record in caplog.records] == [
+        "PeriodicAveraging: sync_every=20: a step takes 1e+03 ms, and training waits 1e+03 ms for the exchanges of a"
+        " period, which is 5.0 % of it"
+    ]
+
+
+def test_a_run_that_is_over_too_soon_says_so(caplog):
+    def work(rank):
+        rank.train()
+        rank.scheme.finish()
+
+    with caplog.at_level(logging.WARNING, "lightning_hiercomm"):
+        on_nodes(work, PeriodicAveraging("auto"))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "the run ended before sync_every='auto' had timed 5 exchanges, so the period was 4 to the end" in said
+
+
+def test_on_one_node_there_is_nothing_to_choose():
+    def work(rank):
+        rank.scheme.begin_run(None, 3)
+        for _ in range(30):
+            rank.train()
+        rank.scheme.finish()
+        return rank.scheme.sync_every
+
+    assert on_nodes(work, PeriodicAveraging("auto"), nodes=[[0, 1]]) == ["auto"] * 2
+
+
+@pytest.mark.parametrize("kind", [PeriodicAveraging, DASO, DiLoCo])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sync_every": "often"}, "sync_every='often' must be a positive number of optimizer steps, or 'auto'"),
+        ({"sync_every": "auto", "overhead_target": 0.0}, "overhead_target=0.0 must be a positive share"),
+        ({"sync_every": "auto", "overhead_target": math.nan}, "overhead_target=nan must be a positive share"),
+        ({"sync_every": 8, "overhead_target": 0.1}, "overhead_target=0.1 is what sync_every='auto' aims at"),
+    ],
+)
+def test_bad_arguments_are_named(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+def test_a_run_that_is_too_short_to_choose_is_refused():
+    with pytest.raises(ValueError, match="for the first 22 optimizer steps, but the run ends after 21"):
+        on_nodes(lambda rank: rank.scheme.begin_run(None, 21), PeriodicAveraging("auto"))
+    on_nodes(lambda rank: rank.scheme.begin_run(None, 22), PeriodicAveraging("auto"))
+
+
+def test_epochs_into_which_no_exchange_fits_are_refused():
+    with pytest.raises(ValueError, match="4 optimizer steps apart, but an epoch has 3"):
+        PeriodicAveraging("auto", at_epoch_end=False).check_epoch(3)
+    with pytest.raises(ValueError, match="5 optimizer steps apart, but an epoch has 4"):
+        DASO("auto", staleness=2).check_epoch(4)
+    PeriodicAveraging("auto").check_epoch(1)
+    DiLoCo("auto").check_epoch(1)
+    DASO(4).check_epoch(1)
+
+
+def test_all_ranks_choose_the_same_whatever_they_saw():
+    def work(rank, world):
+        clock = Clock()
+        tuner = PeriodTuner(0.05, 1, clock=clock)
+        while not tuner.end_step():
+            clock.now += 1.0 + 0.1 * rank
+            with tuner.exchanging(starts=True, ends=True):
+                clock.now += 1.0 - 0.2 * rank
+        return tuner.choose(world.connect(rank)([range(3)], "world"))
+
+    choices = ThreadWorld(3).run(work)
+    assert len(set(choices)) == 1
+    assert (choices[0].period, choices[0].step_seconds) == (10, pytest.approx(1.2))
+    assert choices[0].exchange_seconds == pytest.approx(0.6)
+    assert choices[0].overhead == pytest.approx(0.05)
