@@ -1,0 +1,157 @@
+"""Whatever one gives to what is public works, or a ValueError or TypeError names it before ranks wait for others."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from harness import on_nodes, steps
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+import lightning_hiercomm as hiercomm
+from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.schemes import SCHEMES
+from lightning_hiercomm.schemes.merging import MERGES
+from lightning_hiercomm.schemes.outer import OuterOptimizer
+from lightning_hiercomm.schemes.steps_delay import DelayCompensation
+from lightning_hiercomm.schemes.when import Every, Staggered
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "HeterogeneousBatches": {"global_batch_size": 8},
+    "Every": {"period": 2},
+    "Staggered": {"period": 2},
+}
+MERGE_CLASSES = [merge for merge in MERGES.values() if inspect.signature(merge).parameters]
+CLASSES = [
+    *SCHEMES.values(),
+    hiercomm.Agreement,
+    hiercomm.DirectedExponential,
+    hiercomm.RandomPermutation,
+    hiercomm.HeterogeneousBatches,
+    hiercomm.CommunicationMonitor,
+    hiercomm.HierarchicalStrategy,
+    hiercomm.HierarchicalModelParallelStrategy,
+    Every,
+    Staggered,
+    OuterOptimizer,
+    DelayCompensation,
+    *MERGE_CLASSES,
+]
+LIGHTNINGS_OWN = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "ddp_kwargs"),
+    *("process_group_backend", "timeout", "start_method", "gradient_as_bucket_view", "save_distributed_checkpoint"),
+}
+ARGUMENTS = [(cls, name) for cls in CLASSES for name in inspect.signature(cls).parameters if name not in LIGHTNINGS_OWN]
+WORDS = ("node", "none", "world", "mean", "rotating", "sharded", "replace", "eq1", "delta", "glu", "sgd", "dc_asgd")
+WORDS += ("elements", "parameters", "uniform", "cyclic", "roulette", "random_permutation", "ring", "full", "after_step")
+WORDS += ("before_step", "all", "blocking", "int8", "bfloat16", "consensus", "replica", "auto", "measure", "x", "y")
+
+NUMBERS = st.one_of(st.integers(-2, 9), st.integers(), st.floats(), st.sampled_from([0.0, 0.5, 1.0, 1e300, -1e300]))
+PLAIN = st.one_of(st.none(), st.booleans(), NUMBERS, st.sampled_from(WORDS), st.text(max_size=4))
+ANYTHING = st.one_of(
+    PLAIN,
+    st.lists(PLAIN, max_size=3),
+    st.dictionaries(st.sampled_from(WORDS), PLAIN, max_size=2),
+    st.builds(object),
+    st.binary(max_size=3),
+    st.complex_numbers(),
+)
+FEW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def refused_by_name(*names: str) -> Iterator[None]:
+    """What is inside works, or is refused for what one of these arguments is."""
+    try:
+        yield
+    except (ValueError, TypeError) as refusal:
+        if not any(name in str(refusal) for name in names):
+            raise AssertionError(f"this names none of {', '.join(names)}: {refusal}") from refusal
+
+
+@settings(FEW, max_examples=600)
+@given(which=st.sampled_from(ARGUMENTS), value=ANYTHING)
+def test_any_value_of_any_argument_is_taken_or_refused_by_its_name(which, value):
+    cls, name = which
+    with refused_by_name(name):
+        cls(**{**REQUIRED.get(cls.__name__, {}), name: value})
+
+
+@st.composite
+def schemes(draw):
+    """A scheme with some arguments, most of which are not obviously wrong."""
+    cls = draw(st.sampled_from([*SCHEMES.values(), hiercomm.Agreement]))
+    sensible = st.one_of(st.integers(0, 4), st.sampled_from(WORDS), st.booleans(), st.floats(0, 1), st.none(), PLAIN)
+    names = [*inspect.signature(cls).parameters]
+    chosen = draw(st.lists(st.sampled_from(names), max_size=3, unique=True)) if names else []
+    return cls, {name: draw(sensible) for name in chosen}
+
+
+@settings(FEW, max_examples=300)
+@given(drawn=schemes())
+def test_a_scheme_that_is_taken_trains_two_nodes_or_is_refused_before_they_exchange_anything(drawn):
+    cls, arguments = drawn
+    scheme = None
+    with refused_by_name(*arguments):
+        scheme = cls(**arguments)
+    if scheme is not None:  # a CommunicationError would say that some ranks waited for others
+        with refused_by_name(*inspect.signature(cls).parameters):
+            on_nodes(steps(5), scheme, nodes=((0, 1), (2,)), shapes={"x": (3, 2), "y": (2,)}, timeout=5.0)
+
+
+YAML_ARGUMENTS = [(cls, name) for cls, name in ARGUMENTS if cls in SCHEMES.values()]
+PARSER = ArgumentParser(exit_on_error=False)
+PARSER.add_subclass_arguments(hiercomm.Scheme, "scheme")
+
+
+@settings(FEW, max_examples=60)
+@given(which=st.sampled_from(YAML_ARGUMENTS), value=PLAIN)
+def test_any_value_of_any_argument_in_a_configuration_file_is_taken_or_refused_by_its_name(which, value):
+    cls, name = which
+    config = {"class_path": f"lightning_hiercomm.{cls.__name__}", "init_args": {name: value}}
+    with refused_by_name(name):
+        try:
+            PARSER.instantiate_classes(PARSER.parse_object(Namespace(scheme=config)))
+        except ArgumentError as error:
+            raise ValueError(str(error)) from error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"number": "4"}, "number='4' must be a whole number, not of type str"),
+        ({"number": True}, "number=True must be a whole number, not of type bool"),
+        ({"number": 4.0}, "number=4.0 must be a whole number"),
+        ({"weights": [1, "2"]}, r"weights=\[1, '2'\] must be a list, of each a number or None"),
+        ({"weights": 3}, "weights=3 must be a list"),
+        ({"share": float("inf")}, "share=inf must be finite"),
+        ({"unknown": 3}, "unexpected keyword argument 'unknown'"),
+    ],
+)
+def test_what_is_wrong_with_a_type_is_said_in_words(given, message):
+    @checked_arguments
+    def make(number: int = 1, weights: list[float] | None = None, share: float = 0.5) -> None:
+        pass
+
+    make(3, (1, 2.5), 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(**given)
+
+
+def test_what_is_right_in_a_configuration_file_is_taken():
+    config = {"class_path": "lightning_hiercomm.StepsDelay", "init_args": {"delay": 5, "alpha": 0.5}}
+    scheme = PARSER.instantiate_classes(PARSER.parse_object(Namespace(scheme=config))).scheme
+    assert (scheme.delay, scheme.alpha) == (5, 0.5)

@@ -1,0 +1,129 @@
+"""`torchrun --max-restarts`: a run that loses ranks again and again arrives where an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from forked import ForkedPython
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+ROOT = Path(__file__).resolve().parents[1]
+DIGITS = ROOT / "examples" / "digits"
+SECONDS = 150  # until a run that should have ended fails the test
+STEPS_AN_EPOCH = 16  # on two nodes of two ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+Train = Callable[..., list[ForkedPython]]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Train]:
+    """``train(folder, *arguments, nodes="2")``: the digits on two nodes; ends what is left of them afterwards."""
+    started: list[ForkedPython] = []
+
+    def start(folder: str, *arguments: str, nodes: str = "2") -> list[ForkedPython]:
+        where, port = tmp_path / folder, find_free_network_port()
+        where.mkdir()
+        # a node that is lost is missed after five seconds, and nobody waits long for it to come back
+        impatient = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+        mine = []
+        for agent in range(2):
+            mine.append(
+                ForkedPython(
+                    [
+                        *("-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"),
+                        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+                        *(("--rdzv-conf", impatient) if nodes == "1:2" else ()),
+                        *("--local-addr", "127.0.0.1", "--max-restarts", "9", "--monitor-interval", "0.1"),
+                        *("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT"),
+                        *(ROOT / "tests/jobs/digits.py", "fit", "--config", DIGITS / "config.yaml"),
+                        *("--config", DIGITS / "restarts.yaml", "--ckpt_path=last"),
+                        *("--trainer.devices=2", "--trainer.num_nodes=2", "--trainer.logger=false"),
+                        *("--trainer.strategy.init_args.ranks_per_node=null", "--trainer.enable_progress_bar=false"),
+                        *("--trainer.callbacks+=kills.Kills", f"--trainer.callbacks.folder={where}", *arguments),
+                    ],
+                    os.environ,
+                    where / f"output-{agent}",
+                    where,
+                )
+            )
+            _wait_for(lambda: _listens(port))  # the first one keeps the store
+        started.extend(mine)
+        return mine
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def accuracy(*agents: ForkedPython) -> float:
+    """What a run reaches, once it has ended."""
+    output = "\n".join(agent.communicate(timeout=SECONDS)[0] for agent in agents)
+    assert [agent.returncode for agent in agents] == [0] * len(agents), output
+    (reached,) = re.findall(r"Test accuracy of the agreed model: ([\d.]+)%", output)
+    return float(reached)
+
+
+def written(folder: Path, name: str) -> list[dict[str, int]]:
+    """What the ``Kills`` callback wrote of starts, or of kills, in their order."""
+    return [json.loads((folder / f"{name}-{i}").read_text()) for i in range(len([*folder.glob(f"{name}-*")]))]
+
+
+def test_five_kills_in_one_run_change_no_bit(train, tmp_path):
+    short = "--trainer.max_epochs=5"
+    undisturbed = accuracy(*train("undisturbed", short, "--trainer.callbacks.times=0"))
+    began = time.monotonic()
+    disturbed = accuracy(*train("disturbed", short))
+    starts, kills = (written(tmp_path / "disturbed", name) for name in ("start", "kill"))
+    print(f"{time.monotonic() - began:.0f} s; kills {kills}; starts {starts}; accuracy {disturbed} and {undisturbed}")
+    assert len(kills) == 5
+    assert any(kill["saving"] for kill in kills)
+    # the newest complete checkpoint: that of the last epoch's end, but for one that was just being written
+    complete = [kill["step"] // STEPS_AN_EPOCH - kill["saving"] for kill in kills]
+    assert [start["step"] for start in starts] == [0, *(epochs * STEPS_AN_EPOCH for epochs in complete)]
+    assert undisturbed == disturbed > 90
+    one, other = (
+        torch.load(tmp_path / run / "end.ckpt", weights_only=True)["state_dict"] for run in ("undisturbed", "disturbed")
+    )
+    for name, expected in one.items():
+        assert torch.equal(other[name], expected), name
+
+
+def test_a_run_that_loses_a_node_goes_on_with_the_other(train, tmp_path):
+    short = "--trainer.max_epochs=-1", "--trainer.max_steps=96", "--trainer.callbacks.times=0"
+    agreed = "--trainer.strategy.init_args.checkpoint_replicas=false"
+    survivor, lost = train("shrinking", *short, agreed, nodes="1:2")
+    folder = tmp_path / "shrinking"
+    _wait_for((folder / "runs/digits/restarts/last.ckpt").exists)
+    os.killpg(lost.pid, signal.SIGKILL)
+    lost.wait()
+    reached = accuracy(survivor)
+    starts = written(folder, "start")
+    print(f"starts {starts}; accuracy {reached}")
+    assert [start["ranks"] for start in starts] == [4, 2]
+    assert starts[1]["step"] in range(STEPS_AN_EPOCH, 96, STEPS_AN_EPOCH)
+    assert reached > 90
