@@ -2,10 +2,12 @@
 
 import logging
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.callbacks import CommunicationMonitor
+from lightning_hiercomm.fabric import HierarchicalFabricStrategy
 from lightning_hiercomm.model_parallel import HierarchicalModelParallelStrategy
 from lightning_hiercomm.schemes import (
     DASO,
@@ -38,6 +40,7 @@ __all__ = [
     "Gossip",
     "Graph",
     "HeterogeneousBatches",
+    "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
     "PeriodicAveraging",
@@ -50,6 +53,7 @@ __all__ = [
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)
 HierarchicalModelParallelStrategy.register_strategies(StrategyRegistry)
+HierarchicalFabricStrategy.register_strategies(STRATEGY_REGISTRY)
 
 # Announcements are seen, as Lightning's own are, unless the program has set up logging itself.
 _handler = logging.StreamHandler()

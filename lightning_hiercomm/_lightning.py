@@ -11,14 +11,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
@@ -31,6 +33,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import _rendezvous_handlers
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
@@ -238,6 +243,42 @@ def check_program_can_run_again() -> None:
         )
 
 
+@contextmanager
+def process_group_meets_at(store: Store | None, rank: int, size: int) -> Iterator[None]:
+    """Let ``init_process_group`` meet at a store, in place of the one that ``env://`` stands for.
+
+    That of torchrun's agent still holds the addresses of ranks that died: ranks that are started again call those, and
+    give up (pytorch/pytorch#135712, #167288). Lightning passes no store on.
+
+    Args:
+        store: The same on every rank, with no process group's words in it; None for what ``env://`` stands for.
+        rank: This rank.
+        size: Number of ranks.
+    """
+    if store is None:
+        yield
+        return
+    original = _rendezvous_handlers["env"]
+    _rendezvous_handlers["env"] = lambda *_, **__: iter([(store, rank, size)])
+    try:
+        yield
+    finally:
+        _rendezvous_handlers["env"] = original
+
+
+def explain_unused_parameters(exception: BaseException) -> None:
+    """Say of DDP's error about parameters without gradient, by its text, how ours is told to expect them.
+
+    What Lightning would make of it names its own ``DDPStrategy``.
+    """
+    if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
+        exception.args = (
+            "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+            " training_step. If this is intentional, you must enable the detection of unused parameters in DDP, by"
+            " setting the flag in the strategy with `strategy=HierarchicalStrategy(find_unused_parameters=True)`.",
+        )
+
+
 def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's own optimizer inside Lightning's wrapper (``LightningOptimizer.optimizer`` is a property)."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -413,6 +454,26 @@ def local_tensor(tensor: DTensor) -> Tensor:
 def fully_sharded_modules(module: nn.Module) -> list[Any]:
     """The modules to which ``fully_shard`` was applied; their class has been moved."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+
+
+def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:
+    """Let ``reduce`` take each bucket of gradients. DDP compares the annotated types themselves, not their names."""
+
+    def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        return reduce(bucket)
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
+    model.register_comm_hook(None, hook)
+
+
+class FabricSyncControl(_BackwardSyncControl):
+    """``Fabric.no_backward_sync``, also for a module that is not in DDP because its node has nobody to reduce with."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if enabled and isinstance(module, DistributedDataParallel):
+            context: AbstractContextManager[None] = module.no_sync()
+            return context
+        return nullcontext()
 
 
 def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[], AbstractContextManager[None]]) -> None:

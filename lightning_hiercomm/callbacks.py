@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from lightning_hiercomm._lightning import batches_that_stepped, name_tree
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.hooks import HierarchicalHooks
 
 _MB = 1e6
@@ -45,6 +46,8 @@ class CommunicationMonitor(Callback):
       ``hiercomm/batch_size``: present values, where the scheme has them.
     - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
       to the mean; estimated, from a few elements of what arrived.
+    - ``hiercomm/nonfinite``: how often, so far, an agreement had to do without a node whose values were NaN or infinite
+      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay``, how often it was rank zero's node.
     - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
 
     The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
@@ -64,6 +67,7 @@ class CommunicationMonitor(Callback):
         trainer = Trainer(strategy=HierarchicalStrategy("periodic"), callbacks=[CommunicationMonitor()])
     """
 
+    @checked_arguments
     def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
         self.progress_bar = progress_bar
         self.summary = summary
@@ -156,11 +160,12 @@ class CommunicationMonitor(Callback):
         for tier, where in _TIERS.items():
             mb, waited = total[f"{tier}_bytes"] / _MB, total[f"{tier}_exposed_seconds"] / ranks
             lines.append(
-                f"  {f'{tier} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.4f}"
+                f"  {f'{tier} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
                 f"{total[f'{tier}_messages']:>10.0f}{waited:>20.2f}"
             )
         waited = total["exposed_seconds"] / ranks
-        every = f", one in {steps / agreements:.3g} steps" if agreements else ""
+        interval = f"{steps / agreements:.3g}" if agreements else ""
+        every = ", one at every step" if interval == "1" else f", one in {interval} steps" if interval else ""
         lines.append(f"  agreements between nodes: {agreements:.0f}{every}")
         lines.append(f"  waited for communication: {waited:.2f} s per rank, {waited / seconds:.0%} of the run")
         lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")

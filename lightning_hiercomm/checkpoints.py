@@ -186,6 +186,7 @@ class Checkpoints:
                 set_random_state(companion["random"])
         elif self._loaded:
             run.load_schedules(self._loaded["schemes"])
+        run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:
         """See that all ranks have resumed from the same checkpoint, or none; collective.

@@ -17,7 +17,7 @@ class EpochClock(pl.Callback):
     Args:
         run: Of the ``fit`` that is being set up.
         batches: Gets to know of steps, too, if there is one.
-        control: Gets to know of exceptions.
+        control: Gets to know of exceptions, and of what this rank is doing.
     """
 
     def __init__(self, run: TrainingRun, batches: HeterogeneousBatches | None, control: RunControl) -> None:
@@ -39,6 +39,7 @@ class EpochClock(pl.Callback):
         if self._epoch_has_ended and batch_idx == 0:
             self._begin_epoch(trainer)
         self._epoch_has_ended = False
+        self._control.note_progress(f"training batch {batch_idx}", trainer)
         if self._batches is not None:
             self._batches.begin_step()
 
@@ -46,10 +47,17 @@ class EpochClock(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """An epoch ends with its last batch: validation comes before ``on_train_epoch_end``."""
+        self._control.note_progress(f"past training batch {batch_idx}", trainer)
         if self._batches is not None:
             self._batches.end_step()
         if trainer.is_last_batch:
             self._end_epoch()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A validation gets on."""
+        self._control.note_progress(f"validating batch {batch_idx}", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An epoch cut short by ``max_steps`` has no last batch, and ends here."""

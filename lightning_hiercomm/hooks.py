@@ -30,9 +30,9 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.epoch_clock import EpochClock
 from lightning_hiercomm.rendezvous import Rendezvous
-from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run_control import RunControl
-from lightning_hiercomm.schemes import Agreement, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.topology import Topology, nodes_by_count
 from lightning_hiercomm.training_run import TrainingRun
@@ -98,7 +98,10 @@ class HierarchicalHooks(ParallelStrategy):
                 self._timeout,
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
-        super().setup_environment()
+            with _lightning.process_group_meets_at(rendezvous.fresh_store, self.global_rank, self.world_size):
+                super().setup_environment()
+        else:
+            super().setup_environment()
         if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
                 self.global_rank,
@@ -118,11 +121,14 @@ class HierarchicalHooks(ParallelStrategy):
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
-        self._control.start(self.global_rank, self.world_size, node, address, broadcast, gather)
+        hang_timeout = self._settings.hang_timeout
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            check_initialized(self._module)
         if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
             attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
         super().setup(trainer)
@@ -136,7 +142,19 @@ class HierarchicalHooks(ParallelStrategy):
         settings = self._settings
         optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        return TrainingRun(settings.scheme, replicas, self._topology, settings.wire, settings.average_optimizer_state)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            self._topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
+
+    def _begin_equal(self) -> None:
+        """Give all ranks rank 0's values; collective."""
+        broadcast_values([*self._module.parameters(), *self._module.buffers()], self._topology.world)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -167,13 +185,17 @@ class HierarchicalHooks(ParallelStrategy):
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _check_period(self.scheme, trainer, self._topology.num_nodes)
-        _warn_of_long_warmup(self.scheme, trainer)
+        _warn_of_short_run(self.scheme, trainer)
         self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
+        if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
+            self._begin_equal()
+            self._run.begin_from_module()
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
         self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
 
@@ -275,6 +297,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints
@@ -430,16 +453,22 @@ def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
         )
 
 
-def _warn_of_long_warmup(scheme: Scheme, trainer: pl.Trainer) -> None:
-    """Warn of a synchronous warm-up that lasts as long as the run, so that the scheme never does what it is for."""
-    if not isinstance(scheme, StepsDelay):
-        return
+def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer) -> None:
+    """Warn of a run that ends before the scheme has done what it is for."""
     limits = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         steps = trainer.num_training_batches / trainer.accumulate_grad_batches
         limits.append(trainer.max_epochs * (steps if steps == math.inf else math.ceil(steps)))
-    if limits and 0 < min(limits) <= scheme.warmup_steps:
+    steps = min(limits, default=math.inf)
+    if isinstance(scheme, StepsDelay) and 0 < steps <= scheme.warmup_steps:
         rank_zero_warn(
             f"StepsDelay(warmup_steps={scheme.warmup_steps}) trains synchronously that long, but the run ends after"
-            f" {min(limits):.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
+            f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
+        )
+    if not isinstance(scheme, Agreement) or isinstance(scheme, DASO | PeriodicAveraging):
+        return  # they count from the start of an epoch
+    if scheme.when.period is not None and 0 < steps < scheme.when.period:
+        rank_zero_warn(
+            f"nodes that train by {scheme!r} agree every {scheme.when.period} optimizer steps, but the run ends after"
+            f" {steps:.0f}: they agree at its end only. Choose a shorter period."
         )

@@ -14,12 +14,14 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import selectors
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +31,8 @@ MAX_MESSAGE = 16 * 1024  # bytes
 MAX_STRANGERS = 64
 STRANGER_BYTES = 4 * 1024
 STRANGER_SECONDS = 5.0
+UNREACHABLE_SECONDS = 30
+AFTERMATH_SECONDS = 60.0
 
 
 def proof(token: str, nonce: str, rank: int) -> str:
@@ -66,6 +70,11 @@ class Channel:
                 self._connection.shutdown(socket.SHUT_RDWR)
             raise
 
+    def send_urgently(self) -> None:
+        """Have the peer's kernel tell the peer, who does not listen, that it is to end."""
+        with contextlib.suppress(OSError):
+            self._connection.send(b"!", socket.MSG_OOB)
+
     def receive(self) -> list[Message]:
         """What has arrived; none if the end of a message is still missing.
 
@@ -100,12 +109,16 @@ class Stranger:
     deadline: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Member:
-    """A rank."""
+    """A rank, and what it said of itself last."""
 
     rank: int
     place: str
+    heard_at: float
+    doing: str = "joining"
+    progress: int = 0
+    stuck: tuple[str, float] = ("", 0.0)
 
 
 class Hub:
@@ -115,20 +128,37 @@ class Hub:
         listener: A listening socket.
         size: The number of ranks that will join.
         token: What a connection must know to be taken for a rank.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen; None: it may be silent for ever.
+        gone: Ranks that have taken their leave from a hub before this one.
+        patience: Seconds after which ranks that do not come (back) are taken for dead; None: they may come at any time.
     """
 
-    def __init__(self, listener: socket.socket, size: int, token: str) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        size: int,
+        token: str,
+        hang_timeout: float | None = None,
+        gone: Sequence[int] = (),
+        patience: float | None = None,
+    ) -> None:
         listener.setblocking(False)  # who knocked may be gone when we open
         self._listener = listener
         self._size = size
         self._token = token
         self._strangers: dict[Channel, Stranger] = {}  # the oldest first
         self._members: dict[Channel, Member] = {}
-        self._missing = set(range(size))  # who has not joined yet
+        self._missing = {*range(size)} - {*gone}  # who has not joined yet
+        self._hang_timeout = hang_timeout
+        self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
+        self._looked_at = time.monotonic()
+        self._moved_at = time.monotonic()
+        self._progress: dict[int, int] = {}
+        self._standstill_told = False
         self._holds: dict[int, int] = {}
         self._proposed = False
         self._failure: Message | None = None
-        self._ends = False
+        self._ends_at = math.inf
         self._selector = selectors.DefaultSelector()
 
     def serve(self, parent: int) -> None:
@@ -140,8 +170,8 @@ class Hub:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(parent, selectors.EVENT_READ)
         parent_lives = True
-        while not self._ends and (parent_lives or self._members):
-            for key, _ in self._selector.select(timeout=1.0):
+        while time.monotonic() < self._ends_at and (parent_lives or self._members):
+            for key, _ in self._selector.select(timeout=min(1.0, (self._hang_timeout or 10.0) / 10)):
                 if key.fd == parent:
                     parent_lives = False
                     self._selector.unregister(parent)
@@ -149,9 +179,7 @@ class Hub:
                     self._accept()
                 elif isinstance(key.fileobj, Channel):
                     self._hear(key.fileobj)
-            now = time.monotonic()
-            for channel in [channel for channel, stranger in self._strangers.items() if stranger.deadline < now]:
-                self._drop(channel)
+            self._look_around(time.monotonic())
         self._tell_all({"kind": "closed"})
 
     def _accept(self) -> None:
@@ -168,6 +196,7 @@ class Hub:
         if len(self._strangers) >= MAX_STRANGERS:
             self._drop_oldest_stranger()
         connection.setblocking(False)  # nobody makes the hub wait
+        probe_peer(connection)
         channel = Channel(connection, limit=STRANGER_BYTES)
         stranger = Stranger(secrets.token_hex(16), time.monotonic() + STRANGER_SECONDS)
         self._strangers[channel] = stranger
@@ -182,6 +211,8 @@ class Hub:
         except (OSError, ValueError):
             self._drop(channel)
             return
+        if channel in self._members:
+            self._members[channel].heard_at = time.monotonic()
         for message in messages:
             if channel in self._strangers:
                 self._admit(channel, message)
@@ -204,7 +235,7 @@ class Hub:
             and rank not in [member.rank for member in self._members.values()]
         ):
             del self._strangers[channel]
-            self._members[channel] = Member(rank, place)
+            self._members[channel] = Member(rank, place, time.monotonic())
             self._missing.discard(rank)
             channel.limit = MAX_MESSAGE
             self._tell(channel, {"kind": "welcome"})
@@ -217,14 +248,18 @@ class Hub:
 
     def _handle(self, channel: Channel, message: Message) -> None:
         """Act on a member's message."""
-        rank = self._members[channel].rank
+        member = self._members[channel]
+        rank = member.rank
         if message["kind"] == "bye":
             del self._members[channel]
-            self._ends |= rank == 0
             self._drop(channel)
+            self._tell_all({"kind": "left", "rank": rank})
+            if rank == 0:
+                self._ends_at = 0.0
+        elif message["kind"] == "beat":
+            member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
         elif message["kind"] == "failed":
-            self._failure = self._failure or message
-            self._tell_all(message)
+            self._fail(message)
         elif message["kind"] == "stop" and not self._proposed:
             self._proposed = True
             self._tell_all({"kind": "propose"})
@@ -245,12 +280,72 @@ class Hub:
             return
         message = f"{member.place} died"
         if self._missing:  # a launcher that ends everybody because of them is quicker than their absence
-            message += f" while rank {', '.join(map(str, sorted(self._missing)[:10]))} had not come yet"
-        failure = {"kind": "failed", "message": message}
+            message += f" while {_ranks(self._missing)} had not come yet"
+        self._fail_of_itself(message)
+
+    def _fail(self, failure: Message) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._ends_at = time.monotonic() + AFTERMATH_SECONDS  # not with the last of them, which may be frozen
+        self._tell_all(failure)
+
+    def _fail_of_itself(self, message: str, **more: object) -> None:
+        """A failure that no rank has reported; nor will one, perhaps, because a launcher ends them all at once."""
         if self._failure is None:
             print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
-            self._failure = failure
-        self._tell_all(failure)
+        self._fail({"kind": "failed", "message": message, **more})
+
+    # ---- who is silent, and who does not move --------------------------------------------------------------------
+
+    def _look_around(self, now: float) -> None:
+        if now - self._looked_at > 5.0:  # the hub was stopped, perhaps with all others: that is no silence of theirs
+            for member in self._members.values():
+                member.heard_at = now
+            self._moved_at = now
+        self._looked_at = now
+        for channel in [channel for channel, stranger in self._strangers.items() if stranger.deadline < now]:
+            self._drop(channel)
+        if self._failure is None and self._missing and now > self._give_up_at:
+            self._fail_of_itself(f"{_ranks(self._missing)} did not come back")
+        if self._failure is None and self._hang_timeout is not None:
+            self._look_for_frozen(now, self._hang_timeout)
+            self._look_for_standstill(now, self._hang_timeout)
+
+    def _look_for_frozen(self, now: float, timeout: float) -> None:
+        """End the run if ranks are silent, or stuck in the kernel.
+
+        If all are silent the whole job has been stopped, as by Ctrl-Z, and will perhaps be continued.
+        """
+        silent = [channel for channel, member in self._members.items() if now - member.heard_at > timeout]
+        stuck = [channel for channel, member in self._members.items() if member.stuck[1] > timeout]
+        if len(silent) == len(self._members) or not (silent or stuck):
+            return
+        reports = []
+        for channel in dict.fromkeys([*silent, *stuck]):
+            member = self._members[channel]
+            how = "nothing was heard of it" if channel in silent else f"{member.stuck[0]} has been stopped or stuck"
+            reports.append(f"{member.place} is frozen: {how} for {timeout:g} s, and before it was {member.doing}")
+        silent_ranks = [self._members[channel].rank for channel in silent]
+        self._fail_of_itself("; ".join(reports[:10]), frozen=True, silent=silent_ranks)
+        for channel in silent:
+            channel.send_urgently()
+
+    def _look_for_standstill(self, now: float, timeout: float) -> None:
+        """Say so if all ranks live, but none gets on: they may wait for each other, or for something very slow."""
+        progress = {member.rank: member.progress for member in self._members.values()}
+        if progress != self._progress:
+            self._progress, self._moved_at, self._standstill_told = progress, now, False
+            return
+        members = sorted(self._members.values(), key=lambda member: member.rank)
+        if any(max(member.stuck[1], now - member.heard_at) > timeout / 2 for member in members):
+            return  # one of them may be frozen
+        if all(progress.values()) and now - self._moved_at > timeout and not self._standstill_told:
+            self._standstill_told = True
+            where = "; ".join(f"{member.place} is {member.doing}" for member in members[:20])
+            print(f"lightning_hiercomm: no rank got on for {timeout:g} s: {where}", file=sys.stderr, flush=True)
+            self._tell_all({"kind": "dump"})
+
+    # ---- talking -------------------------------------------------------------------------------------------------
 
     def _tell_all(self, message: Message) -> None:
         for channel in self._members:
@@ -261,13 +356,32 @@ class Hub:
             channel.send(message)
 
 
+def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) -> None:
+    """Have the kernel end a connection whose peer's machine has not been reachable for so long.
+
+    A machine that loses power closes nothing.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds // 6)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Such as "ranks 3, 5"."""
+    names = sorted(ranks)
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}"
+
+
 def main() -> None:
     """Serve, on the listening socket that is inherited."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # meant for the ranks, who end in their own time
         signal.signal(number, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
-    listener = socket.socket(fileno=settings["listener"])
-    Hub(listener, settings["size"], settings["token"]).serve(parent=sys.stdin.fileno())
+    listener = socket.socket(fileno=settings.pop("listener"))
+    Hub(listener, **settings).serve(parent=sys.stdin.fileno())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -19,19 +18,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm import _lightning
-from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.hooks import HierarchicalHooks
-from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.schemes import DASO, Agreement, Gossip, Scheme, SchemeName, StepsDelay
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
 from lightning_hiercomm.settings import Settings
-from lightning_hiercomm.shards import local, placed_as, reshard, shares_of, whole
+from lightning_hiercomm.sharded_gradients import ShardedGradients
+from lightning_hiercomm.shards import local, reshard
 from lightning_hiercomm.topology import Topology
 from lightning_hiercomm.training_run import TrainingRun
 
-_BUCKETS_IN_FLIGHT = 3
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 
 
@@ -119,10 +116,11 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     when, and how, the scheme says; nothing needs to be gathered for that. What a person sees is the *agreed* model, as
     with ``HierarchicalStrategy``.
 
-    With ``AllReduce`` nodes average their gradients after each backward pass, which is hybrid sharding. Gradients are
+    With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
     clipped by the norm of the node's, or, with ``AllReduce``, of all.
 
-    All nodes begin with node 0's values, part by part, so a module made on the meta device is never whole anywhere.
+    All nodes begin with node 0's values, part by part, so a module made on the meta device is never whole anywhere;
+    also where the module itself writes them, in ``on_fit_start`` or ``on_train_start``.
 
     Args:
         scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its
@@ -141,8 +139,14 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own shards, optimizer and scheme state beside each checkpoint, for
             a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite are about to be sent to other nodes; see
+            ``HierarchicalStrategy``.
+        verify_replicas: Whether to compare, at every agreement, the parameters that several ranks of a node hold
+            (those that are not sharded, or not over these ranks); see ``HierarchicalStrategy``.
         control_port: Port of rank 0's node on which the control plane listens; every rank must be able to reach it.
             None: any free port.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen, and ends the run; None: never. See
+            ``HierarchicalStrategy``.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         process_group_backend: As for ``ModelParallelStrategy``.
         timeout: As for ``ModelParallelStrategy``.
@@ -167,7 +171,10 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         average_buffers: bool = True,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -193,11 +200,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             average_optimizer_state=False,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
             control_port=control_port,
+            hang_timeout=hang_timeout,
             bucket_mb=bucket_mb,
         )
         refuse_what_needs_whole_parameters(settings.scheme)
         self._configure(settings)
+        self._gradients: ShardedGradients | None = None
 
     @classmethod
     @override
@@ -222,10 +233,12 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def model_to_device(self) -> None:
         super().model_to_device()
-        self._begin_equal(self._topology)
+        self._begin_equal()
 
-    def _begin_equal(self, topology: Topology) -> None:
+    @override
+    def _begin_equal(self) -> None:
         """Give all nodes node 0's values, part by part; collective."""
+        topology = self._topology
         reshard(self._module)
         tensors = [*self._module.parameters(), *self._module.buffers()]
         if topology.inter is not None:
@@ -241,7 +254,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         )
         crosses = settings.scheme.gradients == "world" and topology.num_nodes > 1
         gradients: GradientPath = NodesMean(topology, settings.wire) if crosses else Untouched()
-        return TrainingRun(settings.scheme, replicas, topology, settings.wire, gradients=gradients)
+        return TrainingRun(
+            settings.scheme,
+            replicas,
+            topology,
+            settings.wire,
+            gradients=gradients,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------
 
@@ -256,10 +277,11 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         if not isinstance(self._run.gradients, NodesMean) or not self._module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-        def backward() -> Any:  # clipping comes after it, and accumulation has ended with it
-            result = closure()
-            self._average_gradients(trained_by(_lightning.raw_optimizer(optimizer)))
-            return result
+        gradients = self._gradients_of(trained_by(_lightning.raw_optimizer(optimizer)))
+
+        def backward() -> Any:  # clipping comes after it, and accumulation ends with it
+            with gradients.backward():
+                return closure()
 
         return super().optimizer_step(optimizer, backward, model, **kwargs)
 
@@ -268,44 +290,26 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         super().post_backward(closure_loss)
         if isinstance(self._run.gradients, NodesMean) and not self._module.automatic_optimization:
             # averaging once more what was averaged before, and accumulated, does not change it
-            self._average_gradients(p for optimizer in self._run.optimizers for p in trained_by(optimizer))
+            self._gradients_of(p for optimizer in self._run.optimizers for p in trained_by(optimizer)).average()
 
-    @torch.no_grad()
-    def _average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Average over the nodes what this rank holds of gradients, in place; a missing one counts as zero."""
-        path = self._run.gradients
-        assert isinstance(path, NodesMean)
-        parameters = list(dict.fromkeys(parameters))
-        shares = shares_of(parameters, self.mesh_sizes)
-        held: list[Tensor] = []
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = placed_as(parameter.grad, parameter)
-                held.append(local(parameter.grad))
-            else:
-                held.append(torch.zeros_like(local(parameter)))
-        shares_of_held = {
-            id(gradient): shares[id(local(parameter))]
-            for gradient, parameter in zip(held, parameters, strict=True)
-            if id(local(parameter)) in shares
-        }
-        in_flight: deque[tuple[Bucket, Tensor, Handle]] = deque()
+    def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
+        """What averages these parameters' gradients; made anew when they have changed."""
+        parameters, known = list(dict.fromkeys(parameters)), self._gradients
+        if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
+            if known is not None:
+                known.close()
+            path = self._run.gradients
+            assert isinstance(path, NodesMean)
+            known = ShardedGradients(parameters, path, self._topology, self.mesh_sizes, self._settings.bucket_bytes)
+            self._gradients = known
+        return known
 
-        def finish() -> None:
-            bucket, flat, averaged = in_flight.popleft()
-            averaged.wait()
-            bucket.unpack(flat)
-
-        for index, bucket in enumerate(Replica(held, (), self._settings.bucket_bytes, shares=shares_of_held).buckets):
-            flat = bucket.pack(multiple_of=self._topology.holders[bucket.held_by].lanes)
-            in_flight.append((bucket, flat, path.reduce(flat, index, bucket.held_by)))
-            if len(in_flight) == _BUCKETS_IN_FLIGHT:
-                finish()
-        while in_flight:
-            finish()
-        for parameter, gradient in zip(parameters, held, strict=True):
-            if parameter.grad is None and bool(gradient.any()):
-                parameter.grad = whole(gradient, parameter)
+    @override
+    def teardown(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        super().teardown()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -6,12 +6,13 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,10 @@ class Rendezvous:
 
     ``init_process_group`` does not say who is missing, nor that somebody who was there has died meanwhile. Here both
     are said.
+
+    A store of torchrun's agent outlives the ranks, and what an earlier attempt wrote is still there after a restart;
+    which attempt this is, ranks cannot know, for every agent counts its own. So rank 0 gives each attempt a name, under
+    which all its words stand, and tells it to whoever asks with a word of his own that nobody used before.
 
     Args:
         host: Rank 0's address, the ``MASTER_ADDR`` of the process group.
@@ -52,16 +57,26 @@ class Rendezvous:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = PrefixStore(f"hiercomm/{attempt}/{next(_generations)}", store)
+        self._by_agent = by_agent
+        self._store = PrefixStore("hiercomm", store)
+        self._attempt: str | None = f"{next(_generations)}"
+        self._asked = 0
+        self._unanswered: set[int] = set()
+        if by_agent:
+            self._attempt = secrets.token_hex(8) if rank == 0 else None
+
+    @property
+    def fresh_store(self) -> Store | None:
+        """Where this attempt's process group can meet; None if nobody met at the usual place before. After a word."""
+        return PrefixStore(f"{self._attempt}/process group", self._store) if self._by_agent else None
 
     def broadcast(self, own: Any) -> Any:
-        """What rank 0 says."""
-        word = next(self._words)
+        """What rank 0 says, who has to :meth:`gather` next."""
+        key = self._next_word()
         if self._rank == 0:
-            self._store.set(f"{word}", json.dumps(own))
-        self._wait({0: f"{word}"}, lambda: None)
-        return json.loads(self._store.get(f"{word}"))
+            self._store.set(key, json.dumps(own))
+        self._wait({0: key}, lambda: None)
+        return json.loads(self._store.get(key))
 
     def gather(self, own: Any, alarm: Callable[[], None] = lambda: None) -> list[Any]:
         """What each rank says, in the order of the ranks.
@@ -73,16 +88,37 @@ class Rendezvous:
         Raises:
             TimeoutError: If somebody has not come; says who.
         """
-        word = next(self._words)
+        word = self._next_word()
         keys = {rank: f"{word}/{rank}" for rank in range(self._size)}
         self._store.set(keys[self._rank], json.dumps(own))
         self._wait(keys, alarm)
         return [json.loads(value) for value in self._store.multi_get([*keys.values()])]
 
+    def _next_word(self) -> str:
+        if self._attempt is None:
+            own = secrets.token_hex(8)
+            self._store.set(f"asks/{self._store.add('asking', 1)}", own)
+            self._wait({0: f"answers/{own}"}, lambda: None)
+            self._attempt = self._store.get(f"answers/{own}").decode()
+        return f"{self._attempt}/{next(self._words)}"
+
+    def _answer(self) -> None:
+        """Tell those who ask what this attempt is called; those of earlier ones hear it no more."""
+        if not self._by_agent or self._rank != 0 or self._attempt is None:
+            return
+        asked = self._store.add("asking", 0)
+        self._unanswered |= {*range(self._asked + 1, asked + 1)}
+        self._asked = asked
+        for number in sorted(self._unanswered):
+            if self._store.check([f"asks/{number}"]):  # or it has died before it could ask
+                self._store.set(f"answers/{self._store.get(f'asks/{number}').decode()}", self._attempt)
+                self._unanswered.remove(number)
+
     def _wait(self, keys: dict[int, str], alarm: Callable[[], None]) -> None:
-        warn_at, pause = _WARN_SECONDS, 0.01
+        warn_at = _WARN_SECONDS
         while not self._store.check([*keys.values()]):
             alarm()
+            self._answer()
             waited = time.monotonic() - self._began
             if waited > min(warn_at, self._timeout.total_seconds()):
                 missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
@@ -96,5 +132,4 @@ class Rendezvous:
                     )
                 log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
                 warn_at *= 2
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
+            time.sleep(min(0.01 + waited / 20, 0.5))  # seldom for those who wait long, and soon for those who need not

@@ -89,13 +89,17 @@ class Bucket:
         flat[self.numel :].zero_()
         return flat
 
+    def elements(self) -> Iterator[Tensor]:
+        """The pieces' values, each 1-D: as views, where their tensors are contiguous."""
+        return map(_elements, self.pieces)
+
     @torch.no_grad()
     def pack(self, flat: Tensor | None = None, multiple_of: int = 1) -> Tensor:
         """Copy the pieces into ``flat`` (or a new buffer) and return it."""
         if flat is None:
             flat = self.empty(multiple_of)
         if self.pieces:
-            torch.cat([_elements(piece) for piece in self.pieces], out=flat[: self.numel])
+            torch.cat(list(self.elements()), out=flat[: self.numel])
         return flat
 
     @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
@@ -79,6 +80,13 @@ class Replicas:
         known = replica.parameters
         return len(trained) != len(known) or any(a is not b for a, b in zip(trained, known, strict=True))
 
+    def checksum(self) -> list[int]:
+        """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
+        self.have_written()  # or the module's parameters may be gathered ones
+        bits = {1: torch.uint8, 2: torch.int16}
+        held = [local(parameter).detach().reshape(-1) for parameter in self.module.parameters()]
+        return [int(v.view(bits.get(v.element_size(), torch.int32)).sum(dtype=torch.int64)) for v in held]
+
     def have_written(self) -> None:
         """Tell the module that somebody wrote to its parameters outside of a training step."""
         if self._node:
@@ -126,6 +134,20 @@ class Replicas:
             index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
             buffers.setdefault(index, []).extend(b for b in layer.buffers(recurse=False) if b.is_floating_point())
         return buffers
+
+
+def check_initialized(module: nn.Module) -> None:
+    """See that all parameters have values that ranks can compare, and send.
+
+    Raises:
+        RuntimeError: If some of a lazy module have none yet.
+    """
+    names = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if names:
+        raise RuntimeError(
+            f"Modules with uninitialized parameters ({', '.join(names)}) can't be used with a hierarchical strategy."
+            " Run a dummy forward pass to correctly initialize the modules, or give lazy layers their sizes"
+        )
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor]:

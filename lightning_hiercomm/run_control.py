@@ -30,6 +30,7 @@ class RunControl:
         size: int,
         node: int,
         address: tuple[str, int],
+        hang_timeout: float | None,
         broadcast: Callable[[Any], Any],
         gather: Callable[..., list[Any]],
     ) -> None:
@@ -40,16 +41,29 @@ class RunControl:
             size: Number of ranks.
             node: This rank's node, for people.
             address: Of rank 0, which every rank can reach, and the port on which it listens; 0 for any free port.
+            hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
             broadcast: Gives all ranks what rank 0 gives.
             gather: Gives all ranks what each gives; its second argument may raise while it waits.
         """
         if size > 1 and self.plane is None:
-            self.plane = start_control_plane(rank, size, f"rank {rank} (node {node})", *address, broadcast, gather)
+            place = f"rank {rank} (node {node})"
+            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather)
 
     def watch_over(self, trainer: pl.Trainer) -> None:
         """Stop this trainer's ranks together from now on."""
         if self.plane is not None:
             _lightning.replace_sigterm_broadcast(trainer, self.plane.should_stop, self.plane.request_stop)
+
+    def note_start(self) -> None:
+        """Remember that this rank is about to train, for others who ask."""
+        if self.plane is not None:
+            self.plane.doing = "beginning to train"
+
+    def note_progress(self, doing: str, trainer: pl.Trainer | None) -> None:
+        """Remember what this rank does, such as "training batch 7", for the others, if they have to ask."""
+        if self.plane is not None:
+            where = f" of epoch {trainer.current_epoch}, after {trainer.global_step} steps" if trainer else ""
+            self.plane.note_progress(f"{doing}{where}")
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
@@ -57,6 +71,7 @@ class RunControl:
 
     def note_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
+        _lightning.explain_unused_parameters(exception)
         if isinstance(exception, SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at one batch
             self._is_stopping_together = self.plane is None or self.plane.stops_together

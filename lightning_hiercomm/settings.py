@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 import warnings
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,14 @@ class Settings:
     average_optimizer_state: bool
     evaluate: Literal["consensus", "replica"]
     checkpoint_replicas: bool
+    on_nonfinite: OnNonfinite
+    verify_replicas: VerifyReplicas
     control_port: int
+    hang_timeout: float | None
     bucket_bytes: int
 
     @classmethod
+    @checked_arguments
     def checked(
         cls,
         *,
@@ -48,7 +56,10 @@ class Settings:
         average_optimizer_state: bool,
         evaluate: Literal["consensus", "replica"],
         checkpoint_replicas: bool,
+        on_nonfinite: OnNonfinite,
+        verify_replicas: VerifyReplicas,
         control_port: int | None,
+        hang_timeout: float | None,
         bucket_mb: float,
     ) -> Settings:
         """Make settings of a strategy's arguments.
@@ -69,10 +80,29 @@ class Settings:
             raise ValueError(f"inter_node={inter_node!r} must be 'torch' or 'mpi'")
         if inter_node == "mpi":
             load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+        sizes = [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise ValueError(f"ranks_per_node={ranks_per_node} must be a positive number, or a list of one per node")
+        if not 0 < bucket_mb < 2**40:
+            raise ValueError(f"bucket_mb={bucket_mb} must be positive, and a size that memory can have")
+        if on_nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
+        if on_nonfinite == "skip" and scheme.gradients == "world":
+            raise ValueError(
+                f"on_nonfinite='skip' leaves a node out of an agreement, but {type(scheme).__name__} averages every"
+                " gradient over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
+            )
+        if verify_replicas not in ("off", "warn", "raise"):
+            raise ValueError(f"verify_replicas={verify_replicas!r} must be 'off', 'warn' or 'raise'")
+        if verify_replicas != "off" and scheme.gradients == "none":
+            raise ValueError(
+                f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
+                " trains alone: leave it out, or let ranks share their gradients"
+            )
         if control_port is not None and not 0 <= control_port < 65536:
             raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
+        if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
+            raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if average_optimizer_state and not scheme.can_average_optimizer_state:
@@ -90,7 +120,10 @@ class Settings:
             average_optimizer_state=average_optimizer_state,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
             control_port=control_port or 0,
+            hang_timeout=hang_timeout,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
         )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -16,14 +17,16 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm import _lightning
 from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.base import completed_future
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.hooks import HierarchicalHooks
-from lightning_hiercomm.replicas import broadcast_values
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.settings import Settings
 from lightning_hiercomm.world import process_group
 
@@ -55,8 +58,18 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
             for a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
+            to be sent to other nodes. ``"raise"``: all ranks end, and say which parameter of which rank it was.
+            ``"skip"``: the node is left out of that agreement and gets the mean of the others. ``"ignore"``: nobody
+            looks, and all nodes get them.
+        verify_replicas: Whether to compare, at every agreement, the bits of the parameters of a node's ranks, which
+            should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; ``"off"`` does not
+            look.
         control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
             say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
+        hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
+            machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
+            dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -90,7 +103,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -137,7 +153,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 average_optimizer_state=average_optimizer_state,
                 evaluate=evaluate,
                 checkpoint_replicas=checkpoint_replicas,
+                on_nonfinite=on_nonfinite,
+                verify_replicas=verify_replicas,
                 control_port=control_port,
+                hang_timeout=hang_timeout,
                 bucket_mb=bucket_mb,
             )
         )
@@ -174,8 +193,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         module, intra, world = self._module, self._topology.intra, self._topology.world
-        # DDP over the node would leave the nodes with different initial values
-        broadcast_values([*module.parameters(), *module.buffers()], world)
+        self._begin_equal()  # DDP over the node would leave the nodes with different initial values
         _lightning.keep_sync_batchnorm_in_group(module, process_group(intra))
         # its own group tells DDP which parameters nobody used: those get no gradient
         group = process_group(world if self.scheme.gradients == "world" else intra)
@@ -208,21 +226,42 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         # DDPStrategy registers hooks on CUDA only and drops them in silence elsewhere
         if not isinstance(self.model, DistributedDataParallel):
             raise RuntimeError("DDP's hooks are registered before the model is wrapped in DDP")
-
-        def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-            return self._reduce_bucket(bucket)
-
-        # DDP compares the types themselves, not their names
-        hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
-        self.model.register_comm_hook(None, hook)
+        _lightning.register_bucket_hook(self.model, self._reduce_bucket)
         _lightning.time_buffer_broadcasts(self.model, self._waiting_for_buffers)
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
         gradients = bucket.buffer()
-        future = self._run.gradients.reduce(gradients, bucket.index()).future(gradients)
+        path = self._run.gradients
+        if gradients.is_sparse:
+            future = completed_future(path.reduce_sparse(gradients))
+        else:
+            future = path.reduce(gradients, bucket.index()).future(gradients)
         if bucket.is_last():
             self._last_bucket = self._topology.meter.mark(gradients.device)
         return future
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not (evaluates_loss(_lightning.raw_optimizer(optimizer)) and self._gradients_cross_ranks()):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def with_common_loss() -> Any:
+            # by its loss such an optimizer decides how often it evaluates it: ranks that average gradients must decide
+            # alike, or their backward passes no longer match
+            loss = closure()
+            if not isinstance(loss, Tensor):
+                return loss
+            common = loss.detach().clone().view(1)
+            self._run.gradients.reduce(common, index=-1).wait()
+            return common.view(())
+
+        return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
         return self._topology.meter.waiting("intra", self.root_device)

@@ -15,6 +15,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
 from lightning_hiercomm.topology import Topology
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ class TrainingRun:
         wire: Payload type between nodes.
         average_optimizer_state: Whether agreements also average the optimizers' state.
         gradients: The way of the module's gradients. Default: the one that the scheme asks for.
+        on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
+        verify_replicas: What happens when ranks of a node hold different parameters.
 
     Attributes:
         schemes: One per optimizer, in their order.
@@ -47,6 +51,8 @@ class TrainingRun:
         wire: Wire | None = None,
         average_optimizer_state: bool = False,
         gradients: GradientPath | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        verify_replicas: VerifyReplicas = "off",
     ) -> None:
         self.replicas = replicas
         self.topology = topology
@@ -60,7 +66,9 @@ class TrainingRun:
         self._loss_count = 0
         for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
             own.averages_optimizer_state = average_optimizer_state
+            own.on_nonfinite, own.verify_replicas = on_nonfinite, verify_replicas
             own.attach(replicas.of(optimizer), topology, optimizer, self.wire)
+        self.remember_values()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -75,6 +83,21 @@ class TrainingRun:
     def scheme_of(self, optimizer: Optimizer) -> Scheme:
         """The scheme of an optimizer."""
         return next(s for s, other in zip(self.schemes, self.optimizers, strict=True) if other is optimizer)
+
+    def remember_values(self) -> None:
+        """Take what the module holds for what the schemes know; for whoever has restored both."""
+        self._known = self.replicas.checksum()
+
+    def values_have_changed(self) -> bool:
+        """Whether somebody, on any rank, has written to the module behind the schemes' back. Collective."""
+        changed = torch.tensor(int(self.replicas.checksum() != self._known), device=self.replicas.device)
+        self.topology.world.all_reduce(changed.view(1), op="max").wait()
+        return bool(changed)
+
+    def begin_from_module(self) -> None:
+        """Let the nodes go on from what the module holds, equal on all of them."""
+        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
+            scheme.follow(self.replicas.of(optimizer))
 
     def begin(self, epochs: int | None, steps: int | None) -> None:
         """Training starts or resumes.
@@ -138,8 +161,7 @@ class TrainingRun:
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
         self.agreed_model.average_module()
-        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            scheme.follow(self.replicas.of(optimizer))
+        self.begin_from_module()
 
     def schedules(self) -> list[dict[str, Any]]:
         """The state that all replicas share, one per scheme; of a sharded module, for whole parameters. Collective."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import multiprocessing.connection
 import os
 import shutil
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_hiercomm import HierarchicalStrategy
 
@@ -94,6 +97,49 @@ def mpiexec() -> Mpiexec:
     return command
 
 
+Launch = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """``launch(main, ranks=4)``: what ``main(folder)`` returned on every rank of a world that a launcher started.
+
+    A launch costs more than a short fit, so tests whose fits may follow each other in one world share it.
+    """
+
+    def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
+        folder = folder or tmp_path_factory.mktemp("launch")
+        before = dict(os.environ)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()))
+        try:
+            _join(torch.multiprocessing.start_processes(_main, (main, folder), ranks, join=False, start_method="fork"))
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return [torch.load(folder / f"returned-{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+    return run
+
+
+def _join(context: Any) -> None:
+    """Wait for all ranks; once one has failed the others have a while to find out and to say so."""
+    while all(process.exitcode in (None, 0) for process in context.processes):
+        alive = [process.sentinel for process in context.processes if process.is_alive()]
+        if not alive:
+            break
+        multiprocessing.connection.wait(alive)
+    for process in context.processes:
+        process.join(timeout=20)
+    while not context.join():
+        pass
+
+
+def _main(rank: int, main: Callable[[Path], Any], folder: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    warnings.filterwarnings("ignore")
+    torch.save(main(folder), folder / f"returned-{rank}.pt")
+
+
 class _Report(pl.Callback):
     """Writes one file per rank when fit has ended: the module's weights and its ``report``."""
 
@@ -101,13 +147,9 @@ class _Report(pl.Callback):
         self.folder = folder
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        report = {
-            "rank": trainer.global_rank,
-            "state_dict": pl_module.state_dict(),
-            "report": getattr(pl_module, "report", None),
-            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        }
-        torch.save(report, self.folder / f"rank-{trainer.global_rank}.pt")
+        from problems import report_of  # found once this file has told Python where
+
+        torch.save(report_of(trainer), self.folder / f"rank-{trainer.global_rank}.pt")
 
 
 Fit = Callable[..., list[dict[str, Any]]]

@@ -196,3 +196,21 @@ def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
         "num_sanity_val_steps": 0,
     }
     return pl.Trainer(**{**defaults, **arguments})
+
+
+def report_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a rank has to say of its fit: the module's weights and ``report``, and what was logged."""
+    module = trainer.lightning_module
+    return {
+        "rank": trainer.global_rank,
+        "state_dict": module.state_dict(),
+        "report": getattr(module, "report", None),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def fitted(folder: Path, module: pl.LightningModule, strategy: Any, **arguments: Any) -> dict[str, Any]:
+    """Fit on ranks that somebody else has started; what this one reports."""
+    trainer = one_trainer(folder, strategy=strategy, **{"devices": 4, **arguments})
+    trainer.fit(module)
+    return report_of(trainer)

@@ -134,6 +134,12 @@ def strategy(tmp_path):
     return build
 
 
+def test_what_is_looked_at_from_yaml(strategy):
+    built = strategy(PERIODIC, args=["--trainer.strategy.init_args.on_nonfinite=skip"])
+    assert built._settings.on_nonfinite == "skip"
+    assert built._settings.verify_replicas == "off"
+
+
 def test_scheme_and_fields_from_yaml(strategy):
     built = strategy(PERIODIC)
     assert isinstance(built.scheme, PeriodicAveraging)

@@ -153,7 +153,7 @@ def test_a_hub_lost_while_the_ranks_agree_on_a_batch_to_stop_at(star):
 def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch, caplog):
     planes = star(2)
     monkeypatch.setattr(control, "_REJOIN_SECONDS", 0.5)
-    monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_: None)
+    monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_, **__: None)
     os.kill(planes[0]._hub.pid, 9)
     wait_until(lambda: sum("goes on without the control plane" in message for message in caplog.messages) == 2)
     assert not planes[1].should_stop()
@@ -205,6 +205,7 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
             f"rank {rank} (node {rank})",
             host,
             port,
+            None,
             broadcast=lambda own: gathering(rank, own)[0],
             gather=lambda own, alarm: gathering(rank, own),
         )
@@ -217,9 +218,22 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
 def test_all_ranks_join_whatever_their_address_looks_like(host, caplog):
     planes = start_all(3, host)
     assert all(plane is not None and plane.is_connected for plane in planes)
+    assert all(list(plane.processes) == [0, 1, 2] for plane in planes)
+    assert {plane.processes[2][1] for plane in planes} == {str(os.getpid())}
     for plane in reversed(planes):
         plane.close()
     assert not caplog.messages
+
+
+def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkeypatch):
+    first, _ = star(2)
+    ended: list[object] = []
+    monkeypatch.setattr(control.process, "end_process", ended.append)
+    first.processes, first.grace = {1: ["here", "4711", "12"]}, 0.2
+    first._end_frozen([1])
+    assert not ended  # it is still dumping its stacks
+    first.close()
+    assert ended == [["here", "4711", "12"]]
 
 
 def test_only_the_address_of_the_ranks_listens(star):

@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core import rank_zero
 
-from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import DiLoCo, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.hooks import HierarchicalHooks
 
 
@@ -68,23 +68,27 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "limits", "warned"),
+    ("scheme", "limits", "warned"),
     [
-        (8, {"max_epochs": 2}, True),
-        (4, {"max_epochs": 2}, False),
-        (4, {"max_epochs": 2, "accumulate_grad_batches": 2}, True),
-        (4, {"max_steps": 3}, True),
-        (4, {"max_steps": 5, "max_epochs": 5}, False),
+        (StepsDelay(warmup_steps=8), {"max_epochs": 2}, "none is delayed"),
+        (StepsDelay(warmup_steps=4), {"max_epochs": 2}, None),
+        (StepsDelay(warmup_steps=4), {"max_epochs": 2, "accumulate_grad_batches": 2}, "none is delayed"),
+        (StepsDelay(warmup_steps=4), {"max_steps": 3}, "none is delayed"),
+        (StepsDelay(warmup_steps=4), {"max_steps": 5, "max_epochs": 5}, None),
+        (DiLoCo(9), {"max_epochs": 2}, "DiLoCo(sync_every=9) agree every 9 optimizer steps, but the run ends after 8"),
+        (DiLoCo(8), {"max_epochs": 2}, None),
     ],
 )
-def test_a_warmup_that_outlasts_the_run_is_warned_of(warmup_steps, limits, warned):
-    strategy = HierarchicalStrategy(StepsDelay(warmup_steps=warmup_steps), ranks_per_node=1)
+def test_a_run_that_ends_before_the_scheme_does_what_it_is_for_is_warned_of(scheme, limits, warned):
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, **limits, **quiet)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(BoringModel())
-    assert any("none is delayed" in str(warning.message) for warning in caught) == warned
+    said = [str(warning.message) for warning in caught if "the run ends after" in str(warning.message)]
+    assert len(said) == (warned is not None)
+    assert all(warned in text for text in said)
 
 
 @pytest.mark.parametrize(

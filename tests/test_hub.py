@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from subprocess import PIPE
 
 import pytest
@@ -23,10 +26,10 @@ TOKEN = "secret"
 class Served:
     """A hub of three ranks in a thread, and connections to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: object) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=200)
         self.port = listener.getsockname()[1]
-        self.hub = hub.Hub(listener, size=3, token=TOKEN)
+        self.hub = hub.Hub(listener, size=3, token=TOKEN, **settings)
         parent, self.parent = os.pipe()
         self.thread = threading.Thread(target=self.hub.serve, args=(parent,))
         self.thread.start()
@@ -78,10 +81,22 @@ def join(connection: socket.socket, number: int, token: str = TOKEN, **other: ob
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    served = Served()
-    yield served
-    served.close()
+def serve() -> Iterator[Callable[..., Served]]:
+    """``serve(**settings)`` starts a hub."""
+    running: list[Served] = []
+
+    def start(**settings: object) -> Served:
+        running.append(Served(**settings))
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.close()
+
+
+@pytest.fixture
+def served(serve) -> Served:
+    return serve()
 
 
 @pytest.mark.parametrize(
@@ -242,3 +257,118 @@ def test_it_outlives_rank_zero_and_names_only_the_first_to_die(capfd):
     assert process.wait(5.0) == 0
     listener.close()
     assert capfd.readouterr().err == "lightning_hiercomm: rank 0 died\n"
+
+
+# ---- who is silent, and who does not move ----------------------------------------------------------------------------
+
+
+class Beating:
+    """Members of a hub; those that live say so, again and again."""
+
+    def __init__(self, served: Served, ranks: int = 3) -> None:
+        self.members = [served.member(rank) for rank in range(ranks)]
+        self.news: list[list[dict]] = [[] for _ in self.members]
+        self._channels = [hub.Channel(member) for member in self.members]
+
+    def beat(self, seconds: float, *alive: int, progress: bool = True, stuck: tuple[str, float] = ("", 0.0)) -> None:
+        """Stuck is the last of the living."""
+        for moment in range(int(seconds / 0.05)):
+            for rank in alive:
+                said = {"doing": f"training batch {moment}", "progress": moment + 1 if progress else 1}
+                self._channels[rank].send({"kind": "beat", **said, "stuck": stuck if rank == alive[-1] else ("", 0.0)})
+            time.sleep(0.05)
+            for rank, member in enumerate(self.members):
+                while select.select([member], [], [], 0)[0]:
+                    self.news[rank].append(read(member))
+
+
+def test_a_silent_rank_is_frozen_and_named_with_its_last_step(serve, capfd):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0, 0, 1)
+    message = "rank 2 is frozen: nothing was heard of it for 0.5 s, and before it was training batch 3"
+    assert ranks.news == [[{"kind": "failed", "message": message, "frozen": True, "silent": [2]}]] * 3
+    assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+    for member in ranks.members:
+        member.setblocking(False)  # or Python waits for data that are not urgent
+    assert ranks.members[2].recv(1, socket.MSG_OOB) == b"!"
+    with pytest.raises(OSError, match="Invalid argument"):  # nothing urgent for those that live
+        ranks.members[1].recv(1, socket.MSG_OOB)
+
+
+def test_a_rank_whose_worker_is_stuck_is_frozen(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2, stuck=("its worker 7", 0.4))
+    assert ranks.news == [[]] * 3
+    ranks.beat(0.2, 0, 1, 2, stuck=("its worker 7", 0.6))
+    assert "rank 2 is frozen: its worker 7 has been stopped or stuck for 0.5 s" in ranks.news[0][0]["message"]
+
+
+def test_silent_ranks_are_nobodys_business_without_a_limit(serve):
+    ranks = Beating(serve(hang_timeout=None))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0, 0)
+    assert ranks.news == [[]] * 3
+
+
+def test_if_all_ranks_are_silent_the_job_has_been_stopped_and_may_go_on(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0)
+    ranks.beat(0.5, 0, 1, 2)
+    assert ranks.news == [[]] * 3
+
+
+def test_a_hub_that_was_stopped_itself_does_not_take_that_for_silence(serve, monkeypatch):
+    served = serve(hang_timeout=0.5)
+    ranks = Beating(served)
+    ranks.beat(0.2, 0, 1, 2)
+    clock = time.monotonic
+    monkeypatch.setattr(hub.time, "monotonic", lambda: clock() + 1000)  # it was stopped for so long
+    ranks.beat(0.3, 0)  # and the others need a moment
+    ranks.beat(0.3, 0, 1, 2)
+    assert ranks.news == [[]] * 3
+
+
+def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.5, 0, 1, 2, progress=False)
+    assert ranks.news == [[{"kind": "dump"}]] * 3
+    where = "; ".join(f"rank {rank} is training batch" for rank in range(3))
+    said = re.sub(r" \d+(?=;|\n)", "", capfd.readouterr().err)
+    assert said == f"lightning_hiercomm: no rank got on for 0.5 s: {where}\n"
+
+
+def test_ranks_that_have_not_begun_may_take_their_time(serve):
+    served = serve(hang_timeout=0.5)
+    ranks = Beating(served)
+    for channel in ranks._channels:
+        channel.send({"kind": "beat", "doing": "preparing data", "progress": 0, "stuck": ("", 0.0)})
+    for _ in range(20):
+        time.sleep(0.05)
+        for channel in ranks._channels:
+            channel.send({"kind": "beat", "doing": "preparing data", "progress": 0, "stuck": ("", 0.0)})
+    ranks.beat(0.05, 0, 1, 2)
+    assert ranks.news == [[]] * 3
+
+
+def test_a_rank_that_does_not_come_back_to_a_new_hub_is_dead(serve):
+    first = serve(patience=0.5, gone=[2]).member(0)
+    assert read(first) == {"kind": "failed", "message": "rank 1 did not come back"}
+
+
+def test_the_others_hear_who_left(served):
+    first, second = served.member(1), served.member(2)
+    hub.Channel(second).send({"kind": "bye"})
+    assert read(first) == {"kind": "left", "rank": 2}
+
+
+def test_it_ends_a_while_after_a_failure_whoever_is_still_there(serve, monkeypatch):
+    monkeypatch.setattr(hub, "AFTERMATH_SECONDS", 0.2)
+    served = serve(hang_timeout=1.0)
+    first = served.member(0)
+    hub.Channel(first).send({"kind": "failed", "message": "all is lost"})
+    served.thread.join(5.0)
+    assert not served.thread.is_alive()
+    assert [read(first)["kind"], read(first)["kind"]] == ["failed", "closed"]

@@ -129,6 +129,8 @@ def launch(tmp_path: Path, mpiexec: Mpiexec) -> Iterator[Launch]:
     """Starts processes, and ends what the test left of them."""
     launched = Launch(tmp_path, mpiexec)
     yield launched
+    if (tmp_path / "fifo").exists():  # a child may still wait for it
+        os.close(os.open(tmp_path / "fifo", os.O_RDWR))
     for process in launched.processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -424,3 +426,79 @@ def test_a_spawned_rank_that_leaves_too_early_is_named(launch):
     codes, output = launch.end()
     assert codes == [1]
     assert "lightning_hiercomm: local rank 1 ended, with exit code 0, before its work was done" in output
+
+
+HANG = "4"
+"""Seconds of silence; a busy machine may be that slow to wake a thread for less."""
+
+FROZEN = {
+    "stop": "nothing was heard of it",
+    "hold": "nothing was heard of it",
+    "disk": "its main thread has been stopped or stuck",
+    "worker": r"its worker \d+ has been stopped or stuck",
+}
+
+
+def _ends(process: int) -> bool:
+    """Whether a process has been killed; the kernel may be a little later than whoever waited for its files."""
+    deadline = time.monotonic() + 5.0
+    with contextlib.suppress(OSError):
+        while "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("accident", FROZEN)
+def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(launch, accident):
+    launch.ranks_of_torchrun(
+        *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "400", "--sync-every", "400"),
+        *("--victim", "1", "--at", "20", "--accident", accident, "--hang-timeout", HANG),
+        ranks=1,
+    )
+    codes, output = launch.end()
+    seconds = time.time() - float((launch.folder / "accident").read_text())
+    assert all(codes), output
+    doing = "beginning to train" if accident == "worker" else r"training batch \d+ of epoch 0, after \d+ steps"
+    named = rf"rank 1 \(node 1\) is frozen: {FROZEN[accident]} for {HANG} s, and before it was {doing}\n"
+    assert re.search(f"lightning_hiercomm: {named}", output), output
+    assert output.count("Thread 0x") >= 2  # stacks, also of the frozen one
+    if accident in ("hold", "disk"):
+        assert re.search(r'oracle\.py", line \d+ in (wait_as_for_a_disk|training_step)', output), output
+    for worker in launch.folder.glob("worker-*"):
+        assert _ends(int(worker.read_text())), output
+    print(f"ended {seconds:.1f} seconds after the accident")
+    assert float(HANG) <= seconds < 30
+
+
+def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(launch):
+    launch.ranks_of_torchrun(
+        *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "40", "--sync-every", "10"),
+        *("--victim", "1", "--at", "20", "--accident", "sleep", "--hang-timeout", HANG),
+        ranks=1,
+    )
+    output = _completed(launch, 40)
+    assert output.count(f"lightning_hiercomm: no rank got on for {HANG} s: rank 0 (node 0) is ") == 1, output
+    assert output.count("lightning_hiercomm: what rank 1 (node 1) does, which is training batch 20 of epoch 0") == 1
+
+
+def test_a_forked_rank_that_is_stopped_leaves_nothing_behind(launch):
+    _with_fork(
+        launch,
+        1,
+        [
+            *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "400", "--sync-every", "10"),
+            *("--victim", "1", "--at", "20", "--accident", "stop", "--hang-timeout", HANG),
+        ],
+    )
+    codes, output = launch.end()
+    assert codes == [1]
+    assert "rank 1 (node 1) is frozen" in output
+    assert not [process for process in Path("/proc").glob("[0-9]*") if _is_in_session(process, launch.processes[0].pid)]
+
+
+def _is_in_session(process: Path, session: int) -> bool:
+    with contextlib.suppress(OSError):
+        return process.joinpath("stat").read_text().rpartition(")")[2].split()[3] == str(session)
+    return False

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,6 +21,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import _lightning
@@ -405,3 +408,52 @@ def test_directories_of_shards_keep_the_rest_in_a_file_that_lightning_looks_for(
     assert not _is_sharded_checkpoint(tmp_path)
     (tmp_path / _lightning.METADATA_FILENAME).touch()
     assert _is_sharded_checkpoint(tmp_path)
+
+
+def test_a_process_group_meets_at_the_store_that_it_is_given():
+    store = dist.HashStore()
+    with _lightning.process_group_meets_at(store, rank=0, size=1):
+        dist.init_process_group("gloo", rank=0, world_size=1)  # there is no MASTER_ADDR for env://
+    assert store.num_keys() > 0
+    dist.destroy_process_group()
+    with _lightning.process_group_meets_at(None, rank=0, size=1), pytest.raises(ValueError, match="MASTER_ADDR"):
+        dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+def test_unused_parameters_are_recognised_by_ddps_own_words():
+    source = inspect.getsource(DDPStrategy.on_exception)
+    assert "Expected to have finished reduction in the prior iteration" in source
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. This")
+    _lightning.explain_unused_parameters(error)
+    assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in str(error)
+    other = RuntimeError("something else")
+    _lightning.explain_unused_parameters(other)
+    assert str(other) == "something else"
+
+
+def test_a_bucket_hook_reduces_the_gradients(process_group):
+    seen = []
+
+    def reduce(bucket):
+        seen.append(bucket.buffer().clone())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().mul_(3))
+        return future
+
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    _lightning.register_bucket_hook(model, reduce)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert torch.equal(torch.cat(seen), torch.tensor([1.0, 2.0]))
+    assert torch.equal(model.module.weight.grad, torch.tensor([[3.0, 6.0]]))
+
+
+def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_group):
+    assert "self._strategy._backward_sync_control.no_backward_sync(" in inspect.getsource(Fabric.no_backward_sync)
+    control, module = _lightning.FabricSyncControl(), nn.Linear(2, 1)
+    with control.no_backward_sync(module, enabled=True):
+        pass  # a module that is not in DDP, which Fabric's own control refuses
+    wrapped = DistributedDataParallel(module)
+    with control.no_backward_sync(wrapped, enabled=True):
+        assert not wrapped.require_backward_grad_sync
+    with control.no_backward_sync(wrapped, enabled=False):
+        assert wrapped.require_backward_grad_sync

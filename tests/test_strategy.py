@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from harness import TARGETS
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from problems import Oracle
+from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.schemes import SCHEMES
 
 
@@ -73,45 +75,81 @@ def test_all_reduce_over_two_nodes_is_synchronous_training(fit):
     assert [report["report"] for report in reports] == [[2, 3, 3.5, 3.75]] * 4
 
 
-@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(3)])
+ONE_NODE = [AllReduce(), PeriodicAveraging(3)]
+
+
 @pytest.mark.parametrize("devices", [2, 3])
-def test_one_node_gives_the_weights_of_ddp_bit_for_bit(fit, scheme, devices):
-    ours = fit(Net(), {"scheme": scheme, "ranks_per_node": devices}, devices=devices, max_epochs=2)
-    ddp = fit(Net(), DDPStrategy(start_method="fork"), devices=devices, max_epochs=2)
-    for name, expected in ddp[0]["state_dict"].items():
-        assert torch.equal(ours[0]["state_dict"][name], expected), name
+def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, devices):
+    def train(folder):
+        strategies = [DDPStrategy(), *(HierarchicalStrategy(s, ranks_per_node=devices) for s in ONE_NODE)]
+        return [fitted(folder, Net(), strategy, devices=devices)["state_dict"] for strategy in strategies]
+
+    ddp, *ours = launch(train, ranks=devices)[0]
+    assert len(ours) == len(ONE_NODE)
+    for state in ours:
+        for name, expected in ddp.items():
+            assert torch.equal(state[name], expected), name
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, [3, 1]])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 2},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-        {"limit_train_batches": 2},
-    ],
-)
-def test_every_rank_ends_on_the_same_bits(fit, ranks_per_node, arguments):
-    strategy = {"scheme": PeriodicAveraging(2), "ranks_per_node": ranks_per_node}
-    reports = fit(Net(samples=44), strategy, max_epochs=2, **arguments)
+LAYOUTS = {"nodes of one": 1, "nodes of two": 2, "nodes of three and one": [3, 1]}
+WAYS = {
+    "plainly": {},
+    "accumulating": {"accumulate_grad_batches": 2},
+    "clipped": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    "cut short": {"limit_train_batches": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(launch):
+    """What every rank reports of fits on four: by layout and way with an average every two steps; all-reduce, DDP."""
+
+    def train(folder):
+        results = {
+            (layout, way): fitted(
+                folder,
+                Net(samples=44),
+                HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=LAYOUTS[layout]),
+                **WAYS[way],
+            )
+            for layout, way in itertools.product(LAYOUTS, WAYS)
+        }
+        results["all-reduce"] = fitted(folder, Net(), HierarchicalStrategy(AllReduce(), ranks_per_node=2))
+        results["DDP"] = fitted(folder, Net(), DDPStrategy())
+        return results
+
+    return launch(train)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_rank_ends_on_the_same_bits(four_ranks, layout, way):
+    reports = [results[layout, way] for results in four_ranks]
     assert not torch.equal(reports[0]["state_dict"]["embed.weight"], Net().embed.weight)
-    for report in reports[1:]:
-        for name, expected in reports[0]["state_dict"].items():
-            assert torch.equal(report["state_dict"][name], expected), name
+    same_bits(reports)
 
 
-def test_averaging_every_step_matches_ddp_over_the_world(fit):
-    ours = fit(Net(), {"scheme": AllReduce()}, max_epochs=2)
-    ddp = fit(Net(), DDPStrategy(start_method="fork"), max_epochs=2)
+def test_averaging_every_step_matches_ddp_over_the_world(four_ranks):
+    ours, ddp = (four_ranks[0][name]["state_dict"] for name in ("all-reduce", "DDP"))
     for name, _ in Net().named_parameters():
-        torch.testing.assert_close(ours[0]["state_dict"][name], ddp[0]["state_dict"][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[name], ddp[name], rtol=1e-5, atol=1e-6)
 
 
 def test_one_process_needs_no_peers(fit):
     (report,) = fit(Oracle(3), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=1)
     assert report["report"] == [0.0, 0.0, 0.0]
+
+
+def test_values_that_a_module_is_given_as_training_starts_are_those_it_starts_from(fit):
+    class Pretrained(Oracle):
+        def on_train_start(self):
+            self.x.data.fill_(8 + self.global_rank)  # loaded, or drawn, there: rank 0's count
+
+    reports = fit(Pretrained(2), {"scheme": DiLoCo(2)})
+    assert [report["report"][0] for report in reports] == [4.5, 4.5, 7.5, 7.5]
+    # the nodes come to 2.75 and 7.25, 3 below their anchor; SGD with momentum makes that 0.7 * (1 + 0.9) * 3
+    assert [report["report"][1] for report in reports] == pytest.approx([8 - 3.99] * 4)
 
 
 class Validated(Oracle):
@@ -163,6 +201,45 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
     assert [report["report"][3] for report in reports] == [3.75] * 4
 
 
+class FallsSick(Oracle):
+    """Rank 3's gradient is no number in the third batch; or its parameter is not its node's."""
+
+    def __init__(self, diverges: bool = False) -> None:
+        super().__init__(9)
+        self.diverges = diverges
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_rank == 3 and self.global_step == 2:
+            if self.diverges:
+                self.x.data += 1e-3
+            else:
+                self.x.grad.fill_(torch.nan)
+        if self.global_rank == 2 and self.global_step == 2 and not self.diverges:
+            self.x.grad.fill_(torch.nan)  # as it is with gradients that are shared
+
+
+def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, on_nonfinite="skip", start_method="fork")
+    reports = fit(FallsSick(), strategy)
+    for report in reports:
+        trace = report["report"]
+        assert trace[3] == 1 - 2**-4  # node 0's alone
+        assert trace[7] == (1 - 2**-8 + 7 - (7 - trace[3]) / 2**4) / 2
+        assert report["state_dict"]["x"].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("diverges", "arguments", "message"),
+    [
+        (False, {}, r"rank 2 \(node 1\): parameter x \(1 of 1 elements\); rank 3 \(node 1\): parameter x"),
+        (True, {"verify_replicas": "raise"}, r"rank . of node 1 \(ranks 2, 3\) holds other values of x than its node"),
+    ],
+)
+def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
+    with pytest.raises(Exception, match=message):
+        fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,7 +249,12 @@ def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
+        ({"scheme": "all_reduce", "on_nonfinite": "skip"}, "AllReduce averages every gradient over all nodes"),
+        ({"verify_replicas": True}, "verify_replicas=True must be 'off', 'warn' or 'raise'"),
+        ({"scheme": Gossip(hierarchical=False), "verify_replicas": "warn"}, "every rank trains alone"),
         ({"control_port": -1}, "control_port=-1"),
+        ({"hang_timeout": 0}, "hang_timeout=0"),
         ({"control_port": 65536}, "control_port=65536"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),

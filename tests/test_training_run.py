@@ -124,6 +124,18 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
 
 
+def test_values_written_behind_the_schemes_back_on_any_rank_are_noticed_on_all():
+    def work(run: TrainingRun) -> list[bool]:
+        noticed = [run.values_have_changed()]
+        if run.topology.rank == 1:
+            run.module.second.weight.data.fill_(0.5)
+        noticed.append(run.values_have_changed())
+        run.remember_values()
+        return [*noticed, run.values_have_changed()]
+
+    assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[False, True, False]] * 2
+
+
 def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
     module = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(4, affine=False)])
     optimizers = [torch.optim.SGD(module[0].parameters(), lr=1.0), torch.optim.SGD(module[1].parameters(), lr=1.0)]

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.batches.partition import (
     StepCost,
     Weighting,
@@ -81,6 +82,7 @@ class HeterogeneousBatches:
         HierarchicalStrategy(batches=HeterogeneousBatches(256))
     """
 
+    @checked_arguments
     def __init__(
         self,
         global_batch_size: int,

@@ -36,6 +36,11 @@ class Feedback:
     sender: Tensor
     reducer: Tensor
 
+    def clear(self) -> None:
+        """Forget what was kept back."""
+        self.sender.zero_()
+        self.reducer.zero_()
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of both."""
         return {"sender": self.sender.clone(), "reducer": self.reducer.clone()}

@@ -8,6 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytorch_lightning
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 import lightning_hiercomm
@@ -40,6 +42,11 @@ if TYPE_CHECKING:
     class HierarchicalStrategy(lightning_hiercomm.HierarchicalStrategy, DDPStrategy):  # type: ignore[misc]
         """See :class:`lightning_hiercomm.HierarchicalStrategy`."""
 
+    class HierarchicalFabricStrategy(  # type: ignore[misc]
+        lightning_hiercomm.HierarchicalFabricStrategy, FabricDDPStrategy
+    ):
+        """See :class:`lightning_hiercomm.HierarchicalFabricStrategy`."""
+
     class HierarchicalModelParallelStrategy(  # type: ignore[misc]
         lightning_hiercomm.HierarchicalModelParallelStrategy, ModelParallelStrategy
     ):
@@ -47,6 +54,7 @@ if TYPE_CHECKING:
 else:
     sys.meta_path.append(SecondTreeFinder())
     from lightning_hiercomm.pytorch_lightning.callbacks import CommunicationMonitor
+    from lightning_hiercomm.pytorch_lightning.fabric import HierarchicalFabricStrategy
     from lightning_hiercomm.pytorch_lightning.model_parallel import HierarchicalModelParallelStrategy
     from lightning_hiercomm.pytorch_lightning.strategy import HierarchicalStrategy
 
@@ -61,6 +69,7 @@ __all__ = [
     "Gossip",
     "Graph",
     "HeterogeneousBatches",
+    "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
     "PeriodicAveraging",
@@ -73,3 +82,4 @@ __all__ = [
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)
 HierarchicalModelParallelStrategy.register_strategies(StrategyRegistry)
+HierarchicalFabricStrategy.register_strategies(STRATEGY_REGISTRY)

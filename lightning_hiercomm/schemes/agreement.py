@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
@@ -88,6 +89,7 @@ class Agreement(Scheme):
 
     tuner: PeriodTuner | None = None
 
+    @checked_arguments
     def __init__(
         self,
         when: When | int = 100,
@@ -120,6 +122,7 @@ class Agreement(Scheme):
         self._merge = merge if isinstance(merge, Merge) else MERGES[merge]()
         self.staleness = staleness
         self.synchronizations = 0
+        self._was_sick = False
         self._tuned_period: int | None = None
         self._in_flight = InFlight()
         if self._merge.keeps_agreed and through == "rotating":
@@ -158,14 +161,14 @@ class Agreement(Scheme):
         ends = list(accumulate(map(len, cut)))
         self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
         self._check_staleness(len(cut))
-        self._carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
+        self._carrier: Carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
         if self._merge.keeps_agreed:
             self._merge.attach(self._carrier)
 
     def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
         land = self._merge.land if self._merge.keeps_agreed else None
         if isinstance(self.through, Graph):
-            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land)
+            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land, self.look)
         carrier = RotatingAverage if self.through == "rotating" else Average
         return carrier(
             self.replica,
@@ -176,6 +179,7 @@ class Agreement(Scheme):
             buckets=buckets + self._buffers_with_parameters,
             equal_in_node=self.equal_in_node,
             land=land,
+            on_nonfinite=self.on_nonfinite,
         )
 
     @property
@@ -286,13 +290,15 @@ class Agreement(Scheme):
 
     def _agree_now(self, parts: Sequence[int]) -> None:
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
+        self.verify()
         waits = not self.staleness
         with self._exchanging(starts=waits, ends=waits):
             self._agree_and_wait(parts)
 
     def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
-        self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        self._recover(self._carrier, void, self._carrier.is_sick)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._end_round(parts)
@@ -318,10 +324,13 @@ class Agreement(Scheme):
         Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
         have another carrier, and would take their share of the link from those that training waits for.
         """
+        self.verify()
         sent: Exchange | None = None
         if leaving:
-            check = self._carrier_beside_training.begin(self.steps, self._take_turn())
+            carrier = self._carrier_beside_training
+            check = carrier.begin(self.steps, self._take_turn(), self._buckets_of(leaving))
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
+            sent.is_sick = carrier.is_sick
         if arrived is not None:
             arrived.check.wait()
             self._end_round(arrived.parts, arrived)  # before what leaves now arrives, and is stepped
@@ -336,6 +345,8 @@ class Agreement(Scheme):
             self._merge_up_to(None, arrived)
             self.agreements += 1
         self._send(waiting, sent)
+        if arrived is not None:
+            self._recover(self._carrier_beside_training, arrived.void, arrived.is_sick)
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
@@ -351,9 +362,26 @@ class Agreement(Scheme):
             move = arrived.moves.popleft()
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
-            self._merge(self._carrier.buckets[move.index], move, arrived.staleness, self.topology.num_nodes)
+            bucket = self._carrier.buckets[move.index]
+            if arrived.is_sick:
+                bucket.unpack(move.flat)
+            elif self._carrier_beside_training.is_void(move):
+                arrived.void.append(move.index)
+            else:
+                self._merge(bucket, move, arrived.staleness, self.topology.num_nodes)
             if move.index == last:
                 return
+
+    def _recover(self, carrier: Carrier, void: Sequence[int], is_sick: bool) -> None:
+        """See that the healthy agree on what could not be merged, on their present values and at once."""
+        self._was_sick = is_sick
+        if is_sick:  # healed by its peers
+            self.begin_optimizer_anew()
+        if isinstance(carrier, Average):
+            if void and not self._merge.keeps_agreed:
+                self._in_flight.drop()  # it left from values that the nodes are about to lose
+            land = self._merge.land if self._merge.keeps_agreed else None
+            self._was_sick = self.repair(carrier, void, self._take, land)
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
@@ -411,7 +439,7 @@ class Agreement(Scheme):
 
     def _average_buffers(self) -> None:
         if self.replica.buffers:
-            Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
+            self.average_exactly(self.replica.buckets_of_buffers)
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 

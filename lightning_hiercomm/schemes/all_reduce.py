@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_hiercomm.schemes.averaging import Average
+from torch import Tensor
+
 from lightning_hiercomm.schemes.base import Scheme
+
+_LOOK_EVERY = 10
 
 
 class AllReduce(Scheme):
@@ -17,6 +20,10 @@ class AllReduce(Scheme):
     With ``wire_dtype`` the node's mean gradient is cast for its way between nodes.
 
     Float buffers (BatchNorm statistics) are averaged for a validation, a checkpoint and the end of the run.
+
+    A gradient that is not finite reaches all ranks at once, as with DDP, so no node can be left out:
+    ``on_nonfinite="raise"`` looks at the parameters after every tenth step and at the end of an epoch, and ``"skip"``
+    is refused. (A gradient scaler, as in ``precision="16-mixed"``, skips steps whose gradients overflow.)
     """
 
     gradients = "world"
@@ -25,7 +32,17 @@ class AllReduce(Scheme):
         self.agreements += 1
         if not self.replica.buffers:
             self.unagreed_steps = 0
+        if self.steps % _LOOK_EVERY == 0:
+            self._look_at_parameters()
+
+    def end_epoch(self, loss: Tensor | None) -> None:
+        self.verify()
+        self._look_at_parameters()
+
+    def _look_at_parameters(self) -> None:
+        if not self.is_alone:
+            self.look(self.replica.buckets_of_parameters)
 
     def exact_mean(self) -> None:
         """Write the weighted mean of the float buffers over all ranks; blocks. Parameters never differ."""
-        Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
+        self.average_exactly(self.replica.buckets_of_buffers)

@@ -20,6 +20,14 @@ from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.in_flight import Move
 from lightning_hiercomm.schemes.lane_sum import LaneSum
+from lightning_hiercomm.schemes.nonfinite import (
+    OnNonfinite,
+    is_asynchronous,
+    is_marked,
+    mark_of,
+    mark_of_buckets,
+    put_mark,
+)
 from lightning_hiercomm.topology import Holders, Topology
 
 _BUCKETS_IN_FLIGHT = 3
@@ -49,6 +57,11 @@ class Average(Carrier):
         equal_in_node: Whether the ranks of a node hold the same parameters.
         land: Says where the last agreed values go when the nodes' mean has arrived, and what every rank gets in place
             of the mean. Differences travel in any case. Default: to the mean.
+        on_nonfinite: Unless ``"ignore"``, buckets are void for which a rank sent anything that is not finite, or for
+            which the wire has no finite number.
+
+    Attributes:
+        landed: The buckets whose last agreed values have moved, on this lane, in their last exchange.
     """
 
     def __init__(
@@ -62,7 +75,12 @@ class Average(Carrier):
         buckets: Sequence[Bucket] | None = None,
         equal_in_node: bool = True,
         land: Land | None = None,
+        on_nonfinite: OnNonfinite = "ignore",
     ) -> None:
+        self.on_nonfinite = on_nonfinite
+        self._mark: Tensor | None = None
+        self._is_sharded = bool(replica.shares)
+        self.landed: set[int] = set()
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self.through = through or topology
@@ -77,10 +95,19 @@ class Average(Carrier):
 
     def anchor(self) -> None:
         if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
-            whole = [bucket.pack(multiple_of=self.parts_of(index)) for index, bucket in enumerate(self.buckets)]
-            self.anchors = [self.remembered(flat, index).clone() for index, flat in enumerate(whole)]
+            self.anchors = [self._present(index) for index in range(len(self.buckets))]
             feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
             self._feedback = [each for each in feedback if each is not None]
+
+    def restart(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            if self.anchors and self._land is None:
+                self.anchors[index].copy_(self._present(index))
+            if self._feedback:
+                self._feedback[index].clear()
+
+    def _present(self, index: int) -> Tensor:
+        return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
@@ -91,27 +118,33 @@ class Average(Carrier):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> None:
+    ) -> list[int]:
         if self.topology.num_nodes == 1 and self.equal_in_node:
-            return
+            return []
         indexes = range(len(self.buckets)) if only is None else only
         self._take_turn(turn)
+        self._look_at(indexes)
+        void: list[int] = []
         carries_step = bool(indexes) and self._can_carry_step(self.buckets[indexes[-1]])
         check = finished if carries_step else same_step(self.through, step, self._device)
-        in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
+        in_flight: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
-            bucket, flat, complete = in_flight.popleft()
+            index, flat, complete = in_flight.popleft()
             complete()
-            take(bucket, flat)
+            if self._mark is not None and is_marked(flat, self.parts_of(index)):
+                void.append(index)
+            else:
+                take(self.buckets[index], flat)
 
         for index in indexes:
             bucket, is_last = self.buckets[index], index == indexes[-1]
             flat = bucket.pack(bucket.empty(self.parts_of(index), extra=int(carries_step and is_last)))
             if carries_step and is_last:
                 flat[-1] = step % _STEPS_TOLD_APART
+            self._put_mark(index, flat)
             summed_in_node = self._sum_in_node(index, flat, self.through.intra)
-            in_flight.append((bucket, flat, self._between_nodes(index, flat, summed_in_node, waiting=True)))
+            in_flight.append((index, flat, self._between_nodes(index, flat, summed_in_node, waiting=True)))
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -119,11 +152,13 @@ class Average(Carrier):
         check.wait()
         if carries_step:
             self._check_step(step, float(flat[-1]))
+        return void
 
     # ---- beside training -----------------------------------------------------------------------------------------
 
-    def begin(self, step: int, turn: int) -> Handle:
+    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
         self._take_turn(turn)
+        self._look_at(range(len(self.buckets)) if only is None else only)
         return same_step(self.through if self.equal_in_node else self.topology, step, self._device)
 
     @torch.no_grad()
@@ -133,6 +168,7 @@ class Average(Carrier):
         bucket = self.buckets[index]
         sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
+        self._put_mark(index, flat)
         background.uses(flat)
         # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
         summed_in_node = self._sum_in_node(index, flat, self.topology.intra)
@@ -149,6 +185,35 @@ class Average(Carrier):
             launched.pop()()
 
         return Move(index, flat, sent, background.submit(complete))
+
+    # ---- what is not finite ------------------------------------------------------------------------------------------
+
+    def _look_at(self, indexes: Sequence[int]) -> None:
+        """See whether what leaves is finite."""
+        if self.on_nonfinite == "ignore" or (self.topology.num_nodes == 1 and self.equal_in_node):
+            return
+        self._mark = mark_of_buckets(self.buckets[index] for index in indexes)
+        if self._is_sharded:  # the ranks of a node hold different parts: what is wrong with one is wrong with all
+            self._mark = self._mark.to(self._device, torch.float32)
+            self.topology.intra.all_reduce(self._mark).wait()
+
+    def _put_mark(self, index: int, flat: Tensor) -> None:
+        if self._mark is not None and self.buckets[index].numel:
+            put_mark(self._mark, flat, self.parts_of(index))
+
+    def _land_in(self, index: int, anchor: Tensor, part: Tensor) -> None:
+        """Move the last agreed values, unless nothing finite has arrived; leave in ``part`` what every rank gets."""
+        assert self._land is not None
+        self.landed.discard(index)
+        if self._mark is None or not part.numel():
+            part.copy_(self._land(index, anchor, part))
+        elif is_asynchronous(part):  # it takes the way zero, and so does not wait to know
+            mark = part[0] * -0.0
+            part.copy_(self._land(index, anchor, torch.where(mark.isnan(), 0.0, part)))
+            put_mark(mark.abs().neg(), part)
+        elif not is_marked(part):
+            part.copy_(self._land(index, anchor, part))
+            self.landed.add(index)
 
     # ---- who carries what ----------------------------------------------------------------------------------------
 
@@ -224,12 +289,14 @@ class Average(Carrier):
 
         def complete() -> None:
             arrive()
+            if self._mark is not None and self.wire.compresses(flat.dtype):
+                put_mark(mark_of([part]), part)  # all numbers were finite, but perhaps too large for the wire
             arrived = sample(part[: self.buckets[index].numel])
             if anchor is not None:
                 arrived.add_(sample(anchor[: part.numel()][: self.buckets[index].numel]))
             self.disagreement.compare(index, sent, arrived)
             if anchor is not None and self._land is not None:
-                part.copy_(self._land(index, anchor, part))
+                self._land_in(index, anchor, part)
             elif anchor is not None:
                 part.add_(anchor[: part.numel()])
             share(flat).wait()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,9 +15,24 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.averaging import Average, average_optimizer_state, same_step
+from lightning_hiercomm.schemes.carrier import Land
+from lightning_hiercomm.schemes.nonfinite import (
+    ADVICE,
+    SKIPPING,
+    NonfiniteError,
+    OnNonfinite,
+    begin_state_anew,
+    describe,
+    is_marked,
+    mark_of_buckets,
+)
+from lightning_hiercomm.schemes.recovery import agree_without_sick
+from lightning_hiercomm.schemes.verification import ReplicasDiffer, VerifyReplicas, first_difference
 from lightning_hiercomm.topology import Topology
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -24,6 +40,13 @@ Gradients = Literal["node", "world", "none"]
 
 _COUNTERS = ("steps", "step_in_epoch", "epoch")
 """Of a schedule, what means the same in every scheme."""
+
+
+_WHY_RANKS_DIFFER = (
+    "Ranks of a node share their gradients, so they should be equal to the bit. Look for what differs between them:"
+    " parameters that are changed outside of the optimizer, an optimizer that draws random numbers without a common"
+    " seed, kernels that are not deterministic, or a faulty device."
+)
 
 
 class Scheme(ABC):
@@ -44,6 +67,11 @@ class Scheme(ABC):
         gradients: Over whom gradients are averaged: the ranks of the ``"node"``, the ``"world"``, or ``"none"`` other.
         watches_loss: Whether :meth:`end_epoch` needs the training loss.
         averages_optimizer_state: Whether :meth:`average` also averages the optimizer's state. The strategy sets it.
+        on_nonfinite: What happens when values that are NaN or infinite are about to be sent: ``"raise"``, ``"skip"``,
+            or ``"ignore"``, which does not look. The strategy sets it.
+        verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters:
+            ``"raise"``, ``"warn"``, once, or ``"off"``, which does not look. The strategy sets it.
+        nonfinite: How often an agreement, or a step, had to do without somebody for that reason.
         replica: The parameters (and float buffers) that agree.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
@@ -64,6 +92,10 @@ class Scheme(ABC):
 
     def __init__(self) -> None:
         self.averages_optimizer_state = False
+        self.on_nonfinite: OnNonfinite = "ignore"
+        self.verify_replicas: VerifyReplicas = "off"
+        self._has_warned_of_difference = False
+        self.nonfinite = 0
         self.steps = 0
         self.step_in_epoch = 0
         self.epoch = 0
@@ -313,7 +345,132 @@ class Scheme(ABC):
 
     def exact_mean(self) -> None:
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks."""
-        Average(self.replica, self.topology, equal_in_node=self.equal_in_node)(self.steps)
+        self.average_exactly(self.replica.buckets)
+
+    def average_exactly(self, buckets: Sequence[Bucket]) -> None:
+        """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks."""
+        average = Average(
+            self.replica,
+            self.topology,
+            buckets=buckets,
+            equal_in_node=self.equal_in_node,
+            on_nonfinite=self.on_nonfinite,
+        )
+        self.repair(average, average(self.steps))
+
+    def repair(
+        self,
+        spoilt: Average,
+        void: Sequence[int],
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+        land: Land | None = None,
+    ) -> bool:
+        """Agree without the sick on what an exchange has not brought; collective, for all ranks know that it has not.
+
+        Args:
+            spoilt: Whose exchange it was.
+            void: Its buckets for which nothing finite has arrived.
+            take: Gets every bucket and what takes the mean's place.
+            land: Lands the mean in the last agreed values.
+
+        Returns:
+            Whether this rank is sick, and has got the others' mean.
+
+        Raises:
+            NonfiniteError: On all ranks, if :attr:`on_nonfinite` says so.
+        """
+        anywhere = bool(void)
+        if self.replica.shares and self.on_nonfinite != "ignore" and spoilt.wire.is_lossy:
+            # what is too large for the wire may lie in the part of one rank
+            count = torch.tensor(float(anywhere), device=self.device)
+            self.topology.intra.all_reduce(count).wait()
+            anywhere = bool(count)
+        if not anywhere:
+            return False
+        healthy = agree_without_sick(
+            self.replica,
+            self.topology,
+            spoilt,
+            void,
+            policy=self.on_nonfinite,
+            step=self.steps,
+            take=take,
+            land=land,
+        )
+        self.nonfinite += 1
+        if self.topology.rank in healthy:
+            return False
+        self.begin_optimizer_anew()
+        return True
+
+    def look(self, buckets: Sequence[Bucket]) -> bool | None:
+        """Whether what this node is about to send is not finite, where others do not learn of it together.
+
+        Args:
+            buckets: What leaves.
+
+        Returns:
+            None if nobody is to look.
+
+        Raises:
+            NonfiniteError: On the ranks of this node, if :attr:`on_nonfinite` says so.
+        """
+        if self.on_nonfinite == "ignore":
+            return None
+        mark, topology = mark_of_buckets(buckets).to(self.device), self.topology
+        if self.replica.shares:
+            topology.intra.all_reduce(mark).wait()
+        if not is_marked(mark.view(1)):
+            return False
+        found = describe(self.replica) or ("what another rank of the node holds" if self.replica.shares else None)
+        if found is None:  # it was only the sum that is too large
+            return False
+        return self.note_sickness(found)
+
+    def note_sickness(self, found: str) -> bool:
+        """Raise, or count and log that this node's values are not finite.
+
+        Args:
+            found: Which values.
+
+        Returns:
+            True.
+
+        Raises:
+            NonfiniteError: If :attr:`on_nonfinite` says so.
+        """
+        message = (
+            f"after {self.steps} optimizer steps rank {self.topology.rank} (node {self.topology.node}) has values that"
+            f" are NaN or infinite: {found}"
+        )
+        if self.on_nonfinite == "raise":
+            raise NonfiniteError(f"{message}. {ADVICE}{'' if self.gradients == 'world' else SKIPPING}")
+        log.warning("%s. The others go on without them (on_nonfinite='skip')", message)
+        self.nonfinite += 1
+        return True
+
+    def verify(self) -> None:
+        """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.
+
+        Raises:
+            ReplicasDiffer: On all of them, if :attr:`verify_replicas` says so.
+        """
+        if self.verify_replicas == "off" or not self.equal_in_node:
+            return
+        difference = first_difference(self.replica, self.topology)
+        if difference is None:
+            return
+        message = f"after {self.steps} optimizer steps {difference}. {_WHY_RANKS_DIFFER}"
+        if self.verify_replicas == "raise":
+            raise ReplicasDiffer(message)
+        if not self._has_warned_of_difference and self.topology.local_rank == 0:
+            log.warning("%s", message)
+        self._has_warned_of_difference = True
+
+    def begin_optimizer_anew(self) -> None:
+        """This rank was sick and has got healthy parameters: let go of what its optimizer remembers of the sickness."""
+        if self.optimizer is not None:
+            begin_state_anew(self.optimizer)
 
     def nodes_agree(self) -> None:
         """Say that the nodes hold the same parameters; averages the optimizer's state as well, if it is asked for."""

@@ -14,6 +14,7 @@ from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.disagreement import Disagreement
 from lightning_hiercomm.schemes.in_flight import Move
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite, is_marked
 from lightning_hiercomm.topology import Topology
 
 Land = Callable[[int, Tensor, Tensor], Tensor]
@@ -32,6 +33,10 @@ class Carrier(ABC):
         through: Whose communicators carry it.
         anchors: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
         disagreement: How far this node was from what came back.
+        on_nonfinite: Unless ``"ignore"``, what leaves is marked if it is not finite: see
+            :mod:`~lightning_hiercomm.schemes.nonfinite`. Whoever makes the carrier sets it.
+        is_sick: Whether what leaves, or left last, is not finite and others do without it. Only a carrier between
+            peers, where the others do not learn of it, knows so before it arrives.
     """
 
     buckets: Sequence[Bucket]
@@ -39,18 +44,21 @@ class Carrier(ABC):
     through: Topology
     anchors: Sequence[Tensor] = ()
     disagreement: Disagreement
+    on_nonfinite: OnNonfinite = "ignore"
+    is_sick: bool = False
 
     @abstractmethod
     def parts_of(self, index: int) -> int:
         """Into how many equal parts a packed bucket is cut."""
 
     @abstractmethod
-    def begin(self, step: int, turn: int) -> Handle:
+    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
         """Say that buckets are to be started.
 
         Args:
             step: The optimizer steps this rank has taken.
             turn: How many exchanges came before this one.
+            only: The buckets, by their indexes. Default: all.
 
         Returns:
             A check that all nodes do so after the same number of steps: the wait raises if not.
@@ -76,7 +84,7 @@ class Carrier(ABC):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> None:
+    ) -> list[int]:
         """Carry buckets now; blocks.
 
         Args:
@@ -84,6 +92,9 @@ class Carrier(ABC):
             turn: How many exchanges came before this one.
             only: The buckets, by their indexes. Default: all.
             take: Gets every bucket and what has arrived for it, packed. Default: replaces the bucket's values.
+
+        Returns:
+            The buckets for which nothing finite has arrived, the same on all ranks that carry them; they are not taken.
 
         Raises:
             CommunicationError: If a rank took another number of steps, or died.
@@ -100,6 +111,13 @@ class Carrier(ABC):
     @abstractmethod
     def anchor(self) -> None:
         """Take the replica's present values, equal on all ranks, as the last agreed ones."""
+
+    def is_void(self, move: Move) -> bool:
+        """Whether nothing finite has arrived, on all ranks alike; waits for it."""
+        return self.on_nonfinite != "ignore" and is_marked(move.flat, self.parts_of(move.index))
+
+    def restart(self, indexes: Sequence[int]) -> None:
+        """Go on from the replica's present values of some buckets, which were agreed on in another way."""
 
     @torch.no_grad()
     def whole(self, index: int, part: Tensor) -> Tensor:

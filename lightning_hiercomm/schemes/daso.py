@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes.agreement import Agreement
@@ -77,6 +78,7 @@ class DASO(Agreement):
         ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
     """
 
+    @checked_arguments
     def __init__(
         self,
         sync_every: int | Literal["auto"] = 4,

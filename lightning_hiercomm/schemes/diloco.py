@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
@@ -29,11 +30,11 @@ class DiLoCo(Agreement):
     ``wire_dtype="int4"``.
 
     **The agreed model** is a. So a validation or a checkpoint in mid-run knows nothing of the steps that the nodes have
-    taken since they sent what was merged last, of each fragment up to ``sync_every + staleness - 1``. A run that resumes
-    from a plain checkpoint goes on without them (``checkpoint_replicas=True`` keeps them); a run that ends has them all,
-    for it ends with an agreement on all fragments. A plain checkpoint keeps the outer optimizer's state, laid out as one
-    process would have it, so a run goes on from it on any number of nodes. Schedulers of the outer learning rate count
-    periods.
+    taken since they sent what was merged last, of each fragment up to ``sync_every + staleness - 1``. A run that goes
+    on from a plain checkpoint does so without them (``checkpoint_replicas=True`` keeps them); a run that ends has them
+    all, for it ends with an agreement on all fragments. A plain checkpoint keeps the outer optimizer's state, laid out
+    as one process would have it, so a run goes on from it on any number of nodes. Schedulers of the outer learning rate
+    count periods.
 
     NoLoCo exchanges with one random other node instead of all: see
     :class:`~lightning_hiercomm.schemes.agreement.Agreement`.
@@ -62,6 +63,7 @@ class DiLoCo(Agreement):
         ValueError: For arguments out of range, or an outer optimizer that needs whole tensors.
     """
 
+    @checked_arguments
     def __init__(
         self,
         sync_every: int | Literal["auto"] = 100,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.base import Scheme
@@ -28,6 +29,7 @@ from lightning_hiercomm.topology import Topology
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 
 _STEPS_COMPARED = 4
+_VERIFY_EVERY = 10
 
 
 class Gossip(Scheme):
@@ -94,6 +96,7 @@ class Gossip(Scheme):
     _segments: list[Bucket]
     _weights: list[list[float]]
 
+    @checked_arguments
     def __init__(
         self,
         graph: Graph | GraphName = "random_permutation",
@@ -179,8 +182,8 @@ class Gossip(Scheme):
 
     def update(self, optimizer_step: Callable[[], object] | None) -> None:
         """The optimizer steps x with gradients taken at z, after what arrived meanwhile was mixed in."""
-        self._merge()
-        if optimizer_step is None:
+        was_sick = self._merge()
+        if optimizer_step is None or was_sick:  # its gradients are those of what it was
             return
         weights, share = self._own_weights, self._share_of_updates
         self._scale(weights)
@@ -197,14 +200,19 @@ class Gossip(Scheme):
         One by one, so that the first is on the link while the next is packed, and shared with the node while the last
         are still on their way.
         """
+        if self.steps % _VERIFY_EVERY == 0:  # what differs stays different
+            self.verify()
+        is_sick = self.look(self._segments)
         exchange = self._in_flight.start(self.steps, self.steps + int(self.overlap))
+        exchange.is_sick = bool(is_sick)
         for index, weights in enumerate(self._weights):
-            exchange.moves.append(self._peers.start(index, self.steps, weights, self._background))
+            exchange.moves.append(self._peers.start(index, self.steps, weights, self._background, is_sick=is_sick))
 
     @torch.no_grad()
-    def _merge(self) -> None:
-        """Add what was sent last, segment by segment as it arrives."""
+    def _merge(self) -> bool:
+        """Add what was sent last, segment by segment as it arrives; whether this node was sick, and is healed."""
         node = self.topology.node
+        was_sick = False
         for exchange in self._in_flight.take_all():
             while exchange.moves:
                 move = exchange.moves.popleft()
@@ -216,12 +224,18 @@ class Gossip(Scheme):
                     self._weights[move.index][node],
                     after[node],
                 )
+                if exchange.is_sick:
+                    bucket.unpack(bucket.empty().zero_())
                 if before_mixing == after_mixing == 1.0:
                     bucket.add(move.flat)
                 else:
                     bucket.unpack(bucket.pack().mul_(before_mixing).add_(move.flat).div_(after_mixing))
                 self._weights[move.index] = after
             self.agreements += 1
+            was_sick |= exchange.is_sick
+        if was_sick:
+            self.begin_optimizer_anew()
+        return was_sick
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes.base import Gradients
@@ -36,6 +36,14 @@ class GradientPath(ABC):
             index: Its place among the model's buckets.
         """
 
+    def reduce_sparse(self, gradient: Tensor) -> Tensor:
+        """The average of a sparse gradient (``Embedding(sparse=True)``); blocks.
+
+        Args:
+            gradient: In COO layout, with other indices on every rank; not changed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} averages dense gradients only")
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know for an exact resume."""
         return {}
@@ -52,6 +60,9 @@ class Untouched(GradientPath):
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         return finished
+
+    def reduce_sparse(self, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class NodeMean(GradientPath):
@@ -70,12 +81,17 @@ class NodeMean(GradientPath):
             bucket.mul_(topology.weight_in_node)
         return topology.intra.all_reduce(bucket)
 
+    def reduce_sparse(self, gradient: Tensor) -> Tensor:
+        return sparse_sum(gradient * self._topology.weight_in_node, self._topology.intra)
+
 
 class WorldSum(GradientPath):
     """The mean over all ranks: summed inside the node by parts, part ``l`` between the nodes over lane ``l``.
 
     Between nodes ``2 (M - 1) / M`` of the gradients travel per node, against ``2 (R - 1) / R`` in a ring over all
     ranks. The three stages of successive pieces of a bucket overlap with each other and with the backward pass.
+
+    Sparse gradients are gathered from all ranks as they are, whatever the wire.
 
     Args:
         topology: The nodes and the ranks' weights.
@@ -104,6 +120,9 @@ class WorldSum(GradientPath):
         piece += -piece % topology.lanes
         *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
         return last
+
+    def reduce_sparse(self, gradient: Tensor) -> Tensor:
+        return sparse_sum(gradient * self._topology.rank_weight, self._topology.world)
 
     def close(self, timeout: float = 10.0) -> None:
         self._outbound.close(timeout)
@@ -160,7 +179,7 @@ class WorldSum(GradientPath):
 
 
 class NodesMean(GradientPath):
-    """The mean over the nodes of gradients that every rank holds for its part of the model, once it holds them.
+    """The mean over the nodes of gradients that every rank holds for its part of the model.
 
     Args:
         topology: The nodes and their weights.
@@ -175,13 +194,14 @@ class NodesMean(GradientPath):
         self._feedback: dict[int, Feedback] = {}
 
     @torch.no_grad()
-    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank") -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:
         """Average a bucket in place.
 
         Args:
             bucket: 1-D, as many equal parts as it has holders.
             index: Its place among the model's buckets.
             held_by: Which ranks of the node hold it.
+            waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
         """
         holders = self._topology.holders[held_by]
         part = holders.part(bucket.mul_(self._topology.node_weight))
@@ -190,7 +210,7 @@ class NodesMean(GradientPath):
             known = self._lane_sum.feedback(part)
             if known is not None:
                 self._feedback[index] = known
-        return _Completed(self._lane_sum.launch(part, known, waiting=True), lambda: holders.share(bucket).wait())
+        return _Completed(self._lane_sum.launch(part, known, waiting), lambda: holders.share(bucket).wait())
 
     def state_dict(self) -> dict[str, Any]:
         return {"feedback": [(index, feedback.state_dict()) for index, feedback in self._feedback.items()]}
@@ -211,6 +231,32 @@ class _Completed(Handle):
 
     def is_done(self) -> bool:
         return not self._steps
+
+
+def sparse_sum(gradient: Tensor, group: Communicator) -> Tensor:
+    """The sum of everyone's sparse tensors, whose indices and values are gathered; blocks.
+
+    Args:
+        gradient: In COO layout, of the same shape on every rank, with any number of entries.
+        group: Whose.
+
+    Returns:
+        The sum, coalesced: no entry that nobody had.
+    """
+    own = gradient.coalesce()
+    counts = torch.empty(group.size, dtype=torch.int64, device=own.device)
+    group.all_gather(counts, counts.new_tensor([own.indices().shape[1]])).wait()
+    entries = counts.tolist()
+
+    def gathered(rows: Tensor) -> Tensor:  # of unequal numbers, so all are as many as the most
+        padded = rows.new_zeros(max(entries), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        whole = rows.new_empty(group.size, *padded.shape)
+        group.all_gather(whole.view(-1), padded.view(-1)).wait()
+        return torch.cat([theirs[:count] for theirs, count in zip(whole, entries, strict=True)])
+
+    indices, values = gathered(own.indices().T.contiguous()), gathered(own.values().contiguous())
+    return torch.sparse_coo_tensor(indices.T, values, own.shape, check_invariants=False).coalesce()
 
 
 def gradient_path(

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
+
 Fairness = Literal["uniform", "cyclic", "roulette"] | None
 
 
@@ -75,6 +77,7 @@ class DirectedExponential(Graph):
         ValueError: If ``peers`` is not positive.
     """
 
+    @checked_arguments
     def __init__(self, peers: int = 1) -> None:
         if peers < 1:
             raise ValueError(f"peers={peers} must be a positive number of ranks to send to")
@@ -108,6 +111,7 @@ class RandomPermutation(Graph):
         ValueError: For any other ``fair``.
     """
 
+    @checked_arguments
     def __init__(self, fair: Fairness = "uniform", seed: int = 0) -> None:
         if fair not in ("uniform", "cyclic", "roulette", None):
             raise ValueError(f"fair={fair!r} must be 'uniform', 'cyclic', 'roulette' or None")

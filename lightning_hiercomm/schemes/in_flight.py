@@ -42,6 +42,8 @@ class Exchange:
         parts: Of the model, that it holds.
         check: That all nodes had taken the same number of steps.
         moves: Its buckets, in the order in which they arrive.
+        is_sick: Whether this node sent values that are not finite, and others go on without it.
+        void: Buckets that could not be merged, because nothing finite has arrived.
     """
 
     started: int
@@ -49,6 +51,8 @@ class Exchange:
     parts: Sequence[int]
     check: Handle = finished
     moves: deque[Move] = field(default_factory=deque)
+    is_sick: bool = False
+    void: list[int] = field(default_factory=list)
 
     @property
     def staleness(self) -> int:

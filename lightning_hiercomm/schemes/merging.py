@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.in_flight import Move
@@ -76,6 +77,7 @@ class Replace(Merge):
         ValueError: If ``keep_local`` is not a number from 0 to 1.
     """
 
+    @checked_arguments
     def __init__(self, keep_local: float = 0.0) -> None:
         if not 0.0 <= keep_local <= 1.0:
             raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take what arrives) to 1 (ignore it)")

@@ -1,7 +1,8 @@
-"""What can be said of any optimizer's state without knowing the optimizer."""
+"""What can be said of any optimizer, and of its state, without knowing it."""
 
 from __future__ import annotations
 
+import inspect
 from typing import TypeGuard
 
 from torch import Tensor
@@ -18,6 +19,18 @@ def class_names(optimizer: Optimizer) -> set[str]:
 def needs_whole_tensors(optimizer: Optimizer) -> bool:
     """Whether the update of one element depends on the others of its tensor, as far as is known of the class."""
     return bool(class_names(optimizer) & _NEED_WHOLE_TENSORS)
+
+
+def evaluates_loss(optimizer: Optimizer) -> bool:
+    """Whether a step evaluates the loss as often as it likes, as that of LBFGS does: it cannot do without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def wraps_another(optimizer: Optimizer) -> bool:
+    """Whether another optimizer inside makes the steps, as in Lookahead; often it has the param groups, too."""
+    held = vars(optimizer)
+    return "param_groups" not in held or any(isinstance(value, Optimizer) for value in held.values())
 
 
 def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.in_flight import Move
@@ -48,6 +49,7 @@ class OuterOptimizer(Merge):
 
     keeps_agreed = True
 
+    @checked_arguments
     def __init__(
         self,
         optimizer: OptimizerFactory | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from lightning_hiercomm.schemes.carrier import Carrier, Land
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.in_flight import Move
+from lightning_hiercomm.schemes.nonfinite import choose, is_asynchronous, is_marked, mark_of
 from lightning_hiercomm.topology import Holders, Topology
 
 
@@ -83,6 +85,7 @@ class Peers:
         weights: Sequence[float],
         background: Background,
         then: Callable[[Tensor], None] | None = None,
+        is_sick: bool | None = None,
     ) -> Move:
         """Send a share of a segment, and make room for what comes.
 
@@ -93,9 +96,13 @@ class Peers:
             background: Where the node gets what arrives, after what was started before.
             then: Does something to what arrived before the node shares it; on a rank that does not carry the segment,
                 to nothing.
+            is_sick: Whether what the node sends is not finite; None: nobody looks. Otherwise a peer that sends what is
+                not finite counts as one that holds the same as this node, and a node that is sick itself goes on with
+                the mean of what healthy peers send.
 
         Returns:
-            A move that brings what arrived less what was sent: what is to be added to the segment's x.
+            A move that brings what arrived less what was sent: what is to be added to the segment's x; to zero, if this
+            node is sick.
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
         if not self.carries(index) or inter is None:
@@ -109,7 +116,10 @@ class Peers:
 
             return Move(index, flat, flat, background.submit(receive))
         round_ = self.round(step, index)
-        share = bucket.pack().mul_(self._part(round_, weights, node))
+        own_part = self._part(round_, weights, node)
+        share = bucket.pack().mul_(own_part)
+        if is_sick and share.numel():
+            share[0] = math.nan
         payload = self._codec.encode(share)
         received = [torch.empty_like(payload) for _ in round_.receive_from[node]]
         arrived = inter.exchange(
@@ -121,23 +131,56 @@ class Peers:
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
 
+        def decoded(payload: Tensor, out: Tensor) -> Tensor:
+            return payload if travels_as_it_is else self._codec.decode(payload, out)
+
+        def is_finite(values: Tensor) -> Tensor:
+            return ~(values[:1].sum() if travels_as_it_is else mark_of([values])).isnan()  # a shard may be empty
+
         def collect() -> None:
             arrived.wait()
-            own = share if travels_as_it_is else self._codec.decode(payload, share)
-            change = flat if travels_as_it_is else self._codec.decode(received[0], flat)
-            self._compare(index, round_, weights, own, change)
-            change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
-            for other in received[1:]:
-                theirs = other if travels_as_it_is else self._codec.decode(other, torch.empty_like(own))
-                change.add_(theirs.sub_(own))
-            more_came = len(received) - len(round_.send_to[node])
-            if not self._push_sum:
-                change.div_(len(received) + 1)
-            elif more_came:
-                change.add_(own, alpha=more_came)
+            if is_sick is not False or travels_as_it_is:
+                own = decoded(payload, share)
+            else:  # what was too large for the wire, nobody takes
+                sent = decoded(payload, torch.empty_like(share))
+                own = choose(is_finite(sent), sent, lambda: share)
+
+            def theirs(place: int, out: Tensor) -> Tensor:
+                values = decoded(received[place], out)
+                if is_sick is None or (travels_as_it_is and not is_asynchronous(values) and not is_marked(values[:1])):
+                    return values
+                as_own = self._part(round_, weights, round_.receive_from[node][place]) / own_part
+                return choose(is_finite(values), values, lambda: own * as_own)
+
+            def of_the_healthy() -> Tensor:
+                total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
+                for place, peer in enumerate(round_.receive_from[node]):
+                    values = decoded(received[place], torch.empty_like(own))
+                    is_healthy = is_finite(values)
+                    total += torch.where(is_healthy, values / self._part(round_, weights, peer), 0.0)
+                    healthy += is_healthy
+                after = self.weights_after(step, index, weights)[node] if self._push_sum else 1.0
+                return total.mul_(after).div_(healthy)  # NaN, if nobody is
+
+            def mixed() -> Tensor:
+                change = theirs(0, flat)
+                self._compare(index, round_, weights, own, change)
+                change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
+                for place in range(1, len(received)):
+                    change.add_(theirs(place, torch.empty_like(own)).sub_(own))
+                more_came = len(received) - len(round_.send_to[node])
+                if not self._push_sum:
+                    change.div_(len(received) + 1)
+                elif more_came:
+                    change.add_(own, alpha=more_came)
+                return change
+
+            change = of_the_healthy() if is_sick else mixed()
+            if change is not flat:
+                flat.copy_(change)
             if then is not None:
-                then(change)
-            self.share(change, index).wait()
+                then(flat)
+            self.share(flat, index).wait()
 
         return Move(index, flat, flat, background.submit(collect))
 
@@ -171,6 +214,7 @@ class PeerMean(Carrier):
         through: Its twin.
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         land: As for :class:`~lightning_hiercomm.schemes.averaging.Average`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.base.Scheme.look`.
     """
 
     def __init__(
@@ -182,6 +226,7 @@ class PeerMean(Carrier):
         background: Background,
         wire: Wire,
         land: Land | None = None,
+        look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
     ) -> None:
         self.buckets = buckets
         self.topology = topology
@@ -189,6 +234,8 @@ class PeerMean(Carrier):
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
         self._land = land
+        self._look = look
+        self._sick: bool | None = None
         self.disagreement = self._peers.disagreement
         self._step = 0
         self.anchor()
@@ -197,8 +244,10 @@ class PeerMean(Carrier):
         if self._land is not None:
             self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
 
-    def begin(self, step: int, turn: int) -> Handle:
+    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
         self._step = step
+        self._sick = self._look(self.buckets if only is None else [self.buckets[index] for index in only])
+        self.is_sick = bool(self._sick)
         return finished  # ranks that come after different numbers of steps wait for others than those that come
 
     def start(
@@ -209,6 +258,8 @@ class PeerMean(Carrier):
         is_needed = self._peers.carries(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         background.uses(own)
+        if self.is_sick:
+            own.zero_()
 
         def land(change: Tensor) -> None:
             mean = change.add_(self.carried(own, index))
@@ -217,7 +268,7 @@ class PeerMean(Carrier):
                 mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        move = self._peers.start(index, self._step, equal_weights, background, land)
+        move = self._peers.start(index, self._step, equal_weights, background, land, self._sick)
         return Move(index, move.flat, own, move.arrived) if keep_sent else move
 
     def __call__(
@@ -226,13 +277,17 @@ class PeerMean(Carrier):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> None:
-        self.begin(step, turn)
+    ) -> list[int]:
+        self.begin(step, turn, only)
         moves = [self.start(index, self._background) for index in (range(len(self.buckets)) if only is None else only)]
         for move in moves:
             move.arrived.wait()
             self._background.hands_out(move.flat)
-            take(self.buckets[move.index], move.flat)
+            (Bucket.unpack if self.is_sick else take)(self.buckets[move.index], move.flat)
+        return []
+
+    def is_void(self, move: Move) -> bool:
+        return False
 
     def parts_of(self, index: int) -> int:
         return 1

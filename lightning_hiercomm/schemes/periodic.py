@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.when import Every
@@ -45,6 +46,7 @@ class PeriodicAveraging(Agreement):
         ValueError: If ``sync_every`` is not positive, nothing would ever agree, or arguments contradict each other.
     """
 
+    @checked_arguments
     def __init__(
         self,
         sync_every: int | Literal["auto"] | None = 50,
@@ -99,7 +101,7 @@ class PeriodicAveraging(Agreement):
 
     def update(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
-        if optimizer_step is not None:
+        if optimizer_step is not None and not self._was_sick:  # or its gradients are those of what it was
             optimizer_step()
 
     def after_step(self, last: bool) -> None:

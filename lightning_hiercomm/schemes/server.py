@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Piece, Replica
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError, OnNonfinite, is_asynchronous, is_marked, mark_of
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.topology import Topology
+
+log = logging.getLogger(__name__)
 
 ShardOn = Literal["elements", "parameters"]
 T = TypeVar("T")
@@ -168,6 +172,7 @@ class ShardedServer:
             optimizers that need whole ones; a param group is then one section, whose shards are padded to the largest,
             which costs bytes and memory when one tensor dominates the model.
         bucket_bytes: Upper bound of a section's size, if it cuts on elements. A small model has smaller ones.
+        on_nonfinite: Unless ``"ignore"``, a shard does not step with a mean that is too large for the wire.
     """
 
     def __init__(
@@ -180,8 +185,10 @@ class ShardedServer:
         wire: Wire,
         shard_on: ShardOn = "elements",
         bucket_bytes: int = 4 * 2**20,
+        on_nonfinite: OnNonfinite = "ignore",
     ) -> None:
         self.optimizer = optimizer
+        self._on_nonfinite = on_nonfinite
         self.wire = wire
         self._topology = topology
         self._pull_lane = pull_lane
@@ -216,11 +223,28 @@ class ShardedServer:
 
         def step() -> None:
             summed.wait()
-            shard.step(hyperparameters)
+            if self._is_usable(shard.mean):
+                shard.step(hyperparameters)
             if pull:
                 shard.start_pull(pull_lane)
 
         shard.stepped = self._background.submit(step)
+
+    def _is_usable(self, mean: Tensor) -> bool:
+        """Whether the shard may step with the sum of finite gradients; on CUDA it may, with zeros in their place."""
+        if self._on_nonfinite == "ignore" or not self.wire.is_lossy:
+            return True
+        mark = mark_of([mean])
+        if is_asynchronous(mean) and self._on_nonfinite == "skip":
+            mean.copy_(torch.where(mark.isnan(), 0.0, mean))
+            return True
+        if not is_marked(mark.view(1)):
+            return True
+        message = f"the nodes' gradients are finite, but not their sum as {self.wire.codec}"
+        if self._on_nonfinite == "raise":
+            raise NonfiniteError(f"{message}: use wire_dtype='bfloat16', clip gradients, or on_nonfinite='skip'")
+        log.warning("%s: a shard leaves out this step (on_nonfinite='skip')", message)
+        return False
 
     def expect_pulls(self) -> None:
         """Say that all sections of this iteration were pushed and told to pull; returns at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_hiercomm.arguments import check_fields, checked_arguments
 from lightning_hiercomm.replica import Replica
-from lightning_hiercomm.schemes.averaging import Average
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.optimizer_state import class_names, needs_whole_tensors
+from lightning_hiercomm.schemes.nonfinite import describe, is_marked, mark_of
+from lightning_hiercomm.schemes.optimizer_state import class_names, evaluates_loss, needs_whole_tensors, wraps_another
 from lightning_hiercomm.schemes.server import Section, ShardedServer, ShardOn
 
 
@@ -125,6 +127,11 @@ class DelayCompensation:
     decay: float = 0.95
     strength: float = 2.0
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must be from 0 to less than 1")
+
     def __call__(self, update: LocalUpdate) -> None:
         """Move the weights."""
         gradient = update.gradient
@@ -177,6 +184,9 @@ class StepsDelay(Scheme):
     weights; the other nodes' gradients still count. A parameter without gradient counts as one with gradient zero, so
     weight decay and momentum act on it.
 
+    **Not finite.** With ``on_nonfinite="skip"`` a node whose mean gradient is NaN or infinite does the same, and gets
+    the server's weights with its next pull. A shard whose gradients are too large for the wire leaves out that step.
+
     **The agreed model** is the server's weights, gathered on demand: for validation, checkpoints and at the end.
     Checkpoints hold the optimizer's state as if there were no shards, so they resume under plain DDP or on any number
     of ranks. The optimizer's ``state`` itself stays empty. Hooks on its ``step`` run once per iteration, before the
@@ -207,6 +217,7 @@ class StepsDelay(Scheme):
         ValueError: For arguments out of range; and, when bound, for optimizers that the scheme cannot serve.
     """
 
+    @checked_arguments
     def __init__(
         self,
         delay: int = 4,
@@ -253,6 +264,7 @@ class StepsDelay(Scheme):
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
         self._was_warming_up = False
+        self._has_warned_of_sparse = False
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
@@ -276,6 +288,7 @@ class StepsDelay(Scheme):
             self.wire,
             self.shard_on,
             replica.bucket_bytes,
+            self.on_nonfinite,
         )
         self._server.take_optimizer_state(server_state)
         self._start_from_replica()
@@ -299,12 +312,34 @@ class StepsDelay(Scheme):
                     "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
                     " scaled ones: use fused=False together with a gradient scaler"
                 )
-            if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in self.replica.parameters):
-                raise ValueError("StepsDelay cannot shard sparse gradients: use Embedding(..., sparse=False)")
+            self._make_dense()
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
         self._was_warming_up = self.phase == "warm-up"
-        self._iterate(self._server, has_gradient=optimizer_step is not None)
+        self._iterate(self._server, has_gradient=optimizer_step is not None and self._gradient_is_finite())
+
+    def _gradient_is_finite(self) -> bool:
+        """Whether the node's mean gradient may be used and sent."""
+        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
+        if self.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
+            return True
+        found = describe(self.replica, gradients=True)
+        return found is None or not self.note_sickness(found)
+
+    def _make_dense(self) -> None:
+        """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""
+        sparse = [p for p in self.replica.parameters if p.grad is not None and p.grad.is_sparse]
+        for parameter in sparse:
+            parameter.grad = parameter.grad.to_dense()  # type: ignore[union-attr]
+        if sparse and not self._has_warned_of_sparse:
+            self._has_warned_of_sparse = True
+            if self.topology.rank == 0:
+                names = ", ".join(self.replica.names.get(id(parameter), "a parameter") for parameter in sparse)
+                warnings.warn(
+                    f"StepsDelay makes the sparse gradients of {names} dense, and sends them whole: another scheme"
+                    " keeps them sparse inside the node, and Embedding(..., sparse=False) saves their conversion",
+                    stacklevel=2,
+                )
 
     def after_step(self, last: bool) -> None:
         if self._server is not None and self._was_warming_up:
@@ -332,6 +367,8 @@ class StepsDelay(Scheme):
         is_warming_up, has_arrived = self.phase == "warm-up", self._has_pulled
         pulls = is_warming_up or self._delayed_steps % self.delay == self.delay - 1
         hyperparameters = server.hyperparameters()
+        if pulls:
+            self.verify()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
             arrived = next(arrivals)
@@ -422,7 +459,7 @@ class StepsDelay(Scheme):
             return
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
-        Average(self.replica, self.topology, buckets=self.replica.buckets_of_buffers)(self.steps)
+        self.average_exactly(self.replica.buckets_of_buffers)
 
     @property
     def is_agreed(self) -> bool:
@@ -501,8 +538,19 @@ class StepsDelay(Scheme):
             raise ValueError(
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
-        if "lbfgs" in class_names(optimizer):
-            raise ValueError(f"StepsDelay cannot serve {kind}, which evaluates the loss several times per step")
+        if evaluates_loss(optimizer):
+            raise ValueError(
+                f"StepsDelay cannot serve {kind}, which evaluates the loss several times per step: use another scheme"
+            )
+        if wraps_another(optimizer):
+            raise ValueError(
+                f"StepsDelay cannot serve {kind}, which wraps another optimizer, for it makes one of the same class for"
+                " every shard: use the wrapped optimizer itself, or another scheme"
+            )
+        if "sparseadam" in class_names(optimizer):
+            raise ValueError(
+                f"StepsDelay makes sparse gradients dense, which {kind} does not take: use another optimizer, or scheme"
+            )
         if any("lr" not in group for group in optimizer.param_groups):
             raise ValueError(f"StepsDelay reads the learning rate from param_groups[...]['lr'], which {kind} lacks")
         is_layerwise = needs_whole_tensors(optimizer)

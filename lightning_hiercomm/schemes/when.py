@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from lightning_hiercomm.arguments import check_fields
+
 
 class When(ABC):
     """A schedule. It depends on counters that are the same on every rank, and on nothing else.
@@ -49,6 +51,7 @@ class Every(When):
     of: str = "run"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.period is not None and self.period < 1:
             raise ValueError(f"period={self.period} must be a positive number of steps")
         if self.of not in ("epoch", "run"):
@@ -79,6 +82,7 @@ class Staggered(When):
     period: int
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.period < 1:
             raise ValueError(f"period={self.period} must be a positive number of steps")
 

@@ -230,3 +230,33 @@ def test_sync_batchnorm_keeps_to_the_node(fit, scheme, monkeypatch):
     reports = fit(Synced(), {"scheme": scheme}, sync_batchnorm=True)
     nodes = [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [report["report"] for report in reports] == [("SyncBatchNorm", ranks) for ranks in nodes]
+
+
+class Words(Quadratic):
+    """Every rank looks up rows of its own."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(40, 3, sparse=sparse)
+
+    def training_step(self, batch, batch_idx):
+        words = (batch[0][:, :4].abs() * 20).long() % 40
+        return self.loss(batch[0], self.backbone, self.head) + self.rows(words).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_train_batch_end(self, *_):
+        self.report = self.rows.weight.grad.is_sparse
+
+
+@pytest.mark.feature(
+    "sparse gradients: Embedding(sparse=True)", note="with `steps_delay` they are made dense, after a warning"
+)
+def test_sparse_gradients_train_as_dense_ones_do(fit, scheme, scheme_name):
+    sparse, dense = (fit(Words(sparse), {"scheme": scheme}, max_epochs=2) for sparse in (True, False))
+    assert [report["report"] for report in sparse] == [scheme_name != "steps_delay"] * 4
+    same_bits(sparse)
+    assert not torch.allclose(dense[0]["state_dict"]["rows.weight"], Words(False).rows.weight, atol=1e-3)
+    for name, expected in dense[0]["state_dict"].items():
+        torch.testing.assert_close(sparse[0]["state_dict"][name], expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import json
 import os
@@ -44,6 +45,14 @@ class Oracle(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGKILL)
             if arguments.accident == "term":
                 os.kill(os.getpid(), signal.SIGTERM)
+            if arguments.accident == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if arguments.accident == "hold":
+                ctypes.PyDLL(None).pause()  # which keeps the interpreter's lock
+            if arguments.accident == "disk":
+                wait_as_for_a_disk(arguments.out / "fifo")
+            if arguments.accident == "sleep":
+                time.sleep(arguments.hang_timeout * 2)
         return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
 
     def configure_callbacks(self) -> list[pl.Callback]:
@@ -63,7 +72,25 @@ class Oracle(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.arange(float(self.arguments.steps * self.trainer.world_size)))
+        samples = torch.arange(float(self.arguments.steps * self.trainer.world_size))
+        if self.arguments.accident == "worker" and self.global_rank == self.arguments.victim:
+            return DataLoader(samples, num_workers=2, worker_init_fn=self.stop_worker)
+        return DataLoader(samples)
+
+    def stop_worker(self, worker: int) -> None:
+        (self.arguments.out / f"worker-{worker}").write_text(str(os.getpid()))
+        (self.arguments.out / "accident").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_as_for_a_disk(fifo: Path) -> None:
+    """Be stuck in the kernel as in a hung file system: until a child, here one that waits for a pipe, has executed."""
+    os.mkfifo(fifo)
+    libc = ctypes.CDLL(None)
+    actions, pid, nothing = ctypes.create_string_buffer(1024), ctypes.c_int(), (ctypes.c_char_p * 1)(None)
+    libc.posix_spawn_file_actions_init(actions)
+    libc.posix_spawn_file_actions_addopen(actions, 0, str(fifo).encode(), os.O_RDONLY, 0)
+    libc.posix_spawn(ctypes.byref(pid), b"/bin/true", actions, None, nothing, nothing)
 
 
 class Report(pl.Callback):
@@ -96,6 +123,7 @@ def main() -> None:
     parser.add_argument("--start-method", default="popen")
     parser.add_argument("--inter-node", default="torch")
     parser.add_argument("--control-port", type=int)
+    parser.add_argument("--hang-timeout", type=float, default=300.0)
     parser.add_argument("--cut-off", type=int, default=-1, help="the rank that cannot reach the control plane")
     parser.add_argument("--host-name", help="what this machine says it is called")
     parser.add_argument("--steps", type=int, default=5)
@@ -105,7 +133,9 @@ def main() -> None:
     parser.add_argument("--slow-seconds", type=float, default=0.0)
     parser.add_argument("--victim", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--accident", choices=["raise", "kill", "term", "leave"])
+    parser.add_argument(
+        "--accident", choices=["raise", "kill", "term", "leave", "stop", "hold", "disk", "sleep", "worker"]
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -127,6 +157,7 @@ def main() -> None:
             ranks_per_node=arguments.ranks_per_node,
             inter_node=arguments.inter_node,
             control_port=arguments.control_port,
+            hang_timeout=arguments.hang_timeout,
             start_method=arguments.start_method,
         ),
         max_epochs=arguments.epochs,

@@ -8,8 +8,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 BATCH, STEPS = 8, 12
@@ -40,8 +48,7 @@ class Net(pl.LightningModule):
 
     def shard(self) -> None:
         mesh = self.device_mesh["data_parallel"]
-        for layer in (self.net[0], self.net[2]):
-            fully_shard(layer, mesh=mesh)
+        fully_shard(self.net[2], mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 
     def loss(self, batch: Any) -> Tensor:
@@ -70,6 +77,14 @@ class Net(pl.LightningModule):
 
     def val_dataloader(self) -> DataLoader:
         return self.loader(2, 2)
+
+
+class Twice(Net):
+    """Calls its layers twice: FSDP2 then writes their gradients twice in a backward pass."""
+
+    def loss(self, batch: Any) -> Tensor:
+        half = len(batch[0]) // 2
+        return (super().loss([b[:half] for b in batch]) + super().loss([b[half:] for b in batch])) / 2
 
 
 class Dropped(Net):
@@ -101,13 +116,13 @@ class Meta(Net):
 
 
 class FeedForward(nn.Module):
-    """The block of Lightning's own example of tensor parallelism, with one output."""
+    """The block of Lightning's own example of tensor parallelism."""
 
-    def __init__(self, width: int = 6, hidden: int = 16) -> None:
+    def __init__(self, width: int = 6, hidden: int = 16, outputs: int = 1) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.w1 = nn.Linear(width, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, 1, bias=False)
+        self.w2 = nn.Linear(hidden, outputs, bias=False)
         self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,3 +147,97 @@ class TensorParallel(Net):
         dp_mesh = self.device_mesh["data_parallel"]
         if dp_mesh.size() > 1:
             fully_shard(self.net, mesh=dp_mesh)
+
+
+class Resumable(TensorParallel):
+    """Its samples follow from the step, and from whose they are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        whose = self.trainer.strategy.distributed_sampler_kwargs["rank"]
+        generator = torch.Generator().manual_seed(10 * self.trainer.global_step + whose)
+        x = torch.randn(2, 6, generator=generator)
+        return super().training_step((x, x.sum(1, keepdim=True).sin()), batch_idx)
+
+
+class Decoder(nn.Module):
+    """Embedding, a block with a residual, norm and head: what Lightning's own example makes of a language model."""
+
+    def __init__(self, vocabulary: int = 16, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.block = FeedForward(width, outputs=width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.register_buffer("rotation", self.rotations(width))
+
+    @staticmethod
+    def rotations(width: int) -> Tensor:
+        return torch.polar(torch.ones(width // 2), torch.arange(width // 2).float())
+
+    def reset_parameters(self) -> None:
+        with torch.device(self.rotation.device):
+            self.rotation = self.rotations(2 * len(self.rotation))
+
+    def draw(self) -> None:
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, std=0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.block(x)
+        return self.head(self.norm(x)).float()
+
+
+class LanguageModel(pl.LightningModule):
+    """As Lightning's example of tensor parallelism: made under ``init_module(empty_init=True)``; sequence parallel and
+    loss parallel; blocks whose activations are computed again, in mixed precision; values that come when training
+    starts, on every rank from its own random stream.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Decoder()
+        self.first: list[Tensor] = []
+        self.report: list[float] = []
+
+    def configure_model(self) -> None:
+        tp_mesh, dp_mesh = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+        whole, part = Replicate(), Shard(1)
+        plan = {
+            "embedding": RowwiseParallel(input_layouts=whole, output_layouts=part),
+            "block.norm": SequenceParallel(),
+            "block.w1": ColwiseParallel(input_layouts=part),
+            "block.w3": ColwiseParallel(input_layouts=part),
+            "block.w2": RowwiseParallel(output_layouts=part),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False),
+        }
+        parallelize_module(self.model, tp_mesh, plan)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        self.model.block = fully_shard(checkpoint_wrapper(self.model.block), mesh=dp_mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=dp_mesh, mp_policy=policy)
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+        self.model.draw()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.first = self.first or [parameter.to_local().clone() for parameter in self.parameters()]
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        logits = self.model(batch[:, :-1])
+        with loss_parallel():
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.report.append(loss.item())
+        return loss
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=True)
+
+    def train_dataloader(self) -> DataLoader:
+        first = torch.randint(16, (STEPS * BATCH, 1), generator=torch.Generator().manual_seed(1))
+        return DataLoader((first + torch.arange(9)) % 16, batch_size=BATCH // 4)  # each token follows from the last

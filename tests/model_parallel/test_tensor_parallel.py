@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
-from model_parallel.sharded import Meta, TensorParallel
+from model_parallel.sharded import STEPS, LanguageModel, Meta, Resumable, TensorParallel
 
 from lightning_hiercomm import (
+    DASO,
     AllReduce,
     DiLoCo,
     Gossip,
@@ -24,11 +26,13 @@ SCHEMES = {
     "diloco": lambda: DiLoCo(6, fragments=["net.w2"], staleness=1),
     "gossip": lambda: Gossip(segments=["net.w1"]),
 }
+WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, exchange="sharded")}
+SAVED_AT = 7
 
 
-def _fit(module, strategy, devices):
-    run = trainer(strategy, devices)
-    run.fit(module)
+def _fit(module, strategy, devices, resume=None, **arguments):
+    run = trainer(strategy, devices, max_epochs=1, **arguments)
+    run.fit(module, ckpt_path=resume)
     return {
         "state": whole_state(module),
         "held_by": sorted({b.held_by for s in getattr(run.strategy, "schemes", []) for b in s.replica.buckets}),
@@ -37,9 +41,9 @@ def _fit(module, strategy, devices):
     }
 
 
-def _on_eight(_):
+def _on_eight(folder):
     """Two nodes, each FSDP2 over two groups of two tensor parallel ranks."""
-    return {
+    results = {
         name: _fit(
             TensorParallel("adamw", replicas=4),
             HierarchicalModelParallelStrategy(make(), tensor_parallel_size=2, ranks_per_node=4),
@@ -47,23 +51,58 @@ def _on_eight(_):
         )
         for name, make in SCHEMES.items()
     }
+    results["saved"] = _fit_saving(folder, "directory", checkpoint_replicas=True)
+    results["resumed"] = _fit_saving(folder, "directory", _saved(folder, "directory"), checkpoint_replicas=True)
+    _fit_saving(folder, "file", save_distributed_checkpoint=False)
+    results["from file"] = _fit_saving(folder, "file", _saved(folder, "file"), save_distributed_checkpoint=False)
+    results["example"] = _fit_example(HierarchicalModelParallelStrategy(DiLoCo(4), "auto", 2, ranks_per_node=4), 8)
+    return results
 
 
-def _on_four(_):
+def _fit_example(strategy, devices):
+    run = trainer(strategy, devices, max_epochs=2)
+    with run.init_module(empty_init=True):
+        module = LanguageModel()
+    run.fit(module)
+    last = [parameter.to_local() for parameter in module.parameters()]
+    return {"first": module.first, "last": last, "losses": module.report}
+
+
+def _fit_saving(folder, name, resume=None, **arguments):
+    saves = ModelCheckpoint(folder / name, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
+    strategy = HierarchicalModelParallelStrategy(
+        SCHEMES["diloco"](), tensor_parallel_size=2, ranks_per_node=4, **arguments
+    )
+    module = Resumable("adamw", replicas=4)
+    return _fit(module, strategy, 8, resume, enable_checkpointing=True, callbacks=[saves])
+
+
+def _saved(folder, name):
+    return folder / name / f"step={SAVED_AT}.ckpt"
+
+
+def _on_four(folder):
     results = {
         name: _fit(
             TensorParallel("adamw", replicas=2),
             HierarchicalModelParallelStrategy(make(), tensor_parallel_size="auto", ranks_per_node=2),
             4,
         )
-        for name, make in SCHEMES.items()
+        for name, make in WITH_DASO.items()
     }
     results["plain"] = _fit(TensorParallel("adamw", replicas=2), ModelParallelStrategy(2, 2), 4)
     for name, make in SCHEMES.items():
         results["whole", name] = _fit(
             TensorParallel("adamw", replicas=4), HierarchicalStrategy(make(), ranks_per_node=2), 4
         )
+    results["whole, from file"] = _fit(
+        Resumable("adamw", replicas=4),
+        HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2),
+        4,
+        _saved(folder, "file"),
+    )
     results["meta"] = _begin_on_meta()
+    results["example"] = _fit_example(ModelParallelStrategy(2, 2), 4)
     return results
 
 
@@ -85,18 +124,23 @@ def _begin_on_meta():
 def _on_two(_):
     return {
         name: _fit(TensorParallel("adamw", replicas=2), HierarchicalStrategy(make(), ranks_per_node=1), 2)
-        for name, make in SCHEMES.items()
+        for name, make in WITH_DASO.items()
     }
 
 
 @pytest.fixture(scope="module")
-def on_eight(launch):
-    return launch(_on_eight, ranks=8)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tensor-parallel")
 
 
 @pytest.fixture(scope="module")
-def on_four(launch):
-    return launch(_on_four)
+def on_eight(launch, folder):
+    return launch(_on_eight, ranks=8, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def on_four(launch, folder, on_eight):
+    return launch(_on_four, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +153,7 @@ def _same(ours, expected):
         torch.testing.assert_close(ours["state"][parameter], values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", WITH_DASO)
 def test_tensor_parallel_nodes_train_like_nodes_of_one_rank(on_four, on_two, name):
     for results in on_four:
         _same(results[name], on_two[0][name])
@@ -122,10 +166,33 @@ def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, o
         _same(results[name], on_four[0]["whole", name])
         assert results[name]["held_by"] == ["rank", "tensor_parallel"]
     model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
-    if name == "periodic":  # agreements on 24 steps, and the first values: no copy of a part travels twice
+    if name == "periodic":  # agreements of 12 steps, and the first values: no copy of a part travels twice
         sent = sum(results[name]["inter_bytes"] for results in on_eight)
-        steps_told_apart = 6 * 8 * 8
-        assert sent <= model * (2 * 6 + 1) + steps_told_apart
+        steps_told_apart, padding = 4 * 8 * 8, 4 * 8  # at the end, too
+        assert sent <= model * (2 * 3 + 1) + steps_told_apart + padding
+
+
+def test_nodes_of_both_kinds_resume_to_the_bit(on_eight):
+    for results in on_eight:
+        assert results["resumed"]["losses"] == results["saved"]["losses"][SAVED_AT:]
+        for parameter, values in results["saved"]["state"].items():
+            assert torch.equal(results["resumed"]["state"][parameter], values), parameter
+
+
+def test_a_checkpoint_of_nodes_of_both_kinds_goes_to_ranks_that_hold_all(on_eight, on_four):
+    assert len(on_four[0]["whole, from file"]["losses"]) == STEPS - SAVED_AT
+    _same(on_four[0]["whole, from file"], on_eight[0]["from file"])
+
+
+def test_a_module_like_lightnings_example_trains_unchanged(on_eight, on_four):
+    plain = [results["example"]["losses"] for results in on_four]
+    for here, there in zip(on_eight[:4], on_eight[4:], strict=True):
+        ours, theirs = here["example"], there["example"]
+        for place in ("first", "last"):  # the nodes drew other values each
+            assert all(torch.equal(a, b) for a, b in zip(ours[place], theirs[place], strict=True))
+        assert ours["losses"] != theirs["losses"]
+        assert ours["losses"][-1] < 0.5 * ours["losses"][0]
+    assert plain[0][-1] < 0.5 * plain[0][0]
 
 
 def test_the_same_module_trains_under_lightnings_own_strategy(on_four):

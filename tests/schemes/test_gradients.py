@@ -217,3 +217,47 @@ def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
     for bucket in on_ranks(work, ((0, 1), (2, 3)), wire="int4"):
         assert not bucket[300].isfinite()
         assert bucket.isfinite().sum() >= 1000 - Quantized(4).block
+
+
+UNEQUAL = ((0, 1), (2, 3, 4))
+ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3]]  # what each rank looks up of an embedding of six rows
+
+
+def sparse_gradient(rank):
+    values = torch.arange(2.0 * len(ROWS[rank])).view(-1, 2) + rank
+    indices = torch.tensor([ROWS[rank]], dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, values, (6, 2), check_invariants=False)
+
+
+@pytest.mark.parametrize("weights", [None, (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("gradients", ["node", "world", "none"])
+def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradients, weights):
+    def work(path, topology):
+        dense = sparse_gradient(topology.rank).to_dense().view(-1)
+        path.reduce(dense).wait()
+        return dense.view(6, 2), path.reduce_sparse(sparse_gradient(topology.rank)).coalesce()
+
+    for rank, (dense, mean) in enumerate(on_ranks(work, UNEQUAL, gradients, weights=weights)):
+        torch.testing.assert_close(mean.to_dense(), dense)
+        node = next(ranks for ranks in UNEQUAL if rank in ranks)
+        looked_up = {"node": node, "world": range(5), "none": [rank]}[gradients]
+        assert mean.indices()[0].tolist() == sorted({row for other in looked_up for row in ROWS[other]})
+
+
+def test_a_sparse_gradient_that_nobody_has_is_empty():
+    for mean in on_ranks(lambda path, _: path.reduce_sparse(sparse_gradient(2)), ((0, 1),), "node"):
+        assert mean.shape == (6, 2)
+        assert mean.indices().numel() == 0
+
+
+def test_sparse_gradients_of_a_node_cost_its_entries_and_not_the_table():
+    table = 1_000_000
+
+    def work(path, topology):
+        rows = torch.arange(10) * (1 + topology.rank)
+        gradient = torch.sparse_coo_tensor(rows[None], torch.ones(10, 4), (table, 4), check_invariants=False)
+        path.reduce_sparse(gradient)
+        return topology.meter.bytes["intra"]
+
+    for sent in on_ranks(work, ((0, 1), (2, 3)), "node"):
+        assert 0 < sent < 1000

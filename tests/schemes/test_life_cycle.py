@@ -204,7 +204,10 @@ def settings(scheme: Scheme) -> Settings:
         average_optimizer_state=True,
         evaluate="consensus",
         checkpoint_replicas=False,
+        on_nonfinite="raise",
+        verify_replicas="off",
         control_port=None,
+        hang_timeout=None,
         bucket_mb=4.0,
     )
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import STEPS_DELAY_TABLE as TABLE
 from problems import train_with_momentum as train
+from pytorch_optimizer import Lookahead
 
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
@@ -393,6 +394,16 @@ class LARS(torch.optim.SGD):
     """Only the name matters here."""
 
 
+class ByClosure(torch.optim.Optimizer):
+    """Hands the loss to somebody else's minimiser, which needs no learning rate."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        return closure()
+
+
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "message"),
     [
@@ -400,6 +411,9 @@ class LARS(torch.optim.SGD):
         (lambda p: LARS(p, lr=0.1), {}, "local_update='sgd'"),
         (lambda p: LARS(p, lr=0.1), {"local_update": "sgd"}, "shard_on='parameters'"),
         (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
+        (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
+        (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
+        (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "dense, which SparseAdam does not take"),
         (None, {}, "needs the optimizer"),
     ],
 )
@@ -419,18 +433,29 @@ def test_adam_is_served_once_the_local_rule_is_named(arguments):
     assert runs[0].values.tolist() == runs[1].values.tolist() != [0.0]
 
 
-def test_sparse_gradients_and_fused_scaling_are_refused():
-    def sparse(run: Rank) -> None:
-        run.parameters[0].grad = torch.zeros(1, dtype=torch.float64).to_sparse()
-        run.scheme.step(lambda: run.optimizer.step())
-
+def test_fused_scaling_is_refused():
     def scaled(run: Rank) -> None:
         run.optimizer.found_inf = torch.zeros(1)
         run.train()
 
-    for work, message in ((sparse, "sparse"), (scaled, "fused=False")):
-        with pytest.raises(ValueError, match=message):
-            train(work, StepsDelay(1, 0))
+    with pytest.raises(ValueError, match="fused=False"):
+        train(scaled, StepsDelay(1, 0))
+
+
+def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
+    def work(run: Rank, is_sparse: bool) -> Rank:
+        for step in range(6):
+            gradient = torch.zeros(6, 2, dtype=torch.float64)
+            gradient[step % 3 + run.rank] = 1.0 + run.rank
+            run.parameters[0].grad = gradient.to_sparse(1) if is_sparse else gradient
+            run.scheme.step(lambda: run.optimizer.step())
+        return run
+
+    dense = train(lambda run: work(run, False), StepsDelay(2, 2), shapes={"table": (6, 2)})
+    with pytest.warns(UserWarning, match="makes the sparse gradients of table dense") as caught:
+        sparse = train(lambda run: work(run, True), StepsDelay(2, 2), shapes={"table": (6, 2)})
+    assert len(caught) == 1
+    assert torch.equal(sparse[0].values, dense[0].values)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Constructors that name the argument whose type is wrong."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CALLABLE = typing.get_origin(Callable[..., Any])
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    NoneType: "None",
+    _CALLABLE: "a function",
+}
+
+
+class ArgumentTypeError(TypeError, ValueError):
+    """An argument is of a wrong type: a ``TypeError``, and also a ``ValueError``, as all that constructors refuse."""
+
+
+def checked_arguments(function: F) -> F:
+    """Decorate a constructor so that what it is given has the types of its annotations.
+
+    Python lets ``sync_every="4"`` and ``sync_every=nan`` pass until a rank compares or divides, perhaps while others
+    wait for it. What the values must be is the constructor's own matter, strings of a ``Literal`` included.
+
+    Raises:
+        ArgumentTypeError: If a type is wrong, naming the argument.
+        ValueError: If a number is not finite, likewise.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # too many or unknown ones, which Python names itself
+            return function(*args, **kwargs)
+        check_types(given, typing.get_type_hints(function))
+        return function(*args, **kwargs)
+
+    return cast(F, checked)
+
+
+def check_fields(instance: object) -> None:
+    """The same for a dataclass, in its ``__post_init__``."""
+    check_types(vars(instance), typing.get_type_hints(type(instance)))
+
+
+def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """See that values, by name, have the types that hints, by name, say.
+
+    Raises:
+        ArgumentTypeError: If one has not, naming it.
+        ValueError: If a number is not finite, likewise.
+    """
+    for name, value in given.items():
+        if name not in hints:
+            continue
+        if not _fits(value, hints[name]):
+            kind = type(value).__name__
+            raise ArgumentTypeError(f"{name}={value!r} must be {_in_words(hints[name])}, not of type {kind}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return any(type(value) is type(option) for option in inner)
+    kind = origin or hint
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if kind is _CALLABLE:
+        return callable(value)
+    if not isinstance(kind, type):
+        return True
+    if kind is list or kind is Sequence:  # a configuration file knows lists only
+        return isinstance(value, (list, tuple)) and _all_fit(value, inner)
+    if kind is dict or kind is Mapping:
+        return isinstance(value, Mapping) and _all_fit(value, inner[:1]) and _all_fit(value.values(), inner[1:])
+    return isinstance(value, kind)
+
+
+def _all_fit(values: Iterable[Any], inner: Sequence[Any]) -> bool:
+    return not inner or all(_fits(value, inner[0]) for value in values)
+
+
+def _in_words(hint: Any) -> str:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_in_words(option) for option in inner))
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin in (list, Sequence) and inner:
+        return f"a list, of each {_in_words(inner[0])}"
+    kind = origin or hint
+    return _WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"

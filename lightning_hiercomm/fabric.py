@@ -1,0 +1,336 @@
+"""HierarchicalFabricStrategy: a scheme between nodes for training loops of one's own, on Lightning Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hiercomm import _lightning, traffic
+from lightning_hiercomm.replicas import Replicas, broadcast_values
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.verification import VerifyReplicas
+from lightning_hiercomm.settings import Settings
+from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.training_run import TrainingRun
+from lightning_hiercomm.world import connect_world, process_group
+
+
+class HierarchicalFabricStrategy(DDPStrategy):
+    """What :class:`~lightning_hiercomm.HierarchicalStrategy` is for a ``Trainer``, for ``lightning.fabric.Fabric``.
+
+    The ranks of a node agree on gradients at every step, through DDP over the node's own process group; the nodes agree
+    when, and how, the scheme says. The loop is yours, and a strategy cannot see where it begins and ends: say it with
+    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`agreed_model` is where to validate, and
+    ``fabric.save`` saves the agreed ones by itself. All of these are collective: every rank calls them, like
+    ``fabric.save``.
+
+    Example::
+
+        strategy = HierarchicalFabricStrategy(DASO(warmup_epochs=1, cooldown_epochs=1))
+        fabric = Fabric(strategy=strategy, devices=4, num_nodes=2)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+        for epoch in strategy.epochs(10):
+            for batch in loader:
+                fabric.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            with strategy.agreed_model():
+                validate(model)
+        fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
+
+    The last entry, if it is there, is the schemes' schedule (the steps taken, DASO's plateau, the outer optimizer's
+    state): load it in the same way, with ``fabric.load``, before :meth:`epochs`.
+
+    What belongs to the Trainer is not here: ``HeterogeneousBatches``, checkpoints of every rank's own parameters, and
+    the control plane that names a rank that died; without it the others end by the process group's timeout.
+
+    Args:
+        scheme: As for ``HierarchicalStrategy``, and so are the next nine.
+        ranks_per_node: The size of every node, or a list of sizes. Default: what the cluster environment says.
+        inter_node: ``"torch"`` or ``"mpi"``.
+        wire_dtype: Payload type of inter-node traffic.
+        wire_raw: Cast the parameters themselves, not their differences.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``.
+        on_nonfinite: What becomes of parameters that are NaN or infinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        verify_replicas: Compare the ranks of a node at agreements: ``"off"``, ``"warn"`` or ``"raise"``.
+        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
+        gradient_as_bucket_view: Let gradients lie in DDP's buckets, which saves a copy of them.
+        accelerator: As for Fabric's ``DDPStrategy``.
+        parallel_devices: As for Fabric's ``DDPStrategy``.
+        cluster_environment: As for Fabric's ``DDPStrategy``.
+        checkpoint_io: As for Fabric's ``DDPStrategy``.
+        precision: As for Fabric's ``DDPStrategy``.
+        process_group_backend: As for Fabric's ``DDPStrategy``.
+        timeout: As for Fabric's ``DDPStrategy``.
+        start_method: As for Fabric's ``DDPStrategy``.
+        **ddp_kwargs: Whatever ``torch.nn.parallel.DistributedDataParallel`` takes, such as ``find_unused_parameters``.
+
+    Attributes:
+        topology: The nodes; None before ``fabric.launch``.
+
+    Raises:
+        ValueError: For arguments that make no sense, naming what would be right.
+        TypeError: For keywords that neither this strategy nor ``DistributedDataParallel`` knows.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | SchemeName = "periodic",
+        ranks_per_node: int | list[int] | None = None,
+        inter_node: Literal["torch", "mpi"] = "torch",
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_raw: bool = False,
+        average_buffers: bool = True,
+        average_optimizer_state: bool = False,
+        on_nonfinite: OnNonfinite = "raise",
+        verify_replicas: VerifyReplicas = "off",
+        bucket_mb: float = 4.0,
+        gradient_as_bucket_view: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_kwargs: Any,
+    ) -> None:
+        _lightning.check_ddp_arguments(ddp_kwargs, type(self))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **ddp_kwargs,
+        )
+        self._settings = Settings.checked(
+            scheme=scheme,
+            batches=None,
+            ranks_per_node=ranks_per_node,
+            inter_node=inter_node,
+            wire_dtype=wire_dtype,
+            wire_raw=wire_raw,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            evaluate="consensus",
+            checkpoint_replicas=False,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
+            control_port=None,
+            hang_timeout=None,
+            bucket_mb=bucket_mb,
+        )
+        self._backward_sync_control = _lightning.FabricSyncControl()
+        self.topology: Topology | None = None
+        self._runs: list[TrainingRun] = []
+        self._has_begun = False
+        self._steps_of_epoch: int | None = None
+        self._loaded: list[list[dict[str, Any]]] = []
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+
+    # ---- the loop, as its author tells it ------------------------------------------------------------------------
+
+    def epochs(self, count: int, first: int = 0, steps: int | None = None) -> Iterator[int]:
+        """Numbers of epochs, to loop over: schemes learn where an epoch begins and ends, and where the run does.
+
+        After the last one every rank holds the agreed parameters, and training is over.
+
+        Args:
+            count: Epochs of the whole run.
+            first: Where a run that is resumed goes on.
+            steps: Optimizer steps of an epoch, if they are known: then an exchange that the end of the epoch would
+                make useless is left out, and schemes may count steps to the end of the run.
+
+        Yields:
+            ``first``, ..., ``count - 1``.
+        """
+        self._steps_of_epoch = steps
+        self._begin(count, None if steps is None else count * steps)
+        for epoch in range(first, count):
+            for run in self._runs:
+                run.begin_epoch(epoch, {})
+            yield epoch
+            for run in self._runs:
+                run.end_epoch()
+        self.finish()
+
+    @contextmanager
+    def agreed_model(self) -> Iterator[None]:
+        """Inside, every rank's modules hold the agreed parameters; afterwards training goes on from its own."""
+        with ExitStack() as agreed:
+            for run in self._runs:
+                agreed.enter_context(run.agreed_model())
+            yield
+
+    def finish(self) -> None:
+        """Training is over, and every rank holds the agreed parameters; for loops that do without :meth:`epochs`."""
+        for run in self._runs:
+            run.finish()
+
+    def communication(self) -> dict[str, float]:
+        """This rank's counters, and the schemes' present values; see ``HierarchicalStrategy.communication``."""
+        return traffic.communication(None if self.topology is None else self.topology.meter, self.schemes, None)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """One per optimizer, in the order of ``fabric.setup``."""
+        return [scheme for run in self._runs for scheme in run.schemes]
+
+    # ---- setting up ----------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        settings, place = self._settings, (self.node_rank, self.local_rank)
+        self.topology = connect_world(
+            self.global_rank, self.world_size, place, settings.ranks_per_node, settings.inter_node, self._timeout
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
+
+    @override
+    def setup_module(self, module: nn.Module) -> Any:
+        raise TypeError(self._err_msg_joint_setup_required())
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        raise TypeError(self._err_msg_joint_setup_required())
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Optimizer], Any]:
+        topology, settings = self._topology, self._settings
+        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
+        replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        run = TrainingRun(
+            settings.scheme,
+            replicas,
+            topology,
+            settings.wire,
+            settings.average_optimizer_state,
+            on_nonfinite=settings.on_nonfinite,
+            verify_replicas=settings.verify_replicas,
+        )
+        self._runs.append(run)
+        group = {"node": topology.intra, "world": topology.world, "none": None}[settings.scheme.gradients]
+        if group is None or group.size == 1 or not any(p.requires_grad for p in module.parameters()):
+            return module, optimizers, scheduler  # DDP has nothing to do
+        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
+        wrapped = super().setup_module(module)
+
+        def reduce(bucket: Any) -> Future[Tensor]:
+            gradients = bucket.buffer()
+            return run.gradients.reduce(gradients, bucket.index()).future(gradients)
+
+        _lightning.register_bucket_hook(wrapped, reduce)
+        return wrapped, optimizers, scheduler
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        for run in self._runs:
+            run.watch_loss(tensor)
+        super().backward(tensor, module, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if not self._has_begun:  # a loop without epochs is one
+            self._begin(None, None)
+            for run in self._runs:
+                run.begin_epoch(0, {})
+        step, run = super().optimizer_step, self._run_of(optimizer)
+        last = run.scheme_of(optimizer).step_in_epoch + 1 == self._steps_of_epoch
+        return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
+
+    def _begin(self, epochs: int | None, steps: int | None) -> None:
+        self._has_begun = True
+        for run in self._runs:
+            run.begin(epochs, steps)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.agreed_model():
+            super().save_checkpoint(*args, **kwargs)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._run_of(optimizer).scheme_of(optimizer).optimizer_state()
+
+    @override
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if not state:  # somebody only wants to read
+            return rest
+        for run in self._runs:
+            for scheme, optimizer in zip(run.schemes, run.optimizers, strict=True):
+                scheme.follow(run.replicas.of(optimizer))  # all ranks have read the same
+        if self._loaded:
+            if len(self._loaded) != len(self._runs):
+                raise ValueError(
+                    f"the checkpoint holds the schedules of {len(self._loaded)} modules, but {len(self._runs)} are set"
+                    " up: call fabric.setup(module, optimizer) for the same ones before fabric.load"
+                )
+            for run, schedules in zip(self._runs, self._loaded, strict=True):
+                run.load_schedules(schedules)
+            self._loaded = []
+        self._has_begun = False
+        return rest
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schemes' schedules, which are the same on every rank. Collective."""
+        return {"schedules": [run.schedules() for run in self._runs]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well."""
+        self._loaded = list(state["schedules"])
+
+    # ---- what is there from some moment on -----------------------------------------------------------------------
+
+    @property
+    def _topology(self) -> Topology:
+        if self.topology is None:
+            raise RuntimeError("there are no nodes yet: call fabric.launch() before fabric.setup(...)")
+        return self.topology
+
+    def _run_of(self, optimizer: Optimizer) -> TrainingRun:
+        for run in self._runs:
+            if any(own is optimizer for own in run.optimizers):
+                return run
+        raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")

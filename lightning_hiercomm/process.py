@@ -1,0 +1,128 @@
+"""What a rank knows about its own process, and does to it when the run is over."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_STANDARD_ERROR = 2
+
+
+def dump_stacks(why: str) -> None:
+    """Write the Python stacks of all threads to standard error."""
+    os.write(_STANDARD_ERROR, f"lightning_hiercomm: {why}\n".encode())
+    faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
+
+
+def end_on_urgent_data(connection: socket.socket) -> None:
+    """Let a peer that sends urgent data end this process, and have it dump its stacks before.
+
+    It needs no cooperation of the interpreter, whose lock may be held by a loop that never lets go: the kernel makes a
+    signal of the data, and two functions in C handle it. A stopped process gets it when it is continued.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGURG, ctypes.cast(libc._exit, ctypes.c_void_p))
+    faulthandler.register(signal.SIGURG, _STANDARD_ERROR, all_threads=True, chain=True)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+
+
+def survive_urgent_data() -> None:
+    """Undo :func:`end_on_urgent_data`."""
+    faulthandler.unregister(signal.SIGURG)
+    ctypes.CDLL(None).signal(signal.SIGURG, signal.SIG_DFL)
+
+
+def identity() -> list[str]:
+    """What tells this process from all others, of other machines and containers too, for :func:`end_process`."""
+    spaces = Path("/proc/self/ns/pid")
+    space = os.readlink(spaces) if spaces.is_symlink() else ""
+    return [f"{socket.gethostname()} {space}", str(os.getpid()), _started(os.getpid())]
+
+
+def end_process(who: Sequence[str], patience: float = 1.0) -> None:
+    """Kill a process that was given by its :func:`identity`, if it lives on this machine: a stopped one cannot end.
+
+    It is continued before, so that it dumps its stacks if urgent data are waiting for it.
+
+    Args:
+        who: The process.
+        patience: How many seconds it gets for that.
+    """
+    host, pid, started = who
+    if host != identity()[0]:
+        return
+    for number in (signal.SIGCONT, signal.SIGKILL):
+        if not started or started != _started(int(pid)):
+            return
+        with contextlib.suppress(OSError):
+            os.kill(int(pid), number)
+        if number == signal.SIGCONT:
+            time.sleep(patience)
+
+
+def _started(pid: int) -> str:
+    """When a process started, in ticks since the machine did: its number may belong to another one by now."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+class Stuck:
+    """Looks whether the main thread, or a worker that it may wait for, is stuck.
+
+    A thread that waits for a hung file system does so in a state that nothing interrupts, and is not scheduled once;
+    nor is one that is stopped. Other waits, for data or other ranks, are in other states. Only Linux tells.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[tuple[str, ...], float]] = {}
+
+    def look(self) -> tuple[str, float]:
+        """What is stuck and for how many seconds, as far as has been looked."""
+        workers = [child.pid for child in multiprocessing.active_children() if child.daemon]
+        seen = {pid: self._look_at(pid) for pid in (os.getpid(), *workers) if pid is not None}
+        self._seen = {pid: state for pid, state in seen.items() if state is not None}
+        if not self._seen:
+            return "", 0.0
+        pid, (_, since) = min(self._seen.items(), key=lambda item: item[1][1])
+        return "its main thread" if pid == os.getpid() else f"its worker {pid}", time.monotonic() - since
+
+    def _look_at(self, pid: int) -> tuple[tuple[str, ...], float] | None:
+        """How often the process's main thread was scheduled, and since when that has been so; None if not stuck."""
+        try:
+            lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
+        except OSError:
+            return None
+        states = ("State:\tD", "State:\tT", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+        now = tuple(line for line in lines if line.startswith(states))
+        before, since = self._seen.get(pid, ((), 0.0))
+        return None if len(now) < 3 else (now, since if now == before else time.monotonic())
+
+
+def end_children() -> None:
+    """Kill what this process has started with multiprocessing, such as a dataloader's workers.
+
+    They are asked to end otherwise, which those that are stuck do not.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a dataloader's worker is killed
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def end_children_at_exit() -> None:
+    """Call :func:`end_children` when this process ends by itself, before multiprocessing waits for them."""
+    multiprocessing.util.Finalize(None, end_children, exitpriority=100)

@@ -1,0 +1,213 @@
+"""Loops on Fabric train what a Trainer trains."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalFabricStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+
+EPOCHS, STEPS = 2, 4
+SCHEMES = {
+    "all_reduce": AllReduce(),
+    "periodic": PeriodicAveraging(3),
+    "alone": PeriodicAveraging(3, gradients="none"),
+    "daso": DASO(2, 1, warmup_epochs=1, cooldown_epochs=0),
+    "steps_delay": StepsDelay(2, 2),
+    "gossip": Gossip(hierarchical=False, overlap=True),
+}
+
+
+class Net(pl.LightningModule):
+    """Without ``state``, a node's parameters are all that it has of its own between two agreements."""
+
+    def __init__(self, state=True) -> None:
+        super().__init__()
+        self.state = state
+        norm = nn.BatchNorm1d(4) if state else nn.Identity()
+        self.layers = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 1))
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) + index / 10)
+
+    def forward(self, batch):
+        return (self.layers(batch).squeeze(1) - batch.sum(1)).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9 if self.state else 0.0)
+
+    def train_dataloader(self, shuffle=True):
+        samples = torch.randn(4 * STEPS * 4, 3, generator=torch.Generator().manual_seed(0))
+        return DataLoader(samples, batch_size=4, shuffle=shuffle)
+
+
+def by_trainer(scheme, folder):
+    class Report(pl.Callback):
+        def on_fit_end(self, trainer, pl_module):
+            torch.save(pl_module.state_dict(), folder / f"trainer-{trainer.global_rank}.pt")
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork")
+    pl.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=EPOCHS, callbacks=[Report()], **quiet).fit(
+        Net()
+    )
+    return [torch.load(folder / f"trainer-{rank}.pt") for rank in range(4)]
+
+
+def launched(scheme, work, *arguments, **settings):
+    """``work(fabric, strategy)`` on two nodes of two ranks."""
+    strategy = HierarchicalFabricStrategy(scheme, ranks_per_node=2, start_method="fork", **settings)
+    Fabric(accelerator="cpu", devices=4, strategy=strategy).launch(work, strategy, *arguments)
+
+
+def set_up(fabric, state=True, shuffle=True):
+    module = Net(state)
+    loader = fabric.setup_dataloaders(module.train_dataloader(shuffle))
+    return *fabric.setup(module, module.configure_optimizers()), loader
+
+
+def train_epoch(fabric, model, optimizer, loader):
+    for batch in loader:
+        fabric.backward(model(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loop(fabric, strategy, folder):
+    model, optimizer, loader = set_up(fabric)
+    for _ in strategy.epochs(EPOCHS, steps=len(loader)):
+        train_epoch(fabric, model, optimizer, loader)
+        with strategy.agreed_model():
+            agreed = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            assert (agreed == agreed[0]).all()
+    torch.save(model.state_dict(), folder / f"fabric-{fabric.global_rank}.pt")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_loop_trains_what_a_trainer_trains_to_the_bit(scheme, tmp_path):
+    launched(scheme, loop, tmp_path)
+    expected = by_trainer(scheme, tmp_path)
+    for rank in range(4):
+        state = torch.load(tmp_path / f"fabric-{rank}.pt")
+        assert state.keys() == expected[rank].keys()
+        for name, value in state.items():
+            assert torch.equal(value, expected[rank][name]), name
+
+
+def first_half(fabric, strategy, path):
+    model, optimizer, loader = set_up(fabric, state=False, shuffle=False)  # Fabric's loaders forget the epoch
+    for epoch in strategy.epochs(EPOCHS):
+        train_epoch(fabric, model, optimizer, loader)
+        if epoch == 0:
+            own = next(model.parameters()).detach().clone()
+            fabric.save(path, {"model": model, "optimizer": optimizer, "schedule": strategy})
+            assert torch.equal(own, next(model.parameters())), "saving must not touch what trains"
+    torch.save(model.state_dict(), path.with_name(f"whole-{fabric.global_rank}.pt"))
+
+
+def second_half(fabric, strategy, path):
+    model, optimizer, loader = set_up(fabric, state=False, shuffle=False)
+    fabric.load(path, {"schedule": strategy, "model": model, "optimizer": optimizer})
+    assert strategy.schemes[0].steps == STEPS
+    assert strategy.schemes[0].phase in ("delay", "training")
+    for _ in strategy.epochs(EPOCHS, first=1):
+        train_epoch(fabric, model, optimizer, loader)
+    torch.save(model.state_dict(), path.with_name(f"resumed-{fabric.global_rank}.pt"))
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), StepsDelay(2, STEPS), DiLoCo(2)], ids=repr)
+def test_a_loop_resumes_where_it_agreed(scheme, tmp_path):
+    # all of them agree with the last step of the first epoch, so nothing is lost in the checkpoint
+    launched(scheme, first_half, tmp_path / "half.ckpt")
+    launched(scheme, second_half, tmp_path / "half.ckpt")
+    for rank in range(4):
+        whole, resumed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("whole", "resumed"))
+        for name, value in whole.items():
+            torch.testing.assert_close(resumed[name], value, msg=name)
+
+
+def without_epochs(fabric, strategy, folder):
+    module = Net()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    assert isinstance(model._forward_module, DistributedDataParallel)
+    loader = fabric.setup_dataloaders(module.train_dataloader())
+    for index, batch in enumerate(loader):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            fabric.backward(model(batch) / 2)
+        if index % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    strategy.finish()
+    counted = strategy.communication()
+    assert (counted["steps"], counted["agreements"]) == (2, 1)
+    assert counted["inter_bytes"] > 0
+    weights = fabric.all_gather(module.layers[0].weight)
+    assert (weights == weights[0]).all()
+
+
+def test_a_loop_without_epochs_accumulates_and_clips(tmp_path):
+    launched(PeriodicAveraging(2), without_epochs, tmp_path)
+
+
+def two_modules(fabric, strategy):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    one, sgd = fabric.setup(first, torch.optim.SGD(first.parameters(), 0.1))
+    two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
+    for step in range(4):
+        batch = torch.full((2, 2), float(fabric.global_rank + step))
+        fabric.backward(two(one(batch)).square().mean())
+        for optimizer in (sgd, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [scheme.agreements for scheme in strategy.schemes] == [2, 2]
+    strategy.finish()
+    for module in (first, second):
+        weights = fabric.all_gather(module.weight)
+        assert (weights == weights[0]).all()
+
+
+def test_every_module_has_a_scheme_of_its_own():
+    launched(PeriodicAveraging(2), two_modules)
+
+
+def test_names_are_registered_with_fabric():
+    strategy = Fabric(accelerator="cpu", devices=1, strategy="hierarchical_daso").strategy
+    assert type(strategy) is HierarchicalFabricStrategy
+    assert isinstance(strategy._settings.scheme, DASO)
+
+
+def test_what_is_set_up_in_another_order_is_refused_by_name():
+    strategy = HierarchicalFabricStrategy()
+    with pytest.raises(RuntimeError, match=r"call fabric.launch\(\) before fabric.setup"):
+        strategy.setup_module_and_optimizers(nn.Linear(1, 1), [])
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    with pytest.raises(TypeError, match="does not support setting up the module and optimizer"):
+        fabric.setup_module(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match="set it up together with its module"):
+        strategy.optimizer_step(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
+
+
+def test_bad_arguments_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"HierarchicalFabricStrategy has no argument 'rank_per_node'\. Did you mean"):
+        HierarchicalFabricStrategy(rank_per_node=2)
+    with pytest.raises(ValueError, match="scheme='telepathy' is unknown"):
+        HierarchicalFabricStrategy("telepathy")

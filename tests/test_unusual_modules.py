@@ -1,0 +1,89 @@
+"""Modules and optimizers that are rare, and easy to get wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import Quadratic, same_bits
+from torch import nn
+from torch.multiprocessing.spawn import ProcessException
+
+from lightning_hiercomm import AllReduce, PeriodicAveraging
+
+
+class Lazy(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(1)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_lazy_modules_are_refused_with_ddps_sentence(fit, ranks_per_node):
+    with pytest.raises(ProcessException) as refused:
+        fit(Lazy(), {"ranks_per_node": ranks_per_node}, devices=2)
+    sentence = r"RuntimeError: Modules with uninitialized parameters \(head.weight, head.bias\) can't be used"
+    refused.match(sentence)
+    refused.match("Run a dummy forward pass to correctly initialize")
+
+
+class Searching(Quadratic):
+    """How often LBFGS evaluates the loss depends on the loss."""
+
+    def __init__(self, automatic: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.report = 0
+
+    def training_step(self, batch, batch_idx):
+        def closure():
+            self.report += 1
+            # not quadratic, or a single step leads to the minimum
+            return self.loss(batch[0]) + 0.1 * sum(p.square().square().sum() for p in self.parameters())
+
+        if self.automatic_optimization:
+            return closure()
+
+        def closure_with_gradients():
+            optimizer.zero_grad()
+            loss = closure()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer = self.optimizers()
+        return optimizer.step(closure_with_gradients)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=20, line_search_fn="strong_wolfe")
+
+
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_ranks_of_a_node_search_one_line_and_find_what_one_device_does(fit, automatic):
+    ours = fit(Searching(automatic), {"scheme": PeriodicAveraging(2)}, devices=2, precision="64-true")
+    (one,) = fit(Searching(automatic), "auto", devices=1, precision="64-true")
+    assert ours[0]["report"] == ours[1]["report"]
+    for name, expected in one["state_dict"].items():
+        torch.testing.assert_close(ours[0]["state_dict"][name], expected)
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=["all_reduce", "periodic"])
+def test_nodes_that_evaluate_the_loss_unequally_often_agree(fit, scheme):
+    reports = fit(Searching(), {"scheme": scheme}, max_epochs=2)
+    same_bits(reports)
+    counts = [report["report"] for report in reports]
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3]
+    assert (counts[0] == counts[2]) == (scheme.gradients == "world")
+
+
+class PartlyUsed(Quadratic):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0], self.head)
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=["all_reduce", "periodic"])
+def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, scheme):
+    remedy = r"has parameters that were not used.* `strategy=HierarchicalStrategy\(find_unused_parameters=True\)`"
+    with pytest.raises(ProcessException, match=remedy) as told:
+        fit(PartlyUsed(), {"scheme": scheme})
+    assert "DDPStrategy" not in str(told.value)
+    same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
