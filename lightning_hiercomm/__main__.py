@@ -65,6 +65,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--all", action="store_true", help="show all settings, not only the best of each scheme")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     plan.add_argument("--plot", metavar="FILE.png", help="also draw it")
+
+    simulate = commands.add_parser(
+        "simulate", help="train up to 512 replicas on this machine, and see what a scheme costs in accuracy"
+    )
+    simulate.add_argument("--preset", help="a paper's question: 000, 001, 002, 003 or diloco")
+    simulate.add_argument("--scheme", nargs="+", metavar="NAME", help="without --preset: these, beside all_reduce")
+    simulate.add_argument("--scheme-args", metavar="JSON", help="arguments of the one scheme of --scheme")
+    simulate.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes, one after another")
+    simulate.add_argument("--ranks-per-node", type=int, help="with --scheme: of each node; default: 1")
+    simulate.add_argument("--wire", choices=("bfloat16", "float16", "int8", "int4"), help="what travels between nodes")
+    simulate.add_argument("--task", help="digits (needs scikit-learn), characters, or mnist1d (needs mnist1d)")
+    simulate.add_argument("--epochs", type=float, help="how often as many examples are seen as there are")
+    simulate.add_argument("--batch", type=int, help="with --scheme: examples that a rank takes per step")
+    simulate.add_argument("--seeds", type=int, default=1, help="runs of each; default: %(default)s")
+    simulate.add_argument("--profile", metavar="FILE", help="whose clock: what `probe` wrote")
+    simulate.add_argument("--params", help="the same, of the model that is played: 1.3e9, 350m")
+    simulate.add_argument("--step-time", help="the same, of a step without communication: 0.4, 250ms")
+    simulate.add_argument("--inter", help="the same, of the bandwidth between nodes: 10gbit")
+    simulate.add_argument("--json", action="store_true", help="print everything as JSON")
+    simulate.add_argument("--plot", metavar="FILE.png", help="also draw accuracy and loss against predicted time")
     return parser
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,9 +41,8 @@ class ThreadWorld:
     def __init__(self, size: int, timeout: float = 20.0) -> None:
         self.size = size
         self.timeout = timeout
-        self._changed = threading.Condition()
-        self._posts: dict[Hashable, dict[int, Any]] = defaultdict(dict)
-        self._readers: dict[Hashable, int] = defaultdict(int)
+        self._lock = threading.Lock()
+        self._meetings: dict[Hashable, _Meeting] = defaultdict(_Meeting)
         self._failure: tuple[int, BaseException] | None = None
 
     def run(self, work: Callable[[int, ThreadWorld], T]) -> list[T]:
@@ -54,9 +53,10 @@ class ThreadWorld:
             try:
                 results[rank] = work(rank, self)
             except BaseException as error:
-                with self._changed:
+                with self._lock:
                     self._failure = self._failure or (rank, error)
-                    self._changed.notify_all()
+                    for meeting in self._meetings.values():
+                        meeting.is_over.set()
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
@@ -84,34 +84,59 @@ class ThreadWorld:
 
         return connect
 
-    def post(self, key: Hashable, rank: int, value: Any) -> None:
-        """Leave ``value`` for whoever collects ``key``."""
-        with self._changed:
-            self._posts[key][rank] = value
-            self._changed.notify_all()
+    def post(self, key: Hashable, rank: int, value: Any, senders: int) -> None:
+        """Leave ``value`` for whoever collects ``key``; so do ``senders`` ranks."""
+        with self._lock:
+            meeting = self._meetings[key]
+            meeting.values[rank] = value
+            if len(meeting.values) == senders:
+                meeting.is_over.set()
 
-    def collect(self, key: Hashable, senders: int, readers: int) -> dict[int, Any]:
-        """Block until ``senders`` ranks posted ``key``; the last of ``readers`` to read clears it."""
-        deadline = time.monotonic() + self.timeout
-        with self._changed:
-            while len(self._posts[key]) < senders:
-                if self._failure is not None:
-                    rank, error = self._failure
-                    raise CommunicationError(f"rank {rank} failed: {error!r}") from error
-                if time.monotonic() >= deadline:
-                    missing = senders - len(self._posts[key])
-                    raise CommunicationError(f"{missing} rank(s) did not join {key} within {self.timeout} s")
-                self._changed.wait(timeout=1.0)
-            values = self._posts[key]
-            self._readers[key] += 1
-            if self._readers[key] == readers:
-                del self._posts[key], self._readers[key]
-            return values
+    def collect(self, key: Hashable, senders: int, readers: int, together: Callable[[dict[int, Any]], T]) -> T:
+        """Block until ``senders`` ranks posted ``key``.
+
+        Args:
+            key: Of the meeting; the last of its readers clears it.
+            senders: How many post.
+            readers: How many collect.
+            together: What becomes of all values, by rank. The first reader computes it for all: nobody may change it.
+        """
+        with self._lock:
+            meeting = self._meetings[key]
+            if self._failure is not None:
+                meeting.is_over.set()
+        if not meeting.is_over.wait(self.timeout):
+            missing = senders - len(meeting.values)
+            raise CommunicationError(f"{missing} rank(s) did not join {key} within {self.timeout} s")
+        if len(meeting.values) < senders:
+            assert self._failure is not None
+            rank, error = self._failure
+            raise CommunicationError(f"rank {rank} failed: {error!r}") from error
+        with meeting.reading:
+            if meeting.readers == 0:
+                meeting.result = together(meeting.values)
+            meeting.readers += 1
+            if meeting.readers == readers:
+                with self._lock:
+                    del self._meetings[key]
+        result: T = meeting.result
+        return result
 
     def is_posted(self, key: Hashable, senders: int) -> bool:
         """Whether :meth:`collect` would return at once."""
-        with self._changed:
-            return len(self._posts.get(key, ())) >= senders
+        with self._lock:
+            return key in self._meetings and len(self._meetings[key].values) >= senders
+
+
+class _Meeting:
+    """What ranks leave for each other in one place."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.is_over = threading.Event()
+        self.reading = threading.Lock()
+        self.readers = 0
+        self.result: Any = None
 
 
 class _ThreadCommunicator(Communicator):
@@ -126,40 +151,37 @@ class _ThreadCommunicator(Communicator):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         key = self._next_key()
-        self._world.post(key, self.rank, value)
-        values = self._world.collect(key, self.size, self.size)
-        return [values[rank] for rank in range(self.size)]
+        self._world.post(key, self.rank, value, self.size)
+        return self._world.collect(
+            key, self.size, self.size, lambda values: [values[rank] for rank in range(self.size)]
+        ).copy()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
-        def finish(parts: dict[int, Tensor]) -> None:
-            tensor.copy_(self._reduce([parts[rank] for rank in range(self.size)], op))
-
-        return self._collective(tensor, finish, (tensor,))
+        return self._collective(tensor, partial(self._reduce, op=op), tensor.copy_, borrowed=True)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        def finish(parts: dict[int, Tensor]) -> None:
-            output.copy_(self._reduce([parts[rank].chunk(self.size)[self.rank] for rank in range(self.size)], "sum"))
+        def finish(whole: Tensor) -> None:
+            output.copy_(whole.chunk(self.size)[self.rank])
 
-        return self._collective(tensor, finish, (tensor,))
+        return self._collective(tensor, self._reduce, finish, borrowed=True)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        def finish(parts: dict[int, Tensor]) -> None:
-            output.copy_(torch.cat([parts[rank] for rank in range(self.size)]))
+        def together(parts: dict[int, Tensor]) -> Tensor:
+            return torch.cat([parts[rank] for rank in range(self.size)])
 
-        return self._collective(tensor, finish, (tensor,))
+        return self._collective(tensor, together, output.copy_, borrowed=True)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._collective(tensor, lambda parts: tensor.copy_(parts[source]), ())
+        return self._collective(tensor, lambda parts: parts[source], tensor.copy_, borrowed=False)
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         for tensor, peer in send:
-            self._world.post(self._letter(self.rank, peer), self.rank, tensor.clone())
+            self._world.post(self._letter(self.rank, peer), self.rank, tensor.clone(), 1)
         letters = [(buffer, self._letter(peer, self.rank)) for buffer, peer in receive]
 
         def finish() -> None:
             for buffer, key in letters:
-                (value,) = self._world.collect(key, 1, 1).values()
-                buffer.copy_(value)
+                buffer.copy_(self._world.collect(key, 1, 1, lambda values: next(iter(values.values()))))
 
         def is_done() -> bool:
             return all(self._world.is_posted(key, 1) for _, key in letters)
@@ -168,23 +190,27 @@ class _ThreadCommunicator(Communicator):
         return _ThreadHandle(self, finish, is_done, device, [(tensor, tensor.clone()) for tensor, _ in send])
 
     def _collective(
-        self, tensor: Tensor, finish: Callable[[dict[int, Tensor]], object], borrowed: Sequence[Tensor]
+        self,
+        tensor: Tensor,
+        together: Callable[[dict[int, Tensor]], Tensor],
+        finish: Callable[[Tensor], object],
+        borrowed: bool,
     ) -> Handle:
-        key = self._next_key()
-        self._world.post(key, self.rank, tensor.clone())
+        key, sent = self._next_key(), tensor.detach().clone()
+        self._world.post(key, self.rank, sent, self.size)
         return _ThreadHandle(
             self,
-            lambda: finish(self._world.collect(key, self.size, self.size)),
+            lambda: finish(self._world.collect(key, self.size, self.size, together)),
             lambda: self._world.is_posted(key, self.size),
             tensor.device,
-            [(tensor, tensor.clone()) for tensor in borrowed],
+            [(tensor, sent)] if borrowed else [],
         )
 
     @staticmethod
-    def _reduce(parts: Sequence[Tensor], op: Reduction) -> Tensor:
+    def _reduce(parts: Mapping[int, Tensor], op: Reduction = "sum") -> Tensor:
         result = parts[0].clone()
-        for part in parts[1:]:
-            result = torch.maximum(result, part) if op == "max" else result + part
+        for rank in range(1, len(parts)):
+            (torch.maximum if op == "max" else torch.add)(result, parts[rank], out=result)
         return result
 
     def _next_key(self) -> Hashable:

@@ -48,12 +48,28 @@ class Cost:
         delay: Seconds after which the last message is there; others may be on the link meanwhile.
         processor_seconds: Of each rank that takes part.
         bytes: That each rank sends.
+        longer: How many times as long it takes while the processors are busy with something else, too.
     """
 
     seconds: float
     delay: float
     processor_seconds: float
     bytes: float
+    longer: float = 1.0
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a link's moves and training do to each other where processors are scarce.
+
+    Attributes:
+        later: Seconds by which a move ends later while the processors are busy with something else, too: its threads
+            wait for their turns.
+        work: How many times what its process is billed for a move takes of the processors.
+    """
+
+    later: float = 0.0
+    work: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,7 @@ class Link:
         algorithm: Of collectives, see :func:`rounds_of`.
         stream_bandwidth: What one rank alone reaches, if that is less than ``bandwidth``.
         curves: Measured costs by move; they take precedence over the numbers above.
+        beside: What moves and training do to each other.
     """
 
     bandwidth: float
@@ -113,6 +130,7 @@ class Link:
     algorithm: Algorithm = "halving"
     stream_bandwidth: float = math.inf
     curves: Mapping[Move, Curve] = field(default_factory=dict)
+    beside: Beside = Beside()
 
     def cost(self, move: Move, members: int, whole: float, sharing: int = 1) -> Cost:
         """What a move costs: ``rounds * latency + bytes / bandwidth``, or what was measured.
@@ -133,7 +151,9 @@ class Link:
             return Cost(max(alone, sharing * sent / self.bandwidth), rounds * self.latency, 0.0, sent)
         latencies = rounds / rounds_of(move, curve.members, self.algorithm)
         seconds = curve.seconds(sent * sharing / curve.sharing, latencies)
-        return Cost(max(alone, seconds), 0.0, curve.processor_seconds(sent, latencies), sent)
+        work = self.beside.work * curve.processor_seconds(sent, latencies)
+        longer = 1 + self.beside.later / seconds if self.beside.later else 1.0
+        return Cost(max(alone, seconds), 0.0, work, sent, longer)
 
     def faster(self, factor: float) -> Link:
         """A link of ``factor`` times the bandwidth, with the same latency."""
@@ -143,6 +163,7 @@ class Link:
             self.algorithm,
             self.stream_bandwidth * factor,
             {move: curve.faster(factor) for move, curve in self.curves.items()},
+            self.beside,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -11,12 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_hiercomm.planning import quantities, report
+from lightning_hiercomm.planning import curves, quantities, report
 from lightning_hiercomm.planning.candidates import WIRES
 from lightning_hiercomm.planning.candidates import plan as make_plan
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.presets import PRESETS, Preset, Setting
 from lightning_hiercomm.planning.profile import Profile, ProfileError
+from lightning_hiercomm.planning.simulation import Experiment, Site
+from lightning_hiercomm.planning.simulation import simulate as run_one
+from lightning_hiercomm.planning.tasks import TASKS
+from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
 
 T = TypeVar("T")
 
@@ -26,7 +32,12 @@ _MOST_NODES = 4096
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a command; returns the exit status. What a person can put right is one line on standard error."""
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {"doctor": doctor, "probe": probe, "plan": plan}
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "doctor": doctor,
+        "probe": probe,
+        "plan": plan,
+        "simulate": simulate,
+    }
     try:
         return commands[arguments.command](arguments)
     except PlanningError as error:
@@ -99,6 +110,119 @@ def plan(arguments: argparse.Namespace) -> int:
     print(f"because {made.reason}\n")
     print(report.yaml(made), end="")
     return 0
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """Train many replicas here, against the time that a cluster would take."""
+    if arguments.preset is not None and arguments.preset not in PRESETS:
+        raise PlanningError(f"--preset {arguments.preset}: choose one of {', '.join(PRESETS)}")
+    if (arguments.preset is None) == (arguments.scheme is None):
+        raise PlanningError("give either --preset, a paper's question, or --scheme, what you want to compare")
+    preset = PRESETS[arguments.preset or "003"]
+    site = _site(arguments, preset.site)
+    experiments = _experiments(arguments, preset)
+    done = []
+    for index, experiment in enumerate(experiments, 1):
+        curve = run_one(experiment, site)
+        done.append(curve)
+        end = curve.points[-1]
+        print(
+            f"[{index} of {len(experiments)}, {curve.took:.1f} s] {experiment.replicas} replicas, {experiment.label}:"
+            f" {end.accuracy:.1%}, loss {end.loss:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    title = preset.question if arguments.preset else "Schemes"
+    if arguments.plot:
+        curves.plot(done, Path(arguments.plot), title)
+    if arguments.json:
+        print(json.dumps(curves.to_dict(done), indent=1))
+        return 0
+    if arguments.preset:
+        print(f"{preset.question}\n{preset.source}\n")
+    print(curves.table(done))
+    return 0
+
+
+def _experiments(arguments: argparse.Namespace, preset: Preset) -> list[Experiment]:
+    """What the flags ask for."""
+    if arguments.task is not None and arguments.task not in TASKS:
+        raise PlanningError(f"--task {arguments.task}: choose one of {', '.join(TASKS)}")
+    if arguments.epochs is not None and not 0 < arguments.epochs < math.inf:
+        raise PlanningError(f"--epochs {arguments.epochs} must be positive")
+    if arguments.seeds < 1:
+        raise PlanningError(f"--seeds {arguments.seeds} must be at least 1")
+    if few := [nodes for nodes in arguments.nodes or () if nodes < 1]:
+        raise PlanningError(f"--nodes {few[0]} must be at least 1")
+    only_with_scheme = {
+        "--scheme-args": arguments.scheme_args,
+        "--ranks-per-node": arguments.ranks_per_node,
+        "--batch": arguments.batch,
+    }
+    if arguments.scheme is None:
+        if unfit := [flag for flag, value in only_with_scheme.items() if value is not None]:
+            raise PlanningError(f"{', '.join(unfit)}: the preset says so already; leave it out, or use --scheme")
+        return preset.experiments(arguments.nodes, arguments.task, arguments.epochs, arguments.seeds, arguments.wire)
+    try:
+        chosen = {"all-reduce": AllReduce(), **{repr(s): s for s in map(_scheme_of(arguments), arguments.scheme)}}
+    except (TypeError, ValueError) as error:
+        raise PlanningError(str(error)) from error
+    task, ranks = TASKS[arguments.task or "digits"], 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
+    if ranks < 1:
+        raise PlanningError(f"--ranks-per-node {ranks} must be at least 1")
+    if arguments.batch is not None and arguments.batch < 1:
+        raise PlanningError(f"--batch {arguments.batch} must be at least 1")
+    return [
+        Setting(task, arguments.epochs or 10, seed, ranks, arguments.wire).experiment(
+            label, scheme, nodes, batch=arguments.batch
+        )
+        for nodes in arguments.nodes or (4,)
+        for label, scheme in chosen.items()
+        for seed in range(arguments.seeds)
+    ]
+
+
+def _scheme_of(arguments: argparse.Namespace) -> Callable[[str], Scheme]:
+    if arguments.scheme_args is not None and len(arguments.scheme) > 1:
+        raise PlanningError("--scheme-args are for one scheme: give one name with --scheme")
+    try:
+        values = json.loads(arguments.scheme_args or "{}")
+    except json.JSONDecodeError as error:
+        raise PlanningError(f"--scheme-args is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise PlanningError('--scheme-args must be a JSON object, such as {"sync_every": 8}')
+
+    def make(name: str) -> Scheme:
+        if name not in SCHEMES:
+            raise PlanningError(f"--scheme {name}: choose from {', '.join(SCHEMES)}")
+        return SCHEMES[name](**values)
+
+    return make
+
+
+def _site(arguments: argparse.Namespace, site: Site) -> Site:
+    """Whose clock: the preset's, or that of a profile, with what the flags say in its place."""
+    cluster, workload = site.cluster, site.workload
+    if arguments.profile is not None:
+        try:
+            profile = Profile.read(Path(arguments.profile))
+        except ProfileError as error:
+            raise PlanningError(str(error)) from error
+        cluster, workload = profile.cluster, profile.workload
+    if arguments.inter is not None:
+        factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
+        cluster = replace(cluster, inter=cluster.inter.faster(factor))
+    if arguments.step_time is not None:
+        factor = _read("--step-time", quantities.duration, arguments.step_time) / workload.seconds
+        shares = {name: getattr(workload, name) * factor for name in ("forward", "backward", "update")}
+        workload = replace(workload, **shares)
+    if arguments.params is not None:
+        try:
+            workload = replace(workload, parameters=_read("--params", quantities.count, arguments.params))
+        except ValueError as error:
+            raise PlanningError(str(error)) from error
+    ranks = cluster.ranks_per_node if arguments.ranks_per_node is None else arguments.ranks_per_node
+    return Site(replace(cluster, ranks_per_node=max(1, ranks)), workload)
 
 
 def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workload]:

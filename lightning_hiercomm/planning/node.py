@@ -187,7 +187,7 @@ class Node:
 
     def _move(self, lane: str, cost: Cost, piece: Piece, ranks: int, after: Iterable[Task]) -> Task:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
-        return self._timeline.add(lane, piece.messages * cost.seconds, processors, after, cost.delay)
+        return self._timeline.add(lane, piece.messages * cost.seconds, processors, after, cost.delay, cost.longer)
 
     # ---- what came out -------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import lightning
 import torch
 
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.planning.beside import measure_beside
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Curve, Link, Move, Workload
 from lightning_hiercomm.planning.profile import Profile
 from lightning_hiercomm.planning.ranks import Ranks, processors_per_node, this_machine
@@ -64,6 +66,14 @@ def probe(ranks: Ranks, train: Callable[[], StepTimes], say: Callable[[str], Non
     intra = link("inside nodes", topology.intra, len(topology.nodes[0]), 1, _INTRA_MOVES)
     inter = link("between nodes", topology.inter, topology.num_nodes, topology.lanes, _INTER_MOVES)
     world = link("all ranks", topology.world, topology.world_size, 1, ("all_reduce",))
+    if topology.num_nodes > 1 and share.processors is not None:
+        curve = inter.curves["all_reduce"]
+        beside = measure_beside(topology.inter, topology.world, train, ranks.device, curve, workload, share)
+        say(
+            f"beside training, a move ends {1e3 * beside.later:.1f} ms later, and takes {beside.work:.2f} times the"
+            " processors"
+        )
+        inter, world = replace(inter, beside=beside), replace(world, beside=beside)
     return Profile(
         Cluster(
             topology.num_nodes,

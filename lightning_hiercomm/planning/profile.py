@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.cluster import Cluster, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Beside, Cluster, Curve, Link, Workload
 
 _FORMAT = 1
 
@@ -95,7 +95,8 @@ def _link(values: Mapping[str, Any] | None) -> Link | None:
         for move, curve in values["curves"].items()
     }
     limits = {name: math.inf if values[name] is None else values[name] for name in ("bandwidth", "stream_bandwidth")}
-    return Link(latency=values["latency"], algorithm=values["algorithm"], curves=curves, **limits)
+    beside = Beside(**values.get("beside", {}))
+    return Link(latency=values["latency"], algorithm=values["algorithm"], curves=curves, beside=beside, **limits)
 
 
 def _without_infinity(value: Any) -> Any:

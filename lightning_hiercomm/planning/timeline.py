@@ -20,6 +20,8 @@ class Task:
         processors: How many it then keeps busy, on average; 0 where other hardware does the work.
         after: What must have ended before it begins.
         delay: Seconds from when its lane is free again until it has ended: a message's way.
+        longer: How many times as long it takes while all processors are busy: threads that have little to do, but at
+            once, then wait for their turn.
         start: When it began, once the timeline has run.
         free: When its lane was free again.
         end: When it ended.
@@ -29,6 +31,7 @@ class Task:
     processors: float = 0.0
     after: tuple[Task, ...] = ()
     delay: float = 0.0
+    longer: float = 1.0
     start: float = field(default=_NEVER, init=False)
     free: float = field(default=_NEVER, init=False)
     end: float = field(default=_NEVER, init=False)
@@ -49,7 +52,13 @@ class Timeline:
         self._lanes: dict[str, list[Task]] = {}
 
     def add(
-        self, lane: str, seconds: float = 0.0, processors: float = 0.0, after: Iterable[Task] = (), delay: float = 0.0
+        self,
+        lane: str,
+        seconds: float = 0.0,
+        processors: float = 0.0,
+        after: Iterable[Task] = (),
+        delay: float = 0.0,
+        longer: float = 1.0,
     ) -> Task:
         """Put a task at the end of a lane.
 
@@ -59,8 +68,9 @@ class Timeline:
             processors: How many it then keeps busy.
             after: What must have ended before it begins, on any lane.
             delay: Seconds from when the lane is free again until the task has ended.
+            longer: How many times as long it takes while all processors are busy.
         """
-        task = Task(seconds, processors, tuple(after), delay)
+        task = Task(seconds, processors, tuple(after), delay, longer)
         self._lanes.setdefault(lane, []).append(task)
         return task
 
@@ -132,7 +142,7 @@ class Timeline:
             return speeds
         remaining = self.processors
         for position, (processors, index) in enumerate(wanted):
-            granted = min(processors, remaining / (len(wanted) - position))
+            granted = min(processors / tasks[index].longer, remaining / (len(wanted) - position))
             speeds[index] = granted / processors
             remaining -= granted
         return speeds
