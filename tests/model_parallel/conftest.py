@@ -20,6 +20,7 @@ def compiler() -> None:
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
+    gc.collect()  # Trainers are in cycles and hold their process groups, for each of which gloo's threads keep waking
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,
