@@ -251,7 +251,7 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
         ({"bucket_mb": 0}, "bucket_mb=0"),
         ({"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
         ({"scheme": "all_reduce", "on_nonfinite": "skip"}, "AllReduce averages every gradient over all nodes"),
-        ({"verify_replicas": True}, "verify_replicas=True must be 'off', 'warn' or 'raise'"),
+        ({"verify_replicas": "on"}, "verify_replicas='on' must be 'off', 'warn' or 'raise'"),
         ({"scheme": Gossip(hierarchical=False), "verify_replicas": "warn"}, "every rank trains alone"),
         ({"control_port": -1}, "control_port=-1"),
         ({"hang_timeout": 0}, "hang_timeout=0"),

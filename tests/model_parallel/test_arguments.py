@@ -74,7 +74,7 @@ def test_the_strategy_has_a_name_and_stands_before_lightnings():
     strategy = pickle.loads(pickle.dumps(HierarchicalModelParallelStrategy("daso")))
     assert isinstance(strategy, ModelParallelStrategy)
     assert strategy.scheme.exchange == "sharded"
-    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0, "nonfinite": 0.0}
 
 
 class OtherMesh(Net):

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import traceback
 
 import lightning.pytorch as pl
 import pytest
@@ -79,7 +80,11 @@ def _train(folder):
     torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
     with _heard(folder, os.environ["LOCAL_RANK"]).open("a", buffering=1) as heard, contextlib.redirect_stderr(heard):
         logging.getLogger("lightning_hiercomm").addHandler(logging.StreamHandler(heard))
-        _fit(folder / "killed", "diloco", "file", callbacks=[Dies()])
+        try:
+            _fit(folder / "killed", "diloco", "file", callbacks=[Dies()])
+        except Exception:  # of which torch.multiprocessing passes on one rank's
+            traceback.print_exc()
+            raise
 
 
 def _heard(folder, rank):
