@@ -1,0 +1,9 @@
+"""All studies, by the numbers of their papers."""
+
+from __future__ import annotations
+
+from benchmarks.papers.crossover import STUDY as crossover
+from benchmarks.papers.study import Study
+from benchmarks.papers.tasks import STUDY as tasks
+
+STUDIES: dict[str, Study] = {study.number: study for study in (tasks, crossover)}
