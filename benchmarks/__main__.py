@@ -82,7 +82,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     papers = commands.add_parser("papers", help="the five papers' claims on small tasks, beside the papers' numbers")
     papers.add_argument("numbers", nargs="*", metavar="NUMBER", help="of papers: 000 to 004, or 'tasks'; default: all")
-    papers.add_argument("--seeds", type=int, default=5, help="of every setting; those that are known are not done again")
+    papers.add_argument(
+        "--seeds", type=int, default=5, help="of every setting; those that are known are not done again"
+    )
     papers.add_argument("--processes", type=int, default=2, help="that train at the same time")
     papers.add_argument("--out", type=Path, default=OUT / "papers", help="the folder with the results")
     papers.add_argument("--stored", action="store_true", help="only write tables and figures of what is stored")

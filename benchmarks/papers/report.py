@@ -9,14 +9,14 @@ from benchmarks.papers.study import Results, Study
 
 PREFACE = """# The papers' claims, played here
 
-`python -m benchmarks papers` (one of them: `python -m benchmarks papers 003`). The replicas are threads of one process and run the
-schemes' own code, bit for bit what processes compute; seconds and hours are those of a virtual clock that goes by the
-cost model of `lightning_hiercomm.planning` on the paper's cluster, not of this machine. The tasks are small enough for
-two processor cores, so **accuracies are not the papers' accuracies**: what can be compared is which method is higher, and by how much
-of the seeds' spread.
+`python -m benchmarks papers` (one of them: `python -m benchmarks papers 003`). The replicas are threads of one process
+and run the schemes' own code, bit for bit what processes compute; seconds are those of a virtual clock that goes by
+the cost model of `lightning_hiercomm.planning` on the paper's cluster, not of this machine. The tasks are small enough
+for two processor cores, so **accuracies are not the papers' accuracies**: what can be compared is which method is
+higher, and by how much of the seeds' spread.
 
-Every number is the mean over the seeds ± their standard deviation. **Bold** differences are larger than the two standard
-deviations together; all others may be chance, and a claim that rests on one is not supported here, nor refuted.
+Every number is the mean over the seeds ± their standard deviation. **Bold** differences are larger than the two
+standard deviations together; all others may be chance: a claim that rests on one is neither supported nor refuted.
 """
 
 

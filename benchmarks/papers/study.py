@@ -71,10 +71,15 @@ class Setting:
 
 
 def described(experiment: Experiment) -> dict[str, str]:
-    """Everything that sets an experiment apart; functions by their names, which are the same in every process."""
+    """What sets an experiment apart from the default; functions by their names, which are the same in every process."""
     values = {part.name: getattr(experiment, part.name) for part in fields(experiment)}
     values["task"] = experiment.task.name
-    return {name: getattr(value, "__qualname__", repr(value)) for name, value in values.items() if name != "label"}
+    usual = {part.name: part.default for part in fields(experiment)}
+    return {
+        name: getattr(value, "__qualname__", repr(value))
+        for name, value in values.items()
+        if name != "label" and value != usual[name]
+    }
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ def collect(study: Study, path: Path, seeds: int, processes: int, about: Mapping
     def keep() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":"), indent=None) + "\n")
+        beside.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":")) + "\n")
         os.replace(beside, path)
 
     missing = [(key, seed) for seed in range(seeds) for key in study.by_key if seed not in runs[key]]
