@@ -14,7 +14,7 @@ from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.presets import PRESETS
 from lightning_hiercomm.planning.simulation import Experiment, Site, _schedule, simulate
-from lightning_hiercomm.planning.tasks import TASKS, Batches, loss_of
+from lightning_hiercomm.planning.tasks import TASKS, Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 TASK = TASKS["characters"]
@@ -56,6 +56,7 @@ class Simulated(pl.LightningModule):
 
     def __init__(self, made):
         super().__init__()
+        self.automatic_optimization = len(made.task.turns) == 1
         self.made = made
         self.model = made.task.model(made.seed)
 
@@ -64,14 +65,25 @@ class Simulated(pl.LightningModule):
         return Drawn([batches.draw() for _ in range(self.made.steps)])
 
     def on_train_batch_start(self, batch, batch_idx):
-        rate = self.made.learning_rate * _schedule(batch_idx, self.made.steps)
-        self.optimizers().param_groups[0]["lr"] = rate
+        for optimizer in self.trainer.optimizers:
+            optimizer.param_groups[0]["lr"] = self.made.learning_rate * _schedule(batch_idx, self.made.steps)
 
     def training_step(self, batch, batch_idx):
-        return loss_of(self.model, batch)
+        if self.automatic_optimization:
+            return self.made.task.turns[0].loss(self.model, batch)
+        for turn, optimizer in zip(self.made.task.turns, self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(turn.loss(self.model, batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return None
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.made.learning_rate, momentum=0.9)
+        task = self.made.task
+        make = self.made.optimizer or task.optimizer
+        parts = [self.model.get_submodule(turn.part) for turn in task.turns]
+        return [make(part.parameters(), self.made.learning_rate) for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +105,20 @@ def test_four_replicas_equal_four_processes_exactly(fit, scheme, nodes):
     for report in reports:
         for own, expected in zip(simulated, report["state_dict"].values(), strict=True):
             torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def test_two_optimizers_in_turn_equal_those_of_processes_exactly(fit):
+    made = experiment(PeriodicAveraging(5), ranks_per_node=2, task=TASKS["gan"], learning_rate=1e-3)
+    simulated = simulate(made, SITE).parameters
+    strategy = {"scheme": made.scheme, "find_unused_parameters": True}
+    for report in fit(Simulated(made), strategy):
+        for own, expected in zip(simulated, report["state_dict"].values(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def test_an_experiment_may_have_another_optimizer_than_its_task():
+    usual, adam = (simulate(experiment(AllReduce(), optimizer=maker), SITE) for maker in (None, torch.optim.Adam))
+    assert not same(usual, adam)
 
 
 def test_the_agreed_model_is_judged_as_often_as_is_asked_and_at_the_end():
