@@ -5,7 +5,8 @@ from __future__ import annotations
 from benchmarks.papers.crossover import STUDY as crossover
 from benchmarks.papers.hetgrad import STUDY as hetgrad
 from benchmarks.papers.node_averaging import STUDY as node_averaging
+from benchmarks.papers.steps_delay import STUDY as steps_delay
 from benchmarks.papers.study import Study
 from benchmarks.papers.tasks import STUDY as tasks
 
-STUDIES: dict[str, Study] = {study.number: study for study in (tasks, node_averaging, crossover, hetgrad)}
+STUDIES: dict[str, Study] = {study.number: study for study in (tasks, node_averaging, steps_delay, crossover, hetgrad)}
