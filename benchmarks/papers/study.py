@@ -67,7 +67,9 @@ class Setting:
         points = [[point.step, point.seconds, point.accuracy, point.loss] for point in curve.points]
         error = None if all(math.isfinite(value) for point in points for value in point) else "diverged"
         finite = [point for point in points if all(map(math.isfinite, point))]
-        return {**about, "error": error, "points": finite, "took": round(curve.took, 2), "bytes": curve.inter_bytes}
+        history = list(getattr(experiment.scheme, "history", []))
+        run = {**about, "error": error, "points": finite, "took": round(curve.took, 2), "bytes": curve.inter_bytes}
+        return {**run, "history": history} if history else run
 
 
 def described(experiment: Experiment) -> dict[str, str]:

@@ -194,7 +194,8 @@ class VirtualClock:
             if scheme.phase != "cycling":
                 return ("blocking",), lambda: PeriodicAveraging(1)
             period, staleness = scheme.when.period or 1, scheme.staleness
-            return ("cycling", period, staleness), lambda: DASO(period, staleness, exchange=scheme.exchange)
+            others = {"exchange": scheme.exchange, "narrow_phases": scheme.narrow_phases}
+            return ("cycling", period, staleness), lambda: DASO(period, staleness, **others)
         if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
             agreements = math.ceil(epoch / (scheme.when.period or epoch))
             apart = max(1, round(epoch / agreements))
