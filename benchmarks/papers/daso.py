@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -76,9 +76,7 @@ class _History(list[Any]):
 class Recorded(DASO):
     """Writes down the phase, B and S of every epoch."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.history = _History()
+    history: _History
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
@@ -86,8 +84,10 @@ class Recorded(DASO):
             self.history.append([epoch, self.phase, self.when.period or 1, self.staleness])
 
 
-def _whole(merge: str) -> Scheme:
-    return Recorded(4, 1, WARM_UP, COOL_DOWN, merge=merge, patience=0, narrow_phases="blocking")
+def _whole(merge: Literal["eq1", "delta"]) -> Scheme:
+    scheme = Recorded(4, 1, WARM_UP, COOL_DOWN, merge, patience=0, narrow_phases="blocking")
+    scheme.history = _History()
+    return scheme
 
 
 RUNS: dict[str, tuple[str, Callable[[], Scheme], str | None]] = {
@@ -210,8 +210,8 @@ def _report(results: Results) -> str:
     for nodes in BATCH:
         head += [f"{nodes} nodes, Eq. 1", "delta", "difference"]
     parts.append(
-        '**`merge="delta"`** keeps the local progress to which Eq. 1 gives the weight 2S / (2S + P): 20 % with 8 nodes and'
-        " 6 % with 32 at S = 1. Not in the paper.\n\n" + table(head, rows)
+        '**`merge="delta"`** keeps the local progress to which Eq. 1 gives the weight 2S / (2S + P): 20 % with 8 nodes'
+        " and 6 % with 32 at S = 1. Not in the paper.\n\n" + table(head, rows)
     )
     return "\n\n".join(parts)
 

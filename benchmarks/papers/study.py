@@ -75,7 +75,7 @@ class Setting:
 def described(experiment: Experiment) -> dict[str, str]:
     """What sets an experiment apart from the default; functions by their names, which are the same in every process."""
     values = {part.name: getattr(experiment, part.name) for part in fields(experiment)}
-    values["task"] = experiment.task.name
+    values["task"] = f"{experiment.task.name}: {experiment.task.build(10)!r}"
     usual = {part.name: part.default for part in fields(experiment)}
     return {
         name: getattr(value, "__qualname__", repr(value))

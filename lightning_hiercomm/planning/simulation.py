@@ -194,8 +194,11 @@ class VirtualClock:
             if scheme.phase != "cycling":
                 return ("blocking",), lambda: PeriodicAveraging(1)
             period, staleness = scheme.when.period or 1, scheme.staleness
-            others = {"exchange": scheme.exchange, "narrow_phases": scheme.narrow_phases}
-            return ("cycling", period, staleness), lambda: DASO(period, staleness, **others)
+            exchange, narrow = scheme.exchange, scheme.narrow_phases
+            return (
+                ("cycling", period, staleness),
+                lambda: DASO(period, staleness, exchange=exchange, narrow_phases=narrow),
+            )
         if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
             agreements = math.ceil(epoch / (scheme.when.period or epoch))
             apart = max(1, round(epoch / agreements))
