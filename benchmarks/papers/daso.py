@@ -267,5 +267,5 @@ STUDY = Study(
     _settings,
     _report,
     _draw,
-    "Horovod (its last release, 0.28.1 of 2023, does not build against torch 2.15), Cityscapes, and B = 32.",
+    "Horovod (its last release, 0.28.1, did not build here), Cityscapes, and B = 32.",
 )
