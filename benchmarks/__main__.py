@@ -89,6 +89,16 @@ def make_parser() -> argparse.ArgumentParser:
     foresight.add_argument("--stored", action="store_true", help="predict anew what was measured before")
     foresight.set_defaults(command=prediction_command)
 
+    papers = commands.add_parser("papers", help="the five papers' claims on small tasks, beside the papers' numbers")
+    papers.add_argument("numbers", nargs="*", metavar="NUMBER", help="of papers: 000 to 004, or 'tasks'; default: all")
+    papers.add_argument(
+        "--seeds", type=int, default=5, help="of every setting; those that are known are not done again"
+    )
+    papers.add_argument("--processes", type=int, default=2, help="that train at the same time")
+    papers.add_argument("--out", type=Path, default=OUT / "papers", help="the folder with the results")
+    papers.add_argument("--stored", action="store_true", help="only write tables and figures of what is stored")
+    papers.set_defaults(command=papers_command)
+
     plots = commands.add_parser("report", help="one Markdown document and the plots, from what is stored")
     plots.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
     plots.set_defaults(command=report_command)
@@ -253,6 +263,15 @@ def prediction_command(arguments: argparse.Namespace) -> None:
                 print(prediction.table(prediction.compare(found)), flush=True)
     stored = [row for setting in prediction.load(path) for row in prediction.compare(setting)]
     print(prediction.table(stored), path, sep="\n")
+
+
+def papers_command(arguments: argparse.Namespace) -> None:
+    """Play what is not known yet; write the tables and figures of everything that is stored."""
+    from benchmarks.papers.command import papers
+
+    unknown = papers(arguments.numbers, arguments.seeds, arguments.processes, arguments.out, arguments.stored)
+    if unknown:
+        sys.exit(unknown)
 
 
 def _layout_of(text: str) -> tuple[int, int]:

@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes, one after another")
     simulate.add_argument("--ranks-per-node", type=int, help="with --scheme: of each node; default: 1")
     simulate.add_argument("--wire", choices=("bfloat16", "float16", "int8", "int4"), help="what travels between nodes")
-    simulate.add_argument("--task", help="digits (needs scikit-learn), characters, or mnist1d (needs mnist1d)")
+    simulate.add_argument(
+        "--task", help="digits (needs scikit-learn), characters, mnist1d, rnn, gru, lstm (need mnist1d), or gan"
+    )
     simulate.add_argument("--epochs", type=float, help="how often as many examples are seen as there are")
     simulate.add_argument("--batch", type=int, help="with --scheme: examples that a rank takes per step")
     simulate.add_argument("--seeds", type=int, default=1, help="runs of each; default: %(default)s")

@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -19,7 +21,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.cost import predict
 from lightning_hiercomm.planning.errors import PlanningError
-from lightning_hiercomm.planning.tasks import TASKS, Batches, Task, judge, loss_of
+from lightning_hiercomm.planning.tasks import TASKS, Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.replicas import Replicas, trained_by
 from lightning_hiercomm.schemes import DASO, Agreement, AllReduce, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.topology import Topology
@@ -27,7 +29,6 @@ from lightning_hiercomm.training_run import TrainingRun
 
 MOST_REPLICAS = 512
 
-_MOMENTUM = 0.9
 _LONGEST_WAIT = 600.0
 
 
@@ -56,10 +57,14 @@ class Experiment:
         task: What is learnt.
         steps: Optimizer steps.
         batch: Examples that a rank takes per step.
-        learning_rate: The highest, of SGD with momentum 0.9. It rises over the first tenth of the run (Goyal et al.
-            2017), and falls to nothing along a cosine.
+        learning_rate: The highest. It rises over the first tenth of the run (Goyal et al. 2017), and falls to nothing
+            along a cosine.
         wire_dtype: As for the strategy.
         seed: Of the model and of the batches.
+        optimizer: Default: the task's.
+        batches: Examples that each rank takes per step, by world rank, where ranks are unequal; in place of ``batch``.
+        weights: Of the ranks' gradients, by world rank. Default: by their examples.
+        gradient_scale: What every loss is multiplied by before the backward pass.
 
     Raises:
         PlanningError: For numbers with which nothing can be trained.
@@ -75,6 +80,10 @@ class Experiment:
     ranks_per_node: int = 1
     wire_dtype: str | None = None
     seed: int = 0
+    optimizer: OptimizerMaker | None = None
+    batches: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    gradient_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "steps", "batch"):
@@ -82,6 +91,12 @@ class Experiment:
                 raise PlanningError(f"{name.replace('_', '-')} {getattr(self, name)}: at least 1 is needed")
         if self.replicas > MOST_REPLICAS:
             raise PlanningError(f"{self.replicas} replicas: simulations have up to {MOST_REPLICAS}")
+        for name in ("batches", "weights"):
+            values = getattr(self, name)
+            if values is not None and (len(values) != self.replicas or min(values) <= 0):
+                raise PlanningError(
+                    f"{name} {values}: one positive number for each of {self.replicas} replicas is needed"
+                )
         if not self.learning_rate > 0:
             raise PlanningError(f"learning rate {self.learning_rate}: it must be positive")
         if isinstance(self.scheme, Agreement) and self.scheme.tuner is not None:
@@ -95,7 +110,12 @@ class Experiment:
     @property
     def steps_per_epoch(self) -> int:
         """Steps after which as many examples were seen as there are; at most all steps of the run."""
-        return min(self.steps, self.task.steps_per_epoch(self.batch * self.replicas))
+        return min(self.steps, self.task.steps_per_epoch(sum(self.sizes)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples that each rank takes per step."""
+        return self.batches or (self.batch,) * self.replicas
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,7 @@ class Point:
     Attributes:
         step: Optimizer steps so far.
         seconds: That they would have taken on the cluster.
-        accuracy: On held-out examples.
+        accuracy: On held-out examples, by the task's own measure.
         loss: The same.
     """
 
@@ -174,7 +194,11 @@ class VirtualClock:
             if scheme.phase != "cycling":
                 return ("blocking",), lambda: PeriodicAveraging(1)
             period, staleness = scheme.when.period or 1, scheme.staleness
-            return ("cycling", period, staleness), lambda: DASO(period, staleness, exchange=scheme.exchange)
+            exchange, narrow = scheme.exchange, scheme.narrow_phases
+            return (
+                ("cycling", period, staleness),
+                lambda: DASO(period, staleness, exchange=exchange, narrow_phases=narrow),
+            )
         if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
             agreements = math.ceil(epoch / (scheme.when.period or epoch))
             apart = max(1, round(epoch / agreements))
@@ -223,17 +247,23 @@ class _Replica:
         self._meter = Meter()
         size = experiment.ranks_per_node
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(experiment.nodes)]
-        self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter)
+        weights = experiment.weights or experiment.batches
+        self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter, weights)
         self.module = copy.deepcopy(initial)
-        self._optimizer = torch.optim.SGD(self.module.parameters(), lr=experiment.learning_rate, momentum=_MOMENTUM)
-        self._batches = Batches(experiment.task, rank, experiment.batch, experiment.seed)
+        task, make = experiment.task, experiment.optimizer or experiment.task.optimizer
+        self._turns = [
+            (turn, make(self.module.get_submodule(turn.part).parameters(), experiment.learning_rate))
+            for turn in task.turns
+        ]
+        self._batches = Batches(task, rank, experiment.sizes[rank], experiment.seed)
         self.points: list[Point] = []
         self.sent = 0.0
 
     def train(self, site: Site, evaluations: int) -> _Replica:
         experiment = self._experiment
         wire = Wire.named(experiment.wire_dtype)
-        run = TrainingRun(experiment.scheme, Replicas(self.module, [self._optimizer]), self._topology, wire)
+        optimizers = [optimizer for _, optimizer in self._turns]
+        run = TrainingRun(experiment.scheme, Replicas(self.module, optimizers), self._topology, wire)
         clock, seconds = VirtualClock(experiment, site), 0.0
         try:
             per_epoch = experiment.steps_per_epoch
@@ -243,10 +273,12 @@ class _Replica:
                 if step % per_epoch == 0:
                     run.begin_epoch(step // per_epoch, {})
                 is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
-                self._optimizer.param_groups[0]["lr"] = experiment.learning_rate * _schedule(step, experiment.steps)
                 if self._topology.rank == 0:
                     seconds += clock.seconds_of_step(run.schemes[0])
-                run.step(self._optimizer, lambda: self._step(run), last=is_last)
+                batch = self._batches.draw()
+                for turn, optimizer in self._turns:
+                    optimizer.param_groups[0]["lr"] = experiment.learning_rate * _schedule(step, experiment.steps)
+                    run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=is_last)
                 if is_last:
                     run.end_epoch()
                 if step + 1 in looks and step + 1 < experiment.steps:
@@ -258,20 +290,20 @@ class _Replica:
             run.close(timeout=1.0)
         return self
 
-    def _step(self, run: TrainingRun) -> None:
-        """The optimizer's step, with gradients that agree as DDP lets them."""
-        self._optimizer.zero_grad()
-        loss = loss_of(self.module, self._batches.draw())
-        loss.backward()
+    def _step(self, run: TrainingRun, turn: Turn, optimizer: Optimizer, batch: Examples) -> None:
+        """An optimizer's step, with gradients that agree as DDP lets them."""
+        optimizer.zero_grad()
+        loss = turn.loss(self.module, batch)
+        (loss * self._experiment.gradient_scale).backward()
         run.watch_loss(loss)
-        gradients = [parameter.grad for parameter in trained_by(self._optimizer) if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
         if self._experiment.scheme.gradients != "none" and self._topology.world_size > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             run.gradients.reduce(flat).wait()
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
-        self._optimizer.step()
+        optimizer.step()
 
     def _look(self, run: TrainingRun | None, step: int, seconds: float) -> None:
         """Judge the agreed model; of a run that is over, it is in the module."""
@@ -281,7 +313,9 @@ class _Replica:
             self.sent -= self._meter.bytes["inter"] - before
         if self._topology.rank == 0:
             _, held_out = self._experiment.task.load()
-            self.points.append(Point(step, seconds, *judge(self.module, held_out)))
+            self.module.eval()
+            self.points.append(Point(step, seconds, *self._experiment.task.judge(self.module, held_out)))
+            self.module.train()
         if run is not None:
             run.agreed_model.leave()
 

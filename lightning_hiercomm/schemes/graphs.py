@@ -7,6 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -126,16 +127,21 @@ class RandomPermutation(Graph):
 
     def receive_from(self, size: int, step: int, segment: int) -> list[int]:
         """D: for every rank, the one it receives from."""
-        # A string is hashed by SHA-512, the same everywhere, so neighbouring steps and segments are independent.
-        generator = random.Random(f"{self.seed} {step} {segment}")
-        if self.fair == "uniform":
-            return _derangement(size, generator)
-        if self.fair == "cyclic":
-            return _single_cycle(size, generator)
-        if self.fair == "roulette":
-            return _roulette(size, generator)
-        picks = [generator.randrange(size - 1) for _ in range(size)]
-        return [pick + (pick >= rank) for rank, pick in enumerate(picks)]
+        return list(_drawn(self.fair, self.seed, size, step, segment))
+
+
+@lru_cache(maxsize=4096)  # asked for twice by every rank; simulations have many ranks in one process
+def _drawn(fair: Fairness, seed: int, size: int, step: int, segment: int) -> tuple[int, ...]:
+    # A string is hashed by SHA-512, the same everywhere, so neighbouring steps and segments are independent.
+    generator = random.Random(f"{seed} {step} {segment}")
+    if fair == "uniform":
+        return tuple(_derangement(size, generator))
+    if fair == "cyclic":
+        return tuple(_single_cycle(size, generator))
+    if fair == "roulette":
+        return tuple(_roulette(size, generator))
+    picks = [generator.randrange(size - 1) for _ in range(size)]
+    return tuple(pick + (pick >= rank) for rank, pick in enumerate(picks))
 
 
 def _derangement(size: int, generator: random.Random) -> list[int]:

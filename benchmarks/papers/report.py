@@ -1,0 +1,46 @@
+"""Markdown of what the studies found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.papers.study import Results, Study
+
+PREFACE = """# The papers' claims, played here
+
+`python -m benchmarks papers` (one of them: `python -m benchmarks papers 003`). The replicas are threads of one process
+and run the schemes' own code, bit for bit what processes compute; seconds are those of a virtual clock that goes by
+the cost model of `lightning_hiercomm.planning` on the paper's cluster, not of this machine. The tasks are small enough
+for two processor cores, so **accuracies are not the papers' accuracies**: what can be compared is which method is
+higher, and by how much of the seeds' spread.
+
+Every number is the mean over the seeds ± their standard deviation. **Bold** differences are larger than the two
+standard deviations together; all others may be chance: a claim that rests on one is neither supported nor refuted.
+"""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first ``left`` columns are words, the others numbers."""
+    lines = [columns, ["---" if index < left else "--:" for index in range(len(columns))], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def section(study: Study, results: Results) -> str:
+    """What one study has to say."""
+    parts = [
+        f"## {study.number}: {study.title}",
+        study.source,
+        study.report(results),
+        f"![{study.title}]({study.number}.png)",
+    ]
+    if study.left_out:
+        parts.append(f"Left out: {study.left_out}")
+    return "\n\n".join(parts) + "\n"
+
+
+def write_readme(folder: Path, sections: Iterable[str]) -> Path:
+    """All sections, in order."""
+    path = folder / "README.md"
+    path.write_text("\n".join([PREFACE, *sections]))
+    return path

@@ -1,0 +1,287 @@
+"""Experiments that are repeated over seeds, and kept as they finish, so that a run which is broken off goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from lightning_hiercomm.planning.simulation import Curve, Experiment, Site, simulate
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
+
+SEEDS = 5
+_LOOKS = 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of a paper's experiment, before its seeds.
+
+    Attributes:
+        key: What the results call it; no two settings of a study have the same.
+        make: Gives the experiment of a seed.
+        site: What the virtual clock goes by.
+        play: What trains: :func:`~lightning_hiercomm.planning.simulation.simulate`, or something that it has no scheme
+            for.
+        looks: How often the agreed model is judged.
+    """
+
+    key: str
+    make: Callable[[int], Experiment]
+    site: Site
+    play: Callable[[Experiment, Site, int], Curve] = simulate
+    looks: int = _LOOKS
+
+    def fingerprint(self, seed: int) -> str:
+        """Another one for another experiment: what is kept under it is then done anew."""
+        text = repr((described(self.make(seed)), self.site, self.play.__name__, self.looks))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """What becomes of one seed, as JSON has it."""
+        experiment = self.make(seed)
+        about = {
+            "fingerprint": self.fingerprint(seed),
+            "scheme": repr(experiment.scheme),
+            "task": experiment.task.name,
+            "nodes": experiment.nodes,
+            "ranks_per_node": experiment.ranks_per_node,
+            "batch": experiment.batch,
+            "learning_rate": experiment.learning_rate,
+            "steps": experiment.steps,
+        }
+        try:
+            curve = self.play(experiment, self.site, self.looks)
+        except NonfiniteError:
+            return {**about, "error": "diverged", "points": []}
+        points = [[point.step, point.seconds, point.accuracy, point.loss] for point in curve.points]
+        error = None if all(math.isfinite(value) for point in points for value in point) else "diverged"
+        finite = [point for point in points if all(map(math.isfinite, point))]
+        history = list(getattr(experiment.scheme, "history", []))
+        run = {**about, "error": error, "points": finite, "took": round(curve.took, 2), "bytes": curve.inter_bytes}
+        return {**run, "history": history} if history else run
+
+
+def described(experiment: Experiment) -> dict[str, str]:
+    """What sets an experiment apart from the default; functions by their names, which are the same in every process."""
+    values = {part.name: getattr(experiment, part.name) for part in fields(experiment)}
+    values["task"] = f"{experiment.task.name}: {experiment.task.build(10)!r}"
+    usual = {part.name: part.default for part in fields(experiment)}
+    return {
+        name: getattr(value, "__qualname__", repr(value))
+        for name, value in values.items()
+        if name != "label" and value != usual[name]
+    }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number over the seeds.
+
+    Attributes:
+        values: Of every seed that has one, by seed.
+        failed: Seeds that diverged.
+    """
+
+    values: tuple[float, ...]
+    failed: int = 0
+
+    @property
+    def mean(self) -> float:
+        """NaN if there is nothing."""
+        return fmean(self.values) if self.values else math.nan
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation between the seeds; 0 of a single one."""
+        return stdev(self.values) if len(self.values) > 1 else 0.0
+
+    def differs_from(self, other: Sample) -> bool:
+        """Whether the means are further apart than both standard deviations together; never of single seeds."""
+        if min(len(self.values), len(other.values)) < 2:
+            return False
+        return abs(self.mean - other.mean) > self.spread + other.spread
+
+    def text(self, digits: int = 1) -> str:
+        """``61.2 ± 0.8``, and how many seeds diverged."""
+        seeds = len(self.values) + self.failed
+        if not self.values:
+            return "diverged" if seeds else ""
+        shown = f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
+        return f"{shown} ({self.failed} of {seeds} diverged)" if self.failed else shown
+
+    def against(self, other: Sample, digits: int = 1) -> str:
+        """The difference of the means; bold where it is beyond the seeds' spread."""
+        if not self.values or not other.values:
+            return ""
+        shown = f"{self.mean - other.mean:+.{digits}f}"
+        return f"**{shown}**" if self.differs_from(other) else shown
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is known of a study.
+
+    Attributes:
+        runs: What :meth:`Setting.run` gave, by key and by seed.
+        extra: What the study computed besides.
+    """
+
+    runs: Mapping[str, Mapping[int, Mapping[str, Any]]]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def sample(self, key: str, of: Callable[[Mapping[str, Any]], float | None]) -> Sample:
+        """A number of every seed's run; runs of which it is None count as failed."""
+        runs = [run for _, run in sorted(self.runs.get(key, {}).items())]
+        values = [None if run["error"] else of(run) for run in runs]
+        return Sample(tuple(value for value in values if value is not None), values.count(None))
+
+    def accuracy(self, key: str) -> Sample:
+        """Of the agreed model at the end, in percent."""
+        return self.sample(key, lambda run: 100 * float(run["points"][-1][2]))
+
+    def best(self, key: str) -> Sample:
+        """The highest accuracy on the way, in percent."""
+        return self.sample(key, lambda run: 100 * max(float(point[2]) for point in run["points"]))
+
+    def loss(self, key: str) -> Sample:
+        """Held out, at the end."""
+        return self.sample(key, lambda run: float(run["points"][-1][3]))
+
+    def seconds(self, key: str) -> Sample:
+        """That the run would have taken on the site."""
+        return self.sample(key, lambda run: float(run["points"][-1][1]))
+
+    def seconds_to(self, key: str, percent: Callable[[int], float]) -> Sample:
+        """Until an accuracy was first reached, on the site; seeds that never do count as failed.
+
+        Args:
+            key: Of the setting.
+            percent: The accuracy, by seed.
+        """
+        found: list[float | None] = []
+        for seed, run in sorted(self.runs.get(key, {}).items()):
+            reached = (point[1] for point in run["points"] if 100 * point[2] >= percent(seed) - 1e-9)
+            found.append(next(reached, None))
+        return Sample(tuple(value for value in found if value is not None), found.count(None))
+
+    def best_of(self, keys: Sequence[str]) -> str:
+        """The key with the highest mean accuracy at the end among those that never diverged, if there are any."""
+        known = [key for key in keys if self.accuracy(key).values]
+        safe = [key for key in known if not self.accuracy(key).failed] or known or list(keys)
+        return max(safe, key=lambda key: self.accuracy(key).mean if key in known else -math.inf)
+
+    @property
+    def seeds(self) -> int:
+        """The most that any setting has."""
+        return max(map(len, self.runs.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A paper.
+
+    Attributes:
+        number: What the command line calls it.
+        title: Of the section.
+        source: The paper, with the tables and figures that this follows, and what is played here in their place.
+        settings: Makes them all.
+        report: Markdown: tables beside the paper's numbers, and what follows from them.
+        draw: Makes the figure.
+        left_out: What of the paper is not here, and why.
+        compute: What no seeds are needed for; kept beside the runs.
+    """
+
+    number: str
+    title: str
+    source: str
+    settings: Callable[[], list[Setting]]
+    report: Callable[[Results], str]
+    draw: Callable[[Results, Path], None]
+    left_out: str = ""
+    compute: Callable[[], dict[str, Any]] = dict
+
+    @cached_property
+    def by_key(self) -> dict[str, Setting]:
+        """The settings."""
+        settings = self.settings()
+        found = {setting.key: setting for setting in settings}
+        if len(found) < len(settings):
+            raise ValueError(f"study {self.number}: two settings have one key")
+        return found
+
+
+def known_results(study: Study, path: Path) -> Results:
+    """What is kept and still belongs to the study's settings."""
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    runs: dict[str, dict[int, Any]] = {key: {} for key in study.by_key}
+    for key, by_seed in stored.get("runs", {}).items():
+        for seed, run in by_seed.items():
+            setting = study.by_key.get(key)
+            if setting is not None and run["fingerprint"] == setting.fingerprint(int(seed)):
+                runs[key][int(seed)] = run
+    return Results(runs, stored.get("extra", {}))
+
+
+def collect(study: Study, path: Path, seeds: int, processes: int, about: Mapping[str, Any]) -> Results:
+    """Do what is not known yet, one seed of all settings after the other, and write every run down as it ends.
+
+    Args:
+        study: Which.
+        path: Of the JSON file.
+        seeds: Of every setting.
+        processes: That train at the same time.
+        about: Kept beside the results.
+    """
+    known = known_results(study, path)
+    runs = {key: dict(by_seed) for key, by_seed in known.runs.items()}
+    extra = known.extra or study.compute()
+
+    def keep() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":")) + "\n")
+        os.replace(beside, path)
+
+    missing = [(key, seed) for seed in range(seeds) for key in study.by_key if seed not in runs[key]]
+    for done, (key, seed, run) in enumerate(_played(study.number, missing, processes), 1):
+        runs[key][seed] = run
+        keep()
+        end = run["error"] or f"{100 * run['points'][-1][2]:.1f} %, {run['took']:.1f} s"
+        print(f"[{done} of {len(missing)}] {key}, seed {seed}: {end}", file=sys.stderr, flush=True)
+    keep()
+    return Results({key: dict(sorted(by_seed.items())) for key, by_seed in runs.items()}, extra)
+
+
+def _played(
+    number: str, missing: Sequence[tuple[str, int]], processes: int
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Every run as it ends; in this process if one is enough."""
+    if processes < 2 or len(missing) < 2:
+        for key, seed in missing:
+            yield key, seed, play(number, key, seed)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        runs = {pool.submit(play, number, key, seed): (key, seed) for key, seed in missing}
+        try:
+            for future in as_completed(runs):
+                yield *runs[future], future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def play(number: str, key: str, seed: int) -> dict[str, Any]:
+    """One seed of one setting; in whichever process."""
+    from benchmarks.papers.studies import STUDIES
+
+    return STUDIES[number].by_key[key].run(seed)
