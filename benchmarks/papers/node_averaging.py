@@ -215,8 +215,8 @@ def _report(results: Results) -> str:
         rows.append([*cells, *_PAPER_RECURRENT[name]])
     head = ["", "AllReduce", "K' = 50, twice the rate", "difference", "AllReduce, twice the rate", "difference"]
     parts.append(
-        f"**Table VIII, recurrent networks** on two nodes of two ranks, {RECURRENT_EPOCHS} epochs of MNIST-1D read piece"
-        " by piece. The paper doubles its method's learning rate and not the baseline's.\n\n"
+        f"**Table VIII, recurrent networks** on two nodes of two ranks, {RECURRENT_EPOCHS} epochs of MNIST-1D read "
+        "piece by piece. The paper doubles its method's learning rate and not the baseline's.\n\n"
         + table([*head, "paper: baseline", "proposed"], rows)
     )
     base, own = (results.accuracy(f"{scheme}; gan") for scheme in ("AllReduce", "K' = 50"))

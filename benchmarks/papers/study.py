@@ -64,7 +64,7 @@ class Setting:
             curve = self.play(experiment, self.site, self.looks)
         except NonfiniteError:
             return {**about, "error": "diverged", "points": []}
-        points = [[point.step, point.seconds, point.accuracy, point.loss] for point in curve.points]
+        points = [[p.step, round(p.seconds, 3), round(p.accuracy, 5), round(p.loss, 5)] for p in curve.points]
         error = None if all(math.isfinite(value) for point in points for value in point) else "diverged"
         finite = [point for point in points if all(map(math.isfinite, point))]
         history = list(getattr(experiment.scheme, "history", []))

@@ -40,7 +40,8 @@ def invented(study, seeds=2):
 @pytest.mark.parametrize("number", STUDIES)
 def test_a_study_writes_its_tables_beside_the_papers_numbers(number, tmp_path):
     study = STUDIES[number]
-    text = study.report(invented(study))
+    results = invented(study)
+    text = study.report(results)
     for printed in PRINTED[number]:
         assert printed in text
     assert "30.0 ± 0.0" in text
@@ -48,7 +49,7 @@ def test_a_study_writes_its_tables_beside_the_papers_numbers(number, tmp_path):
     for block in text.split("\n\n"):
         rows = [line for line in block.splitlines() if line.startswith("|")]
         assert len({row.count("|") for row in rows}) <= 1, block
-    study.draw(invented(study), tmp_path / "it.png")
+    study.draw(results, tmp_path / "it.png")
     assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
