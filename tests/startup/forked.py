@@ -97,6 +97,7 @@ def stand_in_for_python() -> str:
 
 def _serve(address: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that serve a client
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # its forks may have children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
