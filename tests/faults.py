@@ -367,12 +367,14 @@ def main() -> int:
     parser.add_argument("--random", type=int, metavar="RUNS", help="so many random runs, instead of the list")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which another call has run")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="repeat these alone, counted from 0")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--keep", type=Path, help="folder for what was said in runs that did not pass")
     parser.add_argument("--append", type=Path, help="Markdown page that gets a section about the runs")
     arguments = parser.parse_args()
-    cases = [*(listed() if arguments.random is None else drawn(arguments.random, arguments.seed))][arguments.skip :]
+    cases = [*(listed() if arguments.random is None else drawn(arguments.random, arguments.seed))]
+    cases = cases[arguments.skip :] if arguments.only is None else [cases[number] for number in arguments.only]
     done = report(cases, arguments.jobs, arguments.seconds, arguments.keep)
     if arguments.append is not None:
         title = "All faults at all moments" if arguments.random is None else f"At random, seed {arguments.seed}"

@@ -162,6 +162,7 @@ def _become(request: dict, files: Sequence[int]) -> NoReturn:
 
 def _run(arguments: Sequence[str], environment: Mapping[str, str], output: Path | None, folder: Path) -> None:
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # not the fork server's: a program begins with Python's default
     if output is not None:
         with output.open("wb") as file:
             os.dup2(file.fileno(), 1)
