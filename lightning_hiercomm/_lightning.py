@@ -189,9 +189,18 @@ class WatchfulLauncher(_MultiProcessingLauncher):
                 if exit_code == 0 and not has_finished[index]:
                     message = f"local rank {index} ended, with exit code 0, before its work was done"
                     print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
-                    for other in running.values():
-                        other.kill()
+                    _end_soon([*running.values()])
                     return
+
+
+def _end_soon(processes: list[Any], patience: float = 3.0) -> None:
+    """Kill what has not ended after some seconds: a rank that is just telling why it ends must not be broken off."""
+    deadline = time.monotonic() + patience
+    while processes and time.monotonic() < deadline:
+        time.sleep(0.1)
+        processes = [process for process in processes if _exit_code(process) is None]
+    for process in processes:
+        process.kill()
 
 
 def _exit_code(process: Any) -> int | None:

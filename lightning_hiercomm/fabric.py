@@ -12,12 +12,11 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm import _lightning, traffic
-from lightning_hiercomm.replicas import Replicas, broadcast_values
+from lightning_hiercomm.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.verification import VerifyReplicas
@@ -234,29 +233,17 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         topology, settings = self._topology, self._settings
+        check_initialized(module)
         broadcast_values([*module.parameters(), *module.buffers()], topology.world)
         replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        run = TrainingRun(
-            settings.scheme,
-            replicas,
-            topology,
-            settings.wire,
-            settings.average_optimizer_state,
-            on_nonfinite=settings.on_nonfinite,
-            verify_replicas=settings.verify_replicas,
-        )
+        run = settings.new_run(replicas, topology)
         self._runs.append(run)
         group = {"node": topology.intra, "world": topology.world, "none": None}[settings.scheme.gradients]
         if group is None or group.size == 1 or not any(p.requires_grad for p in module.parameters()):
             return module, optimizers, scheduler  # DDP has nothing to do
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
         wrapped = super().setup_module(module)
-
-        def reduce(bucket: Any) -> Future[Tensor]:
-            gradients = bucket.buffer()
-            return run.gradients.reduce(gradients, bucket.index()).future(gradients)
-
-        _lightning.register_bucket_hook(wrapped, reduce)
+        _lightning.register_bucket_hook(wrapped, run.gradients.reduce_bucket)
         return wrapped, optimizers, scheduler
 
     # ---- training ------------------------------------------------------------------------------------------------

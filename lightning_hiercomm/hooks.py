@@ -89,6 +89,7 @@ class HierarchicalHooks(ParallelStrategy):
         # before the process group, if there is none yet: what makes it waits long for ranks that die on their way to it
         self.set_world_ranks()
         meets_first = self.world_size > 1 and not dist.is_initialized()
+        store = None
         if meets_first:
             rendezvous = Rendezvous(
                 self._environment.main_address,
@@ -98,9 +99,8 @@ class HierarchicalHooks(ParallelStrategy):
                 self._timeout,
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
-            with _lightning.process_group_meets_at(rendezvous.fresh_store, self.global_rank, self.world_size):
-                super().setup_environment()
-        else:
+            store = rendezvous.fresh_store
+        with _lightning.process_group_meets_at(store, self.global_rank, self.world_size):
             super().setup_environment()
         if self.topology is None or self.topology.is_closed:
             self.topology = connect_world(
@@ -142,15 +142,7 @@ class HierarchicalHooks(ParallelStrategy):
         settings = self._settings
         optimizers = [_lightning.raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        return TrainingRun(
-            settings.scheme,
-            replicas,
-            self._topology,
-            settings.wire,
-            settings.average_optimizer_state,
-            on_nonfinite=settings.on_nonfinite,
-            verify_replicas=settings.verify_replicas,
-        )
+        return settings.new_run(replicas, self._topology)
 
     def _begin_equal(self) -> None:
         """Give all ranks rank 0's values; collective."""
@@ -439,9 +431,14 @@ def required(value: T | None, what: str, set_by: str) -> T:
     return value
 
 
+def _steps_of_epoch(trainer: pl.Trainer) -> float:
+    """Optimizer steps; where the last accumulates fewer batches, it is a fraction of one."""
+    return trainer.num_training_batches / trainer.accumulate_grad_batches
+
+
 def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
     """Refuse, or warn of, a period, counted from the start of each epoch, that no epoch is long enough for."""
-    steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    steps = _steps_of_epoch(trainer)
     if isinstance(scheme, Agreement) and nodes > 1:
         scheme.check_epoch(steps)
     if not isinstance(scheme, PeriodicAveraging) or not isinstance(scheme.sync_every, int):
@@ -457,7 +454,7 @@ def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer) -> None:
     """Warn of a run that ends before the scheme has done what it is for."""
     limits = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+        steps = _steps_of_epoch(trainer)
         limits.append(trainer.max_epochs * (steps if steps == math.inf else math.ceil(steps)))
     steps = min(limits, default=math.inf)
     if isinstance(scheme, StepsDelay) and 0 < steps <= scheme.warmup_steps:

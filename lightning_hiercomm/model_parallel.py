@@ -254,15 +254,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         )
         crosses = settings.scheme.gradients == "world" and topology.num_nodes > 1
         gradients: GradientPath = NodesMean(topology, settings.wire) if crosses else Untouched()
-        return TrainingRun(
-            settings.scheme,
-            replicas,
-            topology,
-            settings.wire,
-            gradients=gradients,
-            on_nonfinite=settings.on_nonfinite,
-            verify_replicas=settings.verify_replicas,
-        )
+        return settings.new_run(replicas, topology, gradients)
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.schemes.verification import print_of
 from lightning_hiercomm.shards import local, reshard, share_out, shares_of, whole
 
 
@@ -83,9 +84,7 @@ class Replicas:
     def checksum(self) -> list[int]:
         """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
         self.have_written()  # or the module's parameters may be gathered ones
-        bits = {1: torch.uint8, 2: torch.int16}
-        held = [local(parameter).detach().reshape(-1) for parameter in self.module.parameters()]
-        return [int(v.view(bits.get(v.element_size(), torch.int32)).sum(dtype=torch.int64)) for v in held]
+        return [int(print_of(local(parameter))) for parameter in self.module.parameters()]
 
     def have_written(self) -> None:
         """Tell the module that somebody wrote to its parameters outside of a training step."""

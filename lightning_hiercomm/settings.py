@@ -14,9 +14,13 @@ from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.verification import VerifyReplicas
+from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,19 @@ class Settings:
             control_port=control_port or 0,
             hang_timeout=hang_timeout,
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
+        )
+
+    def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
+        """The schemes of a module, attached; see :class:`~lightning_hiercomm.training_run.TrainingRun`. Collective."""
+        return TrainingRun(
+            self.scheme,
+            replicas,
+            topology,
+            self.wire,
+            self.average_optimizer_state,
+            gradients,
+            on_nonfinite=self.on_nonfinite,
+            verify_replicas=self.verify_replicas,
         )
 
 

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_hiercomm import _lightning
 from lightning_hiercomm.batches import HeterogeneousBatches
-from lightning_hiercomm.comm.base import completed_future
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.hooks import HierarchicalHooks
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
@@ -230,14 +229,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         _lightning.time_buffer_broadcasts(self.model, self._waiting_for_buffers)
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        gradients = bucket.buffer()
-        path = self._run.gradients
-        if gradients.is_sparse:
-            future = completed_future(path.reduce_sparse(gradients))
-        else:
-            future = path.reduce(gradients, bucket.index()).future(gradients)
+        future = self._run.gradients.reduce_bucket(bucket)
         if bucket.is_last():
-            self._last_bucket = self._topology.meter.mark(gradients.device)
+            self._last_bucket = self._topology.meter.mark(bucket.buffer().device)
         return future
 
     @override

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -28,6 +29,8 @@ from forked import ForkedPython, stand_in_for_python
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.multiprocessing.spawn import ProcessException
+
+from lightning_hiercomm._lightning import WatchfulLauncher
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
@@ -419,6 +422,27 @@ def test_a_rank_that_dies_before_it_trains_ends_the_run_within_seconds_and_is_na
         fit(Fragile(moment, accident, victim), {"ranks_per_node": 1}, devices=2)
     assert re.search(named, capfd.readouterr().err + str(caught.value))
     assert time.monotonic() - began < 30
+
+
+def _exit_after(seconds: float, code: int) -> None:
+    time.sleep(seconds)
+    os._exit(code)
+
+
+def test_when_a_rank_left_too_early_one_that_is_just_telling_why_it_ends_is_not_killed():
+    # killed while it wrote the file that the launcher reads, it made of the error an "EOFError: Ran out of input"
+    fork = multiprocessing.get_context("fork")
+    left, telling, waiting = ranks = [
+        fork.Process(target=_exit_after, args=args, daemon=True) for args in [(0.0, 0), (1.5, 7), (60.0, 0)]
+    ]
+    for rank in ranks:
+        rank.start()
+    began = time.monotonic()
+    WatchfulLauncher._watch(ranks, has_finished=[0, 0, 0])
+    assert time.monotonic() - began < 20
+    for rank in ranks:
+        rank.join(20)
+    assert [left.exitcode, telling.exitcode, waiting.exitcode] == [0, 7, -signal.SIGKILL]
 
 
 def test_a_spawned_rank_that_leaves_too_early_is_named(launch):

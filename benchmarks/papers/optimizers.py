@@ -81,10 +81,10 @@ def rmsprop(parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, tuple[float, OptimizerMaker]] = {
-    "SGD": (0.3, sgd),
-    "Adam": (0.004, adam),
-    "AdamW": (0.004, adamw),
-    "AdaBelief": (0.004, adabelief),
-    "RMSprop": (0.001, rmsprop),
+    "SGD": (1.0, sgd),
+    "Adam": (0.01, adam),
+    "AdamW": (0.01, adamw),
+    "AdaBelief": (0.01, adabelief),
+    "RMSprop": (0.01, rmsprop),
 }
 """By the papers' names: the highest learning rate for one replica's batches, and what makes it."""

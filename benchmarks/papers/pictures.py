@@ -49,8 +49,9 @@ def lines(axis: Any, where: Sequence[float], samples: dict[str, Sequence[Sample]
 
 
 def legend(axis: Any) -> None:
-    """Below the panel, small."""
-    axis.legend(fontsize=7.5, frameon=False)
+    """Small; none if there is nothing yet."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7.5, frameon=False)
 
 
 def save(figure: Any, path: Path, title: str) -> None:

@@ -28,9 +28,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
 
 def section(study: Study, results: Results) -> str:
     """What one study has to say."""
+    runs = [run for by_seed in results.runs.values() for run in by_seed.values()]
+    minutes = sum(run.get("took", 0.0) for run in runs) / 60
     parts = [
         f"## {study.number}: {study.title}",
-        study.source,
+        f"{study.source} {len(runs)} runs of up to {results.seeds} seeds, {minutes:.0f} minutes of training in all.",
         study.report(results),
         f"![{study.title}]({study.number}.png)",
     ]

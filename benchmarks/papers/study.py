@@ -64,16 +64,18 @@ class Setting:
             curve = self.play(experiment, self.site, self.looks)
         except NonfiniteError:
             return {**about, "error": "diverged", "points": []}
-        points = [[point.step, point.seconds, point.accuracy, point.loss] for point in curve.points]
+        points = [[p.step, round(p.seconds, 3), round(p.accuracy, 5), round(p.loss, 5)] for p in curve.points]
         error = None if all(math.isfinite(value) for point in points for value in point) else "diverged"
         finite = [point for point in points if all(map(math.isfinite, point))]
-        return {**about, "error": error, "points": finite, "took": round(curve.took, 2), "bytes": curve.inter_bytes}
+        history = list(getattr(experiment.scheme, "history", []))
+        run = {**about, "error": error, "points": finite, "took": round(curve.took, 2), "bytes": curve.inter_bytes}
+        return {**run, "history": history} if history else run
 
 
 def described(experiment: Experiment) -> dict[str, str]:
     """What sets an experiment apart from the default; functions by their names, which are the same in every process."""
     values = {part.name: getattr(experiment, part.name) for part in fields(experiment)}
-    values["task"] = experiment.task.name
+    values["task"] = f"{experiment.task.name}: {experiment.task.build(10)!r}"
     usual = {part.name: part.default for part in fields(experiment)}
     return {
         name: getattr(value, "__qualname__", repr(value))

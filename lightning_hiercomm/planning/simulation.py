@@ -62,6 +62,9 @@ class Experiment:
         wire_dtype: As for the strategy.
         seed: Of the model and of the batches.
         optimizer: Default: the task's.
+        batches: Examples that each rank takes per step, by world rank, where ranks are unequal; in place of ``batch``.
+        weights: Of the ranks' gradients, by world rank. Default: by their examples.
+        gradient_scale: What every loss is multiplied by before the backward pass.
 
     Raises:
         PlanningError: For numbers with which nothing can be trained.
@@ -78,6 +81,9 @@ class Experiment:
     wire_dtype: str | None = None
     seed: int = 0
     optimizer: OptimizerMaker | None = None
+    batches: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    gradient_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "steps", "batch"):
@@ -85,6 +91,12 @@ class Experiment:
                 raise PlanningError(f"{name.replace('_', '-')} {getattr(self, name)}: at least 1 is needed")
         if self.replicas > MOST_REPLICAS:
             raise PlanningError(f"{self.replicas} replicas: simulations have up to {MOST_REPLICAS}")
+        for name in ("batches", "weights"):
+            values = getattr(self, name)
+            if values is not None and (len(values) != self.replicas or min(values) <= 0):
+                raise PlanningError(
+                    f"{name} {values}: one positive number for each of {self.replicas} replicas is needed"
+                )
         if not self.learning_rate > 0:
             raise PlanningError(f"learning rate {self.learning_rate}: it must be positive")
         if isinstance(self.scheme, Agreement) and self.scheme.tuner is not None:
@@ -98,7 +110,12 @@ class Experiment:
     @property
     def steps_per_epoch(self) -> int:
         """Steps after which as many examples were seen as there are; at most all steps of the run."""
-        return min(self.steps, self.task.steps_per_epoch(self.batch * self.replicas))
+        return min(self.steps, self.task.steps_per_epoch(sum(self.sizes)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples that each rank takes per step."""
+        return self.batches or (self.batch,) * self.replicas
 
 
 @dataclass(frozen=True)
@@ -177,7 +194,11 @@ class VirtualClock:
             if scheme.phase != "cycling":
                 return ("blocking",), lambda: PeriodicAveraging(1)
             period, staleness = scheme.when.period or 1, scheme.staleness
-            return ("cycling", period, staleness), lambda: DASO(period, staleness, exchange=scheme.exchange)
+            exchange, narrow = scheme.exchange, scheme.narrow_phases
+            return (
+                ("cycling", period, staleness),
+                lambda: DASO(period, staleness, exchange=exchange, narrow_phases=narrow),
+            )
         if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
             agreements = math.ceil(epoch / (scheme.when.period or epoch))
             apart = max(1, round(epoch / agreements))
@@ -226,14 +247,15 @@ class _Replica:
         self._meter = Meter()
         size = experiment.ranks_per_node
         nodes = [list(range(node * size, (node + 1) * size)) for node in range(experiment.nodes)]
-        self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter)
+        weights = experiment.weights or experiment.batches
+        self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter, weights)
         self.module = copy.deepcopy(initial)
         task, make = experiment.task, experiment.optimizer or experiment.task.optimizer
         self._turns = [
             (turn, make(self.module.get_submodule(turn.part).parameters(), experiment.learning_rate))
             for turn in task.turns
         ]
-        self._batches = Batches(task, rank, experiment.batch, experiment.seed)
+        self._batches = Batches(task, rank, experiment.sizes[rank], experiment.seed)
         self.points: list[Point] = []
         self.sent = 0.0
 
@@ -272,7 +294,7 @@ class _Replica:
         """An optimizer's step, with gradients that agree as DDP lets them."""
         optimizer.zero_grad()
         loss = turn.loss(self.module, batch)
-        loss.backward()
+        (loss * self._experiment.gradient_scale).backward()
         run.watch_loss(loss)
         gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
         if self._experiment.scheme.gradients != "none" and self._topology.world_size > 1:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Communicator, Handle, finished
+from lightning_hiercomm.comm.base import Communicator, Handle, completed_future, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes.base import Gradients
@@ -43,6 +44,17 @@ class GradientPath(ABC):
             gradient: In COO layout, with other indices on every rank; not changed.
         """
         raise NotImplementedError(f"{type(self).__name__} averages dense gradients only")
+
+    def reduce_bucket(self, bucket: Any) -> Future[Tensor]:
+        """Average a bucket of DDP's, whose gradients may be sparse.
+
+        Args:
+            bucket: A ``torch.distributed.GradBucket``.
+        """
+        gradients = bucket.buffer()
+        if gradients.is_sparse:
+            return completed_future(self.reduce_sparse(gradients))
+        return self.reduce(gradients, bucket.index()).future(gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know for an exact resume."""

@@ -10,7 +10,7 @@ from benchmarks.__main__ import make_parser
 CHECKOUT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["speed", "latency", "one-node", "accuracy", "timeline", "report"])
+@pytest.mark.parametrize("command", ["speed", "latency", "one-node", "accuracy", "timeline", "papers", "report"])
 def test_results_go_where_git_does_not_look_unless_asked(command):
     parser = make_parser()
     out = parser.parse_args([command]).out

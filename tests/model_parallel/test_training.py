@@ -26,6 +26,8 @@ from lightning_hiercomm import (
 )
 from lightning_hiercomm.schemes import OuterOptimizer
 
+pytestmark = pytest.mark.timeout(900)  # the first test's fixture is a launch of some forty fits
+
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),

@@ -166,6 +166,8 @@ def test_the_clock_goes_as_the_cost_model_says(scheme, seconds):
         ({"steps": 0}, "steps 0: at least 1"),
         ({"nodes": 129, "ranks_per_node": 4}, "516 replicas: simulations have up to 512"),
         ({"learning_rate": math.nan}, "learning rate nan"),
+        ({"batches": (8,)}, r"batches \(8,\): one positive number for each of 2 replicas"),
+        ({"weights": (1.0, 0.0)}, r"weights \(1.0, 0.0\): one positive number"),
         ({"scheme": PeriodicAveraging("auto")}, "sync_every='auto' has nothing to time here: give a number"),
     ],
 )
@@ -177,6 +179,42 @@ def test_impossible_experiments_are_refused(others, message):
 def test_a_scheme_that_does_not_go_with_the_run_is_an_error_of_one_line():
     with pytest.raises(PlanningError, match="one exchange is in flight at a time"):
         simulate(experiment(DiLoCo(4, fragments=["0"], staleness=3)), SITE)
+
+
+def after_one_step(**others):
+    """The parameters after one step of plain SGD, and what they were."""
+    made = experiment(AllReduce(), steps=1, optimizer=plain_sgd, **others)
+    return simulate(made, SITE).parameters, [p.detach() for p in TASK.model().parameters()]
+
+
+def plain_sgd(parameters, learning_rate):
+    return torch.optim.SGD(parameters, learning_rate)
+
+
+@pytest.mark.parametrize(("weights", "shares"), [(None, (0.75, 0.25)), ((1.0, 3.0), (0.25, 0.75))])
+def test_unequal_ranks_take_batches_of_their_own_and_weigh_by_examples_unless_told_otherwise(weights, shares):
+    after, before = after_one_step(batches=(6, 2), weights=weights)
+    model = TASK.model()
+    gradients = []
+    for rank, size in enumerate((6, 2)):
+        (turn,) = TASK.turns
+        loss = turn.loss(model, Batches(TASK, rank, size).draw())
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for own, start, *parts in zip(after, before, *gradients, strict=True):
+        mean = sum(share * part for share, part in zip(shares, parts, strict=True))
+        torch.testing.assert_close(own.detach(), start - 0.1 * mean)
+
+
+def test_a_scale_multiplies_gradients():
+    plain, before = after_one_step()
+    scaled, _ = after_one_step(gradient_scale=7.0)
+    for own, once, start in zip(scaled, plain, before, strict=True):
+        torch.testing.assert_close(own.detach() - start, 7.0 * (once.detach() - start), rtol=1e-3, atol=1e-5)
+
+
+def test_epochs_count_the_examples_of_unequal_ranks():
+    equal, unequal = experiment(AllReduce(), steps=10**9), experiment(AllReduce(), steps=10**9, batches=(30, 2))
+    assert equal.steps_per_epoch == pytest.approx(2 * unequal.steps_per_epoch, rel=0.01)
 
 
 def test_batches_are_a_replicas_own():
