@@ -12,17 +12,18 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import prediction, report
-from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks import period, prediction, report
+from benchmarks.contenders import BOUNDS, ROWS, SCANNED
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
 from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
 from benchmarks.network import busy_share, open_network, why_no_namespaces
 from benchmarks.workloads import WORKLOADS
+from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET
 
 SPEED_ROWS = [key for key in ROWS if "@" not in key]
 WIRES = ("bf16", "int8", "int4")
-LATENCY_ROWS = ["loop", "ddp", *(key for key in ROWS if "@" in key and not any(wire in key for wire in WIRES))]
+LATENCY_ROWS = ["loop", "ddp", *(key for key in ROWS if key.endswith("@8") and not any(wire in key for wire in WIRES))]
 ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "diloco", "steps_delay", "gossip"]
 ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
 TIMELINE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
@@ -70,6 +71,14 @@ def make_parser() -> argparse.ArgumentParser:
     timeline.add_argument("--show", type=int, default=10, help="steps to show")
     timeline.set_defaults(command=timeline_command)
 
+    auto = commands.add_parser("auto", help="the period that sync_every='auto' chooses, against a scan over periods")
+    _common(auto, period.SCANNABLE, choices=period.SCANNABLE)
+    _layout(auto, nodes=2, ranks_per_node=2, workload="mlp1m")
+    auto.add_argument("--mbit", type=float, nargs="+", default=[100.0, 500.0, 1000.0], help="link rates")
+    auto.add_argument("--periods", type=int, nargs="+", choices=SCANNED, default=[1, 4, 16, 32, 64, 128, 256])
+    auto.add_argument("--steps", type=int, default=64, help="least number of steps on the clock")
+    auto.set_defaults(command=auto_command)
+
     foresight = commands.add_parser("prediction", help="step times as the planner predicts them, against measured ones")
     _common(foresight, prediction.PREDICTED_ROWS)
     foresight.add_argument("--layouts", nargs="+", type=_layout_of, default=list(prediction.LAYOUTS), metavar="2x2")
@@ -108,8 +117,8 @@ def _end(*_: object) -> None:
     sys.exit("terminated")
 
 
-def _common(parser: argparse.ArgumentParser, rows: Sequence[str]) -> None:
-    parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), default=list(rows), metavar="ROW")
+def _common(parser: argparse.ArgumentParser, rows: Sequence[str], choices: Sequence[str] = tuple(ROWS)) -> None:
+    parser.add_argument("--rows", nargs="+", choices=sorted(choices), default=list(rows), metavar="ROW")
     parser.add_argument("--lock", help="hold this file's lock while processes run")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which one row counts as hung")
     parser.add_argument("--mtu", type=int, default=1500)
@@ -218,16 +227,34 @@ def timeline_command(arguments: argparse.Namespace) -> None:
         plots.timeline(found, arguments.show, mbit, arguments.out / name)
 
 
+def auto_command(arguments: argparse.Namespace) -> None:
+    """Scan the periods of every scheme at every rate, and let it choose one."""
+    scans = []
+    for scheme in arguments.rows:
+        jobs = period.jobs_of(scheme, arguments.workload, arguments.periods, arguments.steps, arguments.timeout)
+        for mbit, results, _ in _session(arguments, jobs, arguments.mbit):
+            scans.append(period.scan_of(scheme, jobs, results, mbit or 0.0, OVERHEAD_TARGET))
+            print(period.table(scans[-1:]), flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / "auto.md"
+    path.write_text(period.table(scans))
+    print(path)
+
+
 def prediction_command(arguments: argparse.Namespace) -> None:
     """Probe, predict and measure every layout at every rate."""
     path = arguments.out / "prediction.json"
     for nodes, ranks in arguments.layouts if not arguments.stored else ():
         for mbit in arguments.mbit:
             workload = arguments.workload or prediction.workload_for(mbit)
+            keys = ("probe", *arguments.rows)
+            steps = {
+                key: prediction.steps_on_the_clock(key, workload, nodes, ranks, mbit, arguments.steps) for key in keys
+            }
             jobs = [
-                speed_job(key, workload, repetition, 1, arguments.steps, arguments.timeout)
+                speed_job(key, workload, repetition, 1, steps[key], arguments.timeout)
                 for repetition in range(arguments.repetitions)
-                for key in ("probe", *arguments.rows)
+                for key in keys
             ]
             arguments.nodes, arguments.ranks_per_node = nodes, ranks
             for _, results, note in _session(arguments, jobs, [mbit]):

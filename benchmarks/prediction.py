@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import ROWS
+from benchmarks.contenders import ROWS, Row
 from benchmarks.job import Job, Record
 from benchmarks.measure import seconds_per_step
+from benchmarks.workloads import WORKLOADS, parameter_count
 from lightning_hiercomm import schemes
+from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.cost import predict
 from lightning_hiercomm.planning.profile import Profile
+from lightning_hiercomm.schemes import Scheme
 
 PREDICTED_ROWS = ("local", "node", "ddp", "all_reduce", "periodic", "daso", "diloco_streaming", "steps_delay", "gossip")
 LAYOUTS = ((2, 2), (4, 1))
 RATES = (100.0, 1000.0, 10000.0)
+_SECONDS_ON_THE_CLOCK = 4.0
+_GUESSED_STEP = 0.06
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,24 @@ def workload_for(mbit: float) -> str:
     return "mlp1m" if mbit <= 200 else "mlp11m"
 
 
+def steps_on_the_clock(key: str, workload: str, nodes: int, ranks_per_node: int, mbit: float, least: int) -> int:
+    """As many as take some seconds, by a first guess: what else the machine does is not to decide."""
+    row = ROWS[key]
+    if row.module == "peer" or key == "probe":
+        return least
+    scheme, wire = _scheme_of(row) if row.module == "ours" else (None, None)
+    link = Link(mbit * 1e6 / 8 if mbit else math.inf)
+    guess = Cluster(nodes, ranks_per_node, Link(math.inf), link)
+    step = Workload.of_step(parameter_count(WORKLOADS[workload].model()), _GUESSED_STEP)
+    seconds = _GUESSED_STEP if row.module == "plain" else predict(scheme, guess, step, wire).seconds
+    return max(least, math.ceil(_SECONDS_ON_THE_CLOCK / seconds))
+
+
+def _scheme_of(row: Row) -> tuple[Scheme, str | None]:
+    scheme: Scheme = getattr(schemes, row.options["scheme"])(**row.options["arguments"])
+    return scheme, row.options["strategy"].get("wire_dtype")
+
+
 def setting_of(
     jobs: list[Job], results: dict[str, list[Record]], nodes: int, ranks_per_node: int, mbit: float, note: str
 ) -> Setting:
@@ -88,12 +112,9 @@ def compare(setting: Setting) -> Iterable[Compared]:
     profile = Profile.from_dict(setting.profile)
     for key, seconds in setting.seconds.items():
         row = ROWS[key]
-        scheme, wire = None, None
         if row.module == "plain":  # stored beside the predictions, to judge them by
             continue
-        if row.module == "ours":
-            scheme = getattr(schemes, row.options["scheme"])(**row.options["arguments"])
-            wire = row.options["strategy"].get("wire_dtype")
+        scheme, wire = _scheme_of(row) if row.module == "ours" else (None, None)
         prediction = predict(scheme, profile.cluster, profile.workload, wire)
         yield Compared(row.title, setting, statistics.median(seconds), prediction.seconds, prediction.limit)
 

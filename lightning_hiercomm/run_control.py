@@ -80,6 +80,8 @@ class RunControl:
         if self.plane is None or self._has_noted_exception or isinstance(exception, RankFailure):
             return
         self._has_noted_exception = True
+        if isinstance(exception, SystemExit) and not exception.code:
+            exception.code = 1  # with 0 torchrun takes a node for finished, and gives the others 300 s to follow
         # a peer that is gone breaks our collective before the news of it arrives
         heard = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
         if heard is None:

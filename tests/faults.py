@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import math
 import os
+import platform
 import random
 import re
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -32,14 +35,17 @@ for folder in (HERE / "startup", HERE / "jobs"):
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+import lightning  # noqa: E402
 import torch  # noqa: E402
-from forked import ForkedPython  # noqa: E402
+from forked import ForkedPython, stand_in_for_python  # noqa: E402
 from lightning.fabric.plugins.environments.lightning import find_free_network_port  # noqa: E402
 from unlucky import BATCHES, EPOCHS, FAULTS, MOMENTS, SCHEMES  # noqa: E402
 
-SECONDS = 60.0  # after which a run counts as hanging
-LAUNCHERS = ("fork", "torchrun", "slurm")
-_GRACE = 3.0  # for processes to go after their parents
+SECONDS = 60.0  # after the fault, when a run counts as hanging
+_START_SECONDS = 120.0  # until the fault
+LAUNCHERS = ("fork", "spawn", "popen", "torchrun", "slurm")
+_GRACE = 8.0  # for processes to go after their parents: a loader's workers look for theirs every 5 s
+_EXITS_WELL = ("os._exit(0)",)  # what torchrun takes for a rank that has done its work
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Case:
         ranks: On each of the two nodes.
         victim: The rank.
         replicas: Whether checkpoints have companions.
+        workers: Whether batches come from a process of their own.
     """
 
     fault: str
@@ -65,10 +72,12 @@ class Case:
     ranks: int
     victim: int
     replicas: bool
+    workers: bool
 
     def __str__(self) -> str:
         whom = f"rank {self.victim} of {2 * self.ranks}"
-        how = f"{self.scheme}{' with companions' if self.replicas else ''}"
+        more = [name for name, has in (("companions", self.replicas), ("workers", self.workers)) if has]
+        how = " with ".join([self.scheme, *filter(None, [" and ".join(more)])])
         return f"{self.fault:13} | {self.moment} ({self.time}), {whom} | {how} | {self.launcher}"
 
 
@@ -77,7 +86,9 @@ class Outcome:
     """What became of a run.
 
     Attributes:
-        seconds: From the fault to the end of the last process; None if it hung.
+        seconds: From the fault to the end of the last rank; None if it hung.
+        launcher_waits: Whether torchrun still was there when all ranks had ended: it takes a node whose ranks exit with
+            0 for one that has finished, and gives the others 300 s.
         struck: Whether the rank came to the moment at all.
         named: Whether it says which rank it was.
         left: What is left of it.
@@ -85,6 +96,7 @@ class Outcome:
     """
 
     seconds: float | None
+    launcher_waits: bool
     struck: bool
     named: bool
     left: tuple[str, ...]
@@ -97,11 +109,13 @@ class Outcome:
 
 
 def listed() -> Iterator[Case]:
-    """All faults at all moments."""
-    schemes, launchers, ranks, victims = cycle(SCHEMES), cycle(LAUNCHERS), cycle((1, 2, 2)), cycle((1, 0, 3, 2, 1))
-    for fault, moment in product(FAULTS, MOMENTS):
-        size = next(ranks)
-        yield _case(fault, moment, 1, next(schemes), next(launchers), size, next(victims) % (2 * size), False)
+    """All faults at all moments; every scheme under every launcher, on nodes of one and of two ranks."""
+    draw = random.Random(0)
+    combinations = [*product(SCHEMES, LAUNCHERS, (1, 2))]
+    draw.shuffle(combinations)
+    for (fault, moment), (scheme, launcher, ranks) in zip(product(FAULTS, MOMENTS), cycle(combinations)):
+        more = (draw.random() < 0.3, draw.random() < 0.3)
+        yield _case(fault, moment, 1, scheme, launcher, ranks, draw.randrange(2 * ranks), *more)
 
 
 def drawn(number: int, seed: int) -> Iterator[Case]:
@@ -118,6 +132,7 @@ def drawn(number: int, seed: int) -> Iterator[Case]:
             ranks,
             draw.randrange(2 * ranks),
             draw.random() < 0.3,
+            draw.random() < 0.3,
         )
 
 
@@ -132,27 +147,45 @@ def _case(fault: str, moment: str, at: int, *rest: object) -> Case:
 def run(case: Case, folder: Path) -> Outcome:
     """Run a case, in an empty folder; at least one process is started in a session of its own."""
     processes = list(_start(case, folder))
-    deadline = time.monotonic() + SECONDS
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+    launchers = [process.pid for process in processes]
+    began, alone_since = time.time(), None
+    while any(process.poll() is None for process in processes):
         time.sleep(0.02)
+        struck_at = _read_time(folder / "struck")
+        if time.time() > (began + _START_SECONDS if struck_at is None else struck_at) + SECONDS:
+            break
+        if case.launcher == "torchrun" and case.fault in _EXITS_WELL:
+            alone = (folder / "struck").exists() and not {*_processes_of(launchers, folder)} - {*launchers}
+            alone_since = (alone_since or time.time()) if alone else None
+            if alone_since is not None and time.time() - alone_since > 3:
+                break
     ended = time.time()
     hangs = [process for process in processes if process.poll() is None]
+    launcher_waits = bool(hangs) and alone_since is not None
     for process in hangs:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    struck = folder / "struck"
-    at = float(struck.read_text()) if struck.exists() else None
+    at = _read_time(folder / "struck")
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("output-*")))
-    left = (*_processes_left([process.pid for process in processes], folder), *_files_left(folder))
-    seconds = None if hangs else ended - (at or ended)
-    return Outcome(seconds, at is not None, _is_named(case, output), left, output)
+    left = (*_processes_left(launchers, folder), *_files_left(folder))
+    if launcher_waits and alone_since is not None:
+        ended = alone_since
+    seconds = None if hangs and not launcher_waits else ended - (at or ended)
+    return Outcome(seconds, launcher_waits, at is not None, _is_named(case, output), left, output)
+
+
+def _read_time(path: Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):  # it is not there, or just being written
+        return None
 
 
 def _is_named(case: Case, output: str) -> bool:
     if case.fault in ("SIGTERM", "Ctrl-C"):  # whoever does that knows; all stop together, or at once
         return True
     who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
-    return re.search(rf"{who}[^\n]*(died|failed|ended|terminated|had not come)", output) is not None
+    return re.search(rf"{who}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
 
 
 def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
@@ -160,20 +193,22 @@ def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
         *(str(HERE / "jobs" / "unlucky.py"), "--out", str(folder), "--fault", case.fault, "--moment", case.moment),
         *("--time", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme),
         *(["--replicas"] if case.replicas else []),
+        *("--workers", str(int(case.workers))),
     ]
     port, ranks = str(find_free_network_port()), case.ranks
     outputs = (folder / f"output-{number}" for number in range(2 * ranks))
-    if case.launcher == "fork":
-        where = ("--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", "fork")
-        yield ForkedPython([*job, *where], os.environ, next(outputs), folder)
+    if case.launcher in ("fork", "spawn", "popen"):
+        where = ("--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", case.launcher)
+        python = ("--python", stand_in_for_python()) if case.launcher == "popen" else ()
+        yield ForkedPython([*job, *where, *python], os.environ, next(outputs), folder)
         return
     on_nodes = ("--devices", str(ranks), "--num-nodes", "2")
     if case.launcher == "torchrun":
-        fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT", "--monitor-interval", "0.1")
         for node in range(2):
-            agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node), *fork)
+            agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node))
             address = ("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", port)
-            yield ForkedPython([*agent, *address, *job, *on_nodes], os.environ, next(outputs), folder)
+            worker = ("--monitor-interval", "0.1", "--no-python", stand_in_for_python(), *job, *on_nodes)
+            yield ForkedPython([*agent, *address, *worker], os.environ, next(outputs), folder)
         return
     for task in range(2 * ranks):
         environment = {
@@ -226,21 +261,17 @@ def _files_left(folder: Path) -> Iterator[str]:
                 yield f"{path.name}: {error}"
 
 
-def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None = None) -> Counter[str]:
-    """Run cases, print a line of a table for each, and what was said in those that did not pass.
+def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None = None) -> Report:
+    """Run cases, and print a line of a table for each.
 
     Args:
         cases: What to run.
         jobs: How many at a time.
         seconds: After which no further run begins.
         keep: Gets what was said in runs that did not pass.
-
-    Returns:
-        How many runs there were, and how many hung, were not named, and left something.
     """
     began = time.monotonic()
-    counts: Counter[str] = Counter()
-    slowest = 0.0
+    done: Report = Report([])
 
     def one(case: Case) -> Outcome | None:
         if time.monotonic() - began > seconds:
@@ -248,32 +279,84 @@ def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None =
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             return run(case, Path(folder).resolve())
 
-    print("| fault | moment (after so many), to whom | scheme | launcher | seconds | named | left behind |")
-    print("|---|---|---|---|---|---|---|")
+    print(_HEAD)
     with ThreadPoolExecutor(jobs) as threads:
         for number, (case, outcome) in enumerate(zip(cases, threads.map(one, cases), strict=True)):
             if outcome is None:
                 continue
+            done.runs.append((case, outcome))
+            print(_line(case, outcome), flush=True)
+            if not outcome.is_good and keep is not None:
+                keep.mkdir(parents=True, exist_ok=True)
+                (keep / f"{number}.txt").write_text(f"{case!r}\n\n{outcome.output}")
+    print(f"\n{done.summary}")
+    return done
+
+
+_HEAD = """\
+| fault | moment (after so many), to whom | scheme | launcher | seconds | named | left behind |
+|---|---|---|---|---|---|---|"""
+
+
+def _line(case: Case, outcome: Outcome) -> str:
+    took = "HANGS" if outcome.seconds is None else f"{outcome.seconds:.1f}" if outcome.struck else "not struck"
+    took += ", then torchrun waits" if outcome.launcher_waits else ""
+    return f"| {case} | {took} | {'yes' if outcome.named else 'NO'} | {', '.join(outcome.left) or 'nothing'} |"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of runs."""
+
+    runs: list[tuple[Case, Outcome]]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many runs there were, and how many hung, were not named, and left something."""
+        counts: Counter[str] = Counter()
+        for _, outcome in self.runs:
             counts.update(
                 runs=1,
                 hung=outcome.seconds is None,
                 unnamed=not outcome.named,
                 left=bool(outcome.left),
                 missed=not outcome.struck,
+                waits=outcome.launcher_waits,
                 bad=not outcome.is_good,
             )
-            slowest = max(slowest, outcome.seconds or 0.0)
-            took = "HANGS" if outcome.seconds is None else f"{outcome.seconds:.1f}" if outcome.struck else "not struck"
-            print(f"| {case} | {took} | {'yes' if outcome.named else 'NO'} | {', '.join(outcome.left) or 'nothing'} |")
-            sys.stdout.flush()
-            if not outcome.is_good and keep is not None:
-                keep.mkdir(parents=True, exist_ok=True)
-                (keep / f"{number}.txt").write_text(f"{case!r}\n\n{outcome.output}")
-    print(
-        f"\n{counts['runs']} runs: {counts['hung']} hung, {counts['unnamed']} did not name the rank, {counts['left']}"
-        f" left something behind, {counts['missed']} ended before the fault; the slowest end took {slowest:.1f} s"
-    )
-    return counts
+        return counts
+
+    @property
+    def summary(self) -> str:
+        """The counts in words."""
+        counts = self.counts
+        waits = f"; after {counts['waits']} torchrun waited on" if counts["waits"] else ""
+        return (
+            f"{counts['runs']} runs: {counts['hung']:d} hung, {counts['unnamed']:d} did not name the rank,"
+            f" {counts['left']:d} left something behind, {counts['missed']:d} ended before the fault{waits}."
+        )
+
+    def section(self, title: str, has_lines: bool) -> str:
+        """A section of a page, with seconds from the fault to the end.
+
+        Args:
+            title: Its title.
+            has_lines: Whether to tell all runs, and not only those that did not pass.
+        """
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
+        command = f"`python -m tests.faults {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, {versions}"
+        on = f"{os.cpu_count()} cores"
+        table = [f"| median / slowest (runs) | {' | '.join(LAUNCHERS)} |", "|---" * (len(LAUNCHERS) + 1) + "|"]
+        for fault in FAULTS:
+            cells = []
+            for launcher in LAUNCHERS:
+                own = [o for c, o in self.runs if (c.fault, c.launcher) == (fault, launcher)]
+                took = [math.inf if o.seconds is None else o.seconds for o in own]
+                cells.append(f"{statistics.median(took):.1f} / {max(took):.1f} ({len(took)})" if took else "")
+            table.append(f"| {fault} | {' | '.join(cells)} |")
+        told = [_line(*run) for run in self.runs if has_lines or not run[1].is_good or run[1].launcher_waits]
+        parts = [f"## {title}", f"{command}, {on}.", self.summary, "\n".join(table)]
+        return "\n\n".join([*parts, *(["\n".join([_HEAD, *told])] if told else [])]) + "\n"
 
 
 def main() -> int:
@@ -285,9 +368,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--keep", type=Path, help="folder for what was said in runs that did not pass")
+    parser.add_argument("--append", type=Path, help="Markdown page that gets a section about the runs")
     arguments = parser.parse_args()
     cases = [*(listed() if arguments.random is None else drawn(arguments.random, arguments.seed))][arguments.skip :]
-    return int(report(cases, arguments.jobs, arguments.seconds, arguments.keep)["bad"] > 0)
+    done = report(cases, arguments.jobs, arguments.seconds, arguments.keep)
+    if arguments.append is not None:
+        title = "All faults at all moments" if arguments.random is None else f"At random, seed {arguments.seed}"
+        with arguments.append.open("a") as page:
+            page.write("\n" + done.section(title, has_lines=arguments.random is None))
+    return int(done.counts["bad"] > 0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import faults
 import pytest
@@ -17,21 +18,43 @@ import pytest
 @pytest.mark.timeout(400)
 def test_random_faults_end_every_run_in_time_with_the_rank_named_and_nothing_left(capsys, tmp_path):
     cases = [*faults.drawn(12, seed=1)]
-    counts = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
+    done = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
     said = "\n".join(path.read_text() for path in tmp_path.glob("*.txt"))
-    assert counts == Counter(runs=len(cases)), capsys.readouterr().out + said
+    assert done.counts - Counter(waits=len(cases)) == Counter(runs=len(cases)), capsys.readouterr().out + said
 
 
-def test_the_list_has_every_fault_at_every_moment_and_all_schemes_and_launchers():
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_torchrun_ends_when_the_only_rank_of_its_first_node_calls_sys_exit(tmp_path):
+    case = faults.Case("sys.exit(0)", "training_step", 3, "periodic", "torchrun", 1, 0, replicas=False, workers=False)
+    outcome = faults.run(case, tmp_path)
+    assert outcome.is_good, outcome
+    assert not outcome.launcher_waits
+
+
+def test_the_list_has_every_fault_at_every_moment_and_every_scheme_under_every_launcher():
     cases = [*faults.listed()]
     assert {(case.fault, case.moment) for case in cases} == {(f, m) for f in faults.FAULTS for m in faults.MOMENTS}
-    assert {case.scheme for case in cases} == {*faults.SCHEMES}
-    assert {case.launcher for case in cases} == {*faults.LAUNCHERS}
+    everything = product(faults.SCHEMES, faults.LAUNCHERS, (1, 2))
+    assert {(case.scheme, case.launcher, case.ranks) for case in cases} == {*everything}
     assert all(case.victim < 2 * case.ranks for case in cases)
 
 
 def test_random_faults_are_the_same_for_a_seed():
     assert [*faults.drawn(20, seed=3)] == [*faults.drawn(20, seed=3)] != [*faults.drawn(20, seed=4)]
+
+
+def test_a_page_tells_of_every_run_that_is_not_as_it_should_be():
+    good = faults.Outcome(0.5, launcher_waits=False, struck=True, named=True, left=(), output="")
+    hangs, unnamed = replace(good, seconds=None), replace(good, named=False)
+    cases = [*faults.drawn(3, seed=1)]
+    done = faults.Report([*zip(cases, [good, hangs, unnamed], strict=True)])
+    assert done.counts - Counter(runs=3, hung=1, unnamed=1, bad=2) == Counter()
+    page = done.section("At random", has_lines=False)
+    assert "3 runs: 1 hung, 1 did not name the rank, 0 left something behind" in page
+    assert str(cases[0]) not in page
+    assert f"{cases[1]} | HANGS | yes" in page
+    assert f"{cases[2]} | 0.5 | NO" in page
 
 
 def test_what_is_left_behind_is_seen(tmp_path):

@@ -11,4 +11,6 @@ from lightning_hiercomm import HierarchicalStrategy, schemes
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
     scheme: schemes.Scheme = getattr(schemes, options["scheme"])(**options["arguments"])
-    fit(recorder, HierarchicalStrategy(scheme=scheme, **options["strategy"]))
+    strategy = HierarchicalStrategy(scheme=scheme, **options["strategy"])
+    fit(recorder, strategy)
+    recorder.record.period = getattr(getattr(strategy.schemes[0], "when", None), "period", None)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
-from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.planning.cluster import Beside, Curve, Workload, sent_bytes
 from lightning_hiercomm.planning.steps import StepTimes
 from lightning_hiercomm.planning.stopwatch import Share
@@ -21,12 +23,15 @@ from lightning_hiercomm.planning.stopwatch import Share
 SIZE = 2**20
 """Bytes of the tensors that are all-reduced meanwhile."""
 
+_IN_FLIGHT = 3  # with one, what is measured is how long a thread waits for its turn, which others in flight hide
 _LEAST_MOVES = 4
 _MOST = 10.0  # beyond that it was not measured, but disturbed
 
 
 class Traffic:
-    """All-reduces between nodes, one after another beside whatever this rank does; all members begin and end together.
+    """All-reduces between nodes beside whatever this rank does, as many in flight as a scheme has buckets there.
+
+    All members begin and end together.
 
     Args:
         group: Between the nodes, used by nobody else meanwhile. None: this rank is in none.
@@ -39,7 +44,7 @@ class Traffic:
 
     def __init__(self, group: Communicator | None, device: torch.device) -> None:
         self._group = group
-        self._tensor = torch.zeros(SIZE // 4, device=device)
+        self._tensors = [torch.zeros(SIZE // 4, device=device) for _ in range(_IN_FLIGHT)]
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hiercomm-traffic", daemon=True)
         self.moves = 0
@@ -59,11 +64,18 @@ class Traffic:
         if self._group is None:
             return
         began = time.perf_counter()
-        while not float(self._tensor[0]):  # until the first member has had enough
-            self._tensor[0] = float(self._is_over.is_set())
-            self._group.all_reduce(self._tensor, op="max").wait()
+        in_flight: deque[tuple[Tensor, Handle]] = deque()
+        has_ended = False
+        while not has_ended or in_flight:
+            while not has_ended and len(in_flight) < _IN_FLIGHT:
+                tensor = self._tensors[(self.moves + len(in_flight)) % _IN_FLIGHT]
+                tensor[0] = float(self._is_over.is_set())
+                in_flight.append((tensor, self._group.all_reduce(tensor, op="max")))
+            tensor, handle = in_flight.popleft()
+            handle.wait()
             self.moves += 1
             self.seconds = time.perf_counter() - began
+            has_ended = has_ended or bool(tensor[0])  # the first member has had enough
 
 
 def measure_beside(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +53,10 @@ FAULTS: dict[str, Callable[[], object]] = {
     "os._exit(0)": lambda: os._exit(0),
     "Ctrl-C": lambda: os.kill(os.getpid(), signal.SIGINT),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "holds the GIL": lambda: ctypes.PyDLL(None).sleep(1000),
 }
+HANG_TIMEOUTS = {"frozen": 4.0, "holds the GIL": 4.0}
 
 MOMENTS = (
     "configure_model",
@@ -70,11 +75,12 @@ MOMENTS = (
 class Unlucky(pl.LightningModule):
     """Something happens to one rank when it comes to a moment for so many times."""
 
-    def __init__(self, folder: Path, fault: str, moment: str, victim: int, time: int) -> None:
+    def __init__(self, folder: Path, fault: str, moment: str, victim: int, time: int, workers: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
         self.folder, self.fault, self.moment, self.victim, self.left = folder, fault, moment, victim, time
+        self.workers = workers
 
     def _reach(self, moment: str) -> None:
         if moment != self.moment or self.trainer.global_rank != self.victim:
@@ -97,7 +103,8 @@ class Unlucky(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randn(2 * BATCHES * self.trainer.world_size, 8), batch_size=2)
+        data = torch.randn(2 * BATCHES * self.trainer.world_size, 8)
+        return DataLoader(data, batch_size=2, num_workers=self.workers)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(torch.randn(2 * self.trainer.world_size, 8), batch_size=2)
@@ -124,8 +131,11 @@ def main() -> None:
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int)
     parser.add_argument("--start-method", default="popen")
+    parser.add_argument("--python", default=sys.executable, help="what to start ranks with")
+    parser.add_argument("--workers", type=int, default=0, help="of each rank's loader")
     parser.add_argument("--replicas", action="store_true")
     arguments = parser.parse_args()
+    sys.executable = arguments.python
     torch.set_num_threads(1)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -136,6 +146,7 @@ def main() -> None:
             ranks_per_node=arguments.ranks_per_node,
             start_method=arguments.start_method,
             checkpoint_replicas=arguments.replicas,
+            hang_timeout=HANG_TIMEOUTS.get(arguments.fault, 300.0),
         ),
         max_epochs=EPOCHS,
         callbacks=[ModelCheckpoint(arguments.out / "checkpoints", save_top_k=-1)],
@@ -145,7 +156,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Unlucky(arguments.out, arguments.fault, arguments.moment, arguments.victim, arguments.time))
+    told = (arguments.fault, arguments.moment, arguments.victim, arguments.time, arguments.workers)
+    trainer.fit(Unlucky(arguments.out, *told))
 
 
 if __name__ == "__main__":

@@ -76,11 +76,16 @@ class ForkedPython:
 
 @functools.cache
 def stand_in_for_python() -> str:
-    """A program that does what ``python script *arguments`` does, in a fork; for launchers that start programs."""
+    """A program that does what ``python script *arguments`` does, in a fork; for launchers that start programs.
+
+    With options before the script it is Python itself.
+    """
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     address, program = folder / "server", folder / "python"
     client = Path(__file__).with_name("client.py")
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {client} {address} "$@"\n')
+    fork = f"{sys.executable} -I -S {client} {address}"
+    options = f'case "$1" in -*) exec {sys.executable} "$@" ;; esac'  # nothing to fork for such as the hub
+    program.write_text(f'#!/bin/sh\n{options}\nexec {fork} "$@"\n')
     program.chmod(0o755)
     _server.Process(target=_serve, args=(str(address),), daemon=True).start()
     deadline = time.monotonic() + 60
