@@ -35,13 +35,13 @@ FLAT: dict[str, tuple[str, Maker]] = {
     "SGP": ("torchft", lambda: Gossip(DirectedExponential(), segments=1, hierarchical=False)),
 }
 ABLATIONS: dict[str, tuple[str, Maker]] = {
-    "Crossover-SGD, one segment": ("gossip", lambda: Gossip(segments=1, hierarchical=False)),
+    "Crossover-SGD, one segment": ("hand", lambda: Gossip(segments=1, hierarchical=False)),
     "Crossover-SGD, unfair": (
-        "gossip",
+        "hand",
         lambda: Gossip(segments=SEGMENTS, hierarchical=False, fair=None, push_sum=False),
     ),
     "Crossover-SGD, unfair, one segment": (
-        "gossip",
+        "hand",
         lambda: Gossip(segments=1, hierarchical=False, fair=None, push_sum=False),
     ),
     "ring (DP-SGD's graph)": ("accelerate", lambda: Gossip("ring", segments=1, hierarchical=False)),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from benchmarks.palette import styles_of
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
@@ -94,7 +95,7 @@ RUNS: dict[str, tuple[str, Callable[[], Scheme], str | None]] = {
     "DDP": ("ddp", AllReduce, None),
     "DDP, fp16 on the wire": ("all_reduce", AllReduce, "float16"),
     "DASO": ("daso", partial(_whole, "eq1"), "bfloat16"),
-    "DASO, delta": ("daso", partial(_whole, "delta"), "bfloat16"),
+    "DASO, delta": ("daso_delta", partial(_whole, "delta"), "bfloat16"),
 }
 
 
@@ -163,7 +164,7 @@ def _report(results: Results) -> str:
                 seconds = results.seconds(_key(name, nodes, link)).mean
                 cells += [
                     f"{seconds:.1f}",
-                    f"{100 * (1 - seconds / results.seconds(_key('DDP', nodes, link)).mean):+.1f} %",
+                    f"{100 * (1 - seconds / results.seconds(_key('DDP', nodes, link)).mean):.0f} %",
                 ]
             rows.append(cells)
         head = ["", "accuracy, %", "against DDP"]
@@ -232,11 +233,11 @@ def _history(results: Results, nodes: int) -> str:
 def _draw(results: Results, path: Path) -> None:
     figure, axes = panels(3)
     for axis, link in zip(axes, LINKS, strict=False):
-        for name in RUNS:
+        for name, style in zip(RUNS, styles_of([row for row, _, _ in RUNS.values()]).values(), strict=True):
             runs = [run["points"] for run in results.runs[_key(name, 8, link)].values() if not run["error"]]
             if runs:
                 mean = [sum(100 * run[i][2] for run in runs) / len(runs) for i in range(min(map(len, runs)))]
-                axis.plot([point[1] for point in runs[0]][: len(mean)], mean, label=name)
+                axis.plot([point[1] for point in runs[0]][: len(mean)], mean, label=name, **style)
         axis.set(xlabel="seconds on the virtual clock", title=f"8 nodes, {link}: whole runs")
     axes[0].set_ylabel("accuracy, held out, %")
     everies = [every for every, staleness in PAIRS[8] if staleness == 0]
@@ -263,7 +264,7 @@ STUDY = Study(
     "DASO",
     "Coquelin et al., Table 2, Figures 6 and 7. In the place of ResNet-50 on ImageNet: a perceptron on MNIST-1D, "
     "momentum SGD with a short rise and a cosine. Ranks of a node hold the same, so one stands for four. `patience` "
-    "is 1 in the place of 2, because these runs have 24 epochs and not 90.",
+    "is 0 in the place of 2, because these runs have 24 epochs and not 90.",
     _settings,
     _report,
     _draw,

@@ -90,9 +90,13 @@ def _settings() -> list[Setting]:
     ]
 
 
+def _words(optimizer: str) -> str:
+    return f"{optimizer.split(',')[0]} at {OPTIMIZERS[optimizer][0]:g}"
+
+
 def _report(results: Results) -> str:
     parts = []
-    for optimizer, (rate, _) in OPTIMIZERS.items():
+    for optimizer in OPTIMIZERS:
         rows = []
         for weighting in (*WEIGHTINGS, LARGER):
             cells = [weighting]
@@ -106,7 +110,7 @@ def _report(results: Results) -> str:
             shown = ", ".join(f"{speed:g}" for speed in speeds)
             head += [f"{ranks} ranks of speeds {shown}", "against none"]
         parts.append(
-            f"**Table 1, what gradients weigh**, {optimizer} at {rate:g}, a global batch of {GLOBAL_BATCH}, accuracy "
+            f"**Table 1, what gradients weigh**, {_words(optimizer)}, a global batch of {GLOBAL_BATCH}, accuracy "
             "in %.\n\n" + table(head, rows)
         )
     rows = []
@@ -132,16 +136,16 @@ def _draw(results: Results, path: Path) -> None:
     figure, axes = panels(len(OPTIMIZERS))
     cells = [(max(SPEEDS), optimizer) for optimizer in OPTIMIZERS]
     for axis, (ranks, optimizer) in zip(axes, cells, strict=True):
-        for weighting in (*WEIGHTINGS, LARGER):
+        for index, weighting in enumerate((*WEIGHTINGS, LARGER)):
             runs = results.runs[_key(ranks, optimizer, weighting)].values()
             points = [run["points"] for run in runs if not run["error"]]
             if points:
                 epochs = range(1, 1 + min(map(len, points)))
                 means = [sum(100 * run[i][2] for run in points) / len(points) for i in range(len(epochs))]
-                axis.plot(epochs, means, label=weighting, linestyle="--" if weighting == LARGER else "-")
-        axis.set(xlabel="epochs", title=f"{ranks} ranks, {optimizer} at {OPTIMIZERS[optimizer][0]:g}")
+                axis.plot(epochs, means, label=weighting, color=f"C{index}", linestyle="--" if index > 2 else "-")
+        axis.set(xlabel="epochs", title=f"{ranks} ranks, {_words(optimizer)}")
     axes[0].set_ylabel("accuracy, held out, %")
-    legend(axes[0])
+    legend(axes[1])
     save(figure, path, f"HetGrad's weights: {PERCEPTRON.name}, a global batch of {GLOBAL_BATCH}; means over the seeds")
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
 from lightning_hiercomm.planning.simulation import Curve, Experiment, Site, simulate
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
@@ -282,6 +284,7 @@ def _played(
 
 def play(number: str, key: str, seed: int) -> dict[str, Any]:
     """One seed of one setting; in whichever process."""
+    torch.set_num_threads(1)  # other processes train beside it
     from benchmarks.papers.studies import STUDIES
 
     return STUDIES[number].by_key[key].run(seed)

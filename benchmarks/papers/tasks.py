@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from benchmarks.papers.perceptron import PERCEPTRON
+from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.study import Results, Setting, Study
@@ -26,8 +26,8 @@ def _key(task: str, batch: int) -> str:
 
 def _make(seed: int, task: str, batch: int) -> Experiment:
     learnt = _LEARNT[task]
-    (_, targets), _ = learnt.load()
-    steps = max(1, round(_EPOCHS[task] * len(targets) / batch))
+    examples = EXAMPLES if task.startswith("mnist1d") else learnt.steps_per_epoch(1)
+    steps = max(1, round(_EPOCHS[task] * examples / batch))
     rate = learnt.learning_rate * (batch / learnt.batch) ** 0.5
     return Experiment(_key(task, batch), AllReduce(), 1, steps, rate, batch, learnt, seed=seed)
 

@@ -68,7 +68,6 @@ def test_all_five_papers_are_there():
 @pytest.mark.parametrize("number", STUDIES)
 def test_every_setting_is_an_experiment_that_can_be_told_from_the_others(number):
     pytest.importorskip("sklearn")
-    pytest.importorskip("mnist1d")
     settings = [setting for key, setting in STUDIES[number].by_key.items() if hetgrad.LARGER not in key]
     assert len({setting.fingerprint(0) for setting in settings}) == len(settings)
 
