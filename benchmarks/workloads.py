@@ -156,14 +156,19 @@ def _character_model() -> nn.Module:
     return CharacterModel(_characters()[1])
 
 
-def _character_batches(rank: int, world_size: int, seed: int, batch_size: int = 8) -> Iterator[Batch]:
+def character_windows() -> Batch:
+    """All windows to train on, and the same one character further; views of one text."""
     text = _characters()[0]
-    training = text[: int(0.9 * len(text))]
+    windows = text[: int(0.9 * len(text))].unfold(0, _CONTEXT + 1, 1)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _character_batches(rank: int, world_size: int, seed: int, batch_size: int = 8) -> Iterator[Batch]:
+    inputs, targets = character_windows()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
-        starts = torch.randint(len(training) - _CONTEXT - 1, (batch_size,), generator=generator)
-        windows = training[starts[:, None] + torch.arange(_CONTEXT + 1)]
-        yield windows[:, :-1], windows[:, 1:]
+        starts = torch.randint(len(inputs) - 1, (batch_size,), generator=generator)
+        yield inputs[starts], targets[starts]
 
 
 def _characters_held_out(windows: int = 128) -> Batch:

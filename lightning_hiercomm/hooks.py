@@ -137,6 +137,7 @@ class HierarchicalHooks(ParallelStrategy):
             self._epoch_clock = EpochClock(self._run, self.batches, self._control)
             _lightning.put_callback_first(trainer, self._epoch_clock)
             self._control.watch_over(trainer)
+            self._announce()  # here, or it would end up in the line of a progress bar
 
     def _new_run(self) -> TrainingRun:
         settings = self._settings
@@ -182,7 +183,6 @@ class HierarchicalHooks(ParallelStrategy):
         check_equal_work(self._topology, trainer.num_training_batches)
         _check_period(self.scheme, trainer, self._topology.num_nodes)
         _warn_of_short_run(self.scheme, trainer)
-        self._announce()
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`

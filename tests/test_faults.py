@@ -35,8 +35,8 @@ def test_torchrun_ends_when_the_only_rank_of_its_first_node_calls_sys_exit(tmp_p
 def test_the_list_has_every_fault_at_every_moment_and_every_scheme_under_every_launcher():
     cases = [*faults.listed()]
     assert {(case.fault, case.moment) for case in cases} == {(f, m) for f in faults.FAULTS for m in faults.MOMENTS}
-    everything = product(faults.SCHEMES, faults.LAUNCHERS, (1, 2))
-    assert {(case.scheme, case.launcher, case.ranks) for case in cases} == {*everything}
+    assert {(case.scheme, case.launcher) for case in cases} == {*product(faults.SCHEMES, faults.LAUNCHERS)}
+    assert {(case.launcher, case.ranks) for case in cases} >= {*product(("fork", "popen", "torchrun", "slurm"), (1, 2))}
     assert all(case.victim < 2 * case.ranks for case in cases)
 
 

@@ -109,7 +109,7 @@ def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
             logger.setLevel(logging.INFO)
             warnings.showwarning = lambda message, *_: self.heard.append(str(message))
 
-        def on_train_end(self, trainer, pl_module):
+        def on_train_start(self, trainer, pl_module):  # when a progress bar has its line
             if trainer.is_global_zero:
                 (tmp_path / "heard").write_text("\n".join(self.heard))
 

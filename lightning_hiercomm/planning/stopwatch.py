@@ -41,6 +41,14 @@ class Timing:
     processor_seconds: float
     queued_seconds: float = 0.0
 
+    def running(self, threads: int) -> float:
+        """The share of the time in which ``threads`` threads could run that they did.
+
+        Other threads of the process may have queued, too, but no longer than all of it took.
+        """
+        could_run = min(self.processor_seconds + self.queued_seconds, threads * self.seconds)
+        return min(1.0, self.processor_seconds / could_run) if could_run else 0.0
+
 
 @dataclass(frozen=True)
 class Share:
@@ -66,7 +74,7 @@ class Share:
         ranks = len(steps)
         if cores >= 2 * ranks * threads:  # one for what computes, one for what communicates
             return cls(None, ranks)
-        running = [step.processor_seconds / (step.processor_seconds + step.queued_seconds or 1) for step in steps]
+        running = [step.running(threads) for step in steps]
         if min(running) > _NEVER_QUEUED:
             return cls(cores, ranks)
         return cls(min(cores, sum(share * threads for share in running)), ranks)

@@ -82,6 +82,10 @@ def test_ranks_that_queue_for_processors_have_what_they_got():
     assert Share.found(1.0, steps((2, 0.45, 0.55), (2, 0.45, 0.55)), threads=1) == Share(0.9, 2)
 
 
+def test_helpers_that_queue_beside_what_computes_do_not_make_the_share_smaller():
+    assert Share.found(0.5, steps((1, 0.45, 0.9)), threads=1) == Share(0.45, 1)
+
+
 def test_ranks_that_never_queue_have_all_processors():
     assert Share.found(1.5, steps((1, 0.1, 0), (1, 0.1, 0)), threads=1) == Share(1.5, 2)
 

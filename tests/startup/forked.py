@@ -97,6 +97,7 @@ def stand_in_for_python() -> str:
 
 def _serve(address: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that serve a client
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # its forks may have children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
@@ -161,6 +162,7 @@ def _become(request: dict, files: Sequence[int]) -> NoReturn:
 
 def _run(arguments: Sequence[str], environment: Mapping[str, str], output: Path | None, folder: Path) -> None:
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # not the fork server's: a program begins with Python's default
     if output is not None:
         with output.open("wb") as file:
             os.dup2(file.fileno(), 1)
