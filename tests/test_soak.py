@@ -52,6 +52,6 @@ def test_steps_of_asynchronous_schemes_add_no_memory_handle_or_thread(tmp_path):
             grown = end["memory"] - middle["memory"]
             print(f"rank {rank}, {scheme}: {grown} KiB in the last {STEPS // 2} steps, {end}")
             assert len(seen) == 20
-            for name in ("handles", "threads", "process groups"):
-                assert end[name] <= middle[name], (scheme, name)
+            for name in ("handles", "threads", "process groups"):  # a handle may be open for a moment
+                assert min(look[name] for look in seen[-5:]) <= max(look[name] for look in seen[5:10]), (scheme, name)
             assert grown < 2048, (scheme, [look["memory"] for look in seen])

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--schemes", nargs="+", choices=ASYNCHRONOUS, default=[*ASYNCHRONOUS])
     arguments = parser.parse_args()
+    gc.freeze()  # what is imported stays, and every look would go through it
     fits: list[dict[str, int]] = []
     for number in range(arguments.fits):
         fit(SCHEMES[number % len(SCHEMES)](), 1, BoringModel(), 4)
