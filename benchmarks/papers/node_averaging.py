@@ -260,5 +260,5 @@ STUDY = Study(
     _report,
     _draw,
     "AngularGrad (no implementation in torch; RMSprop has its row); vision transformers, fine-grained data sets and "
-    "ImageNet (Tables V to VII), which need a cluster: examples have their configurations.",
+    "ImageNet (Tables V to VII), which need a cluster: examples/papers has configurations.",
 )
