@@ -21,8 +21,14 @@ standard deviations together; all others may be chance: a claim that rests on on
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the first ``left`` columns are words, the others numbers."""
-    lines = [columns, ["---" if index < left else "--:" for index in range(len(columns))], *rows]
+    """A Markdown table; the first ``left`` columns are words, the others numbers.
+
+    Rows and columns without any number are left out: what was not played yet.
+    """
+    known = [list(row) for row in rows if any(row[left:])]
+    kept = [index for index in range(len(columns)) if index < max(1, left) or any(row[index] for row in known)]
+    rule = ["---" if index < left else "--:" for index in range(len(columns))]
+    lines = [[line[index] for index in kept] for line in [list(columns), rule, *known]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -48,9 +48,10 @@ def _report(results: Results) -> str:
             [task, f"{_EPOCHS[task]:g}", *(sample.text() for sample in samples), samples[-1].against(samples[0])]
         )
         pairs = [f"{one} and {two}" for one, two, a, b in _neighbours(samples) if a.differs_from(b)]
-        told.append(f"{task}: {', '.join(pairs) or 'none'}")
+        if samples[0].values:
+            told.append(f"{task}: {', '.join(pairs) or 'none'}")
     head = ["task", "epochs", *(f"batch {batch}" for batch in BATCHES), f"{BATCHES[-1]} against {BATCHES[0]}"]
-    return "\n\n".join([table(head, rows), f"Neighbouring batch sizes that are told apart: {'; '.join(told)}."])
+    return "\n\n".join([table(head, rows, left=2), f"Neighbouring batch sizes that are told apart: {'; '.join(told)}."])
 
 
 def _neighbours(samples):  # type: ignore[no-untyped-def]

@@ -6,8 +6,15 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.datasets import CIFAR10, CIFAR100, MNIST, ImageFolder
 from torchvision.transforms import v2
+
+SMALL = {
+    "cifar10": (CIFAR10, [0.491, 0.482, 0.447], [0.247, 0.243, 0.262]),
+    "cifar100": (CIFAR100, [0.507, 0.487, 0.441], [0.267, 0.256, 0.276]),
+    "mnist": (MNIST, [0.131] * 3, [0.308] * 3),
+}
+"""What torchvision has put on the disk, with mean and standard deviation of the colours."""
 
 
 class ColouredDigits(Dataset[tuple[Tensor, int]]):
@@ -42,20 +49,21 @@ class Pictures(pl.LightningDataModule):
     """Pictures and their classes.
 
     Args:
-        dataset: ``"coloured_digits"`` needs no download; ``"cifar10"`` is what ``torchvision.datasets.CIFAR10`` has put
-            below ``root``; ``"imagenet"`` has the folders ``train`` and ``val`` there, with a folder per class.
+        dataset: ``"coloured_digits"`` needs no download; ``"cifar10"``, ``"cifar100"`` and ``"mnist"`` are what
+            torchvision has put below ``root``; ``"imagenet"`` has the folders ``train`` and ``val`` there, with a
+            folder per class.
         root: Where it lies; the same path on every node.
         batch_size: Pictures per rank and step.
-        size: Height and width of the crops of ``"imagenet"``.
+        size: Height and width of the pictures. Default: their own; 224 for ``"imagenet"``, which has none.
         num_workers: Processes per rank that read pictures.
     """
 
     def __init__(
         self,
-        dataset: Literal["coloured_digits", "cifar10", "imagenet"] = "coloured_digits",
+        dataset: Literal["coloured_digits", "cifar10", "cifar100", "mnist", "imagenet"] = "coloured_digits",
         root: str | None = None,
         batch_size: int = 16,
-        size: int = 224,
+        size: int | None = None,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -71,15 +79,19 @@ class Pictures(pl.LightningDataModule):
         as_numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         if self.dataset == "coloured_digits":
             self.train, self.val = ColouredDigits(held_out=False), ColouredDigits(held_out=True)
-        elif self.dataset == "cifar10":
-            normal = [*as_numbers, v2.Normalize([0.491, 0.482, 0.447], [0.247, 0.243, 0.262])]
-            varied = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(), *normal])
-            self.train = CIFAR10(self.root, train=True, transform=varied)
-            self.val = CIFAR10(self.root, train=False, transform=v2.Compose(normal))
+        elif self.dataset in SMALL:
+            kind, mean, deviation = SMALL[self.dataset]
+            resized = [v2.Resize(self.size)] if self.size else []
+            normal = [*resized, v2.RGB(), *as_numbers, v2.Normalize(mean, deviation)]
+            flipped = [v2.RandomHorizontalFlip()] if kind is not MNIST else []
+            varied = [v2.RandomCrop(28 if kind is MNIST else 32, padding=4), *flipped, *normal]
+            self.train = kind(self.root, train=True, transform=v2.Compose(varied))
+            self.val = kind(self.root, train=False, transform=v2.Compose(normal))
         else:
+            size = self.size or 224
             normal = [*as_numbers, v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
-            varied = v2.Compose([v2.RandomResizedCrop(self.size), v2.RandomHorizontalFlip(), *normal])
-            centre = v2.Compose([v2.Resize(self.size * 256 // 224), v2.CenterCrop(self.size), *normal])
+            varied = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *normal])
+            centre = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size), *normal])
             self.train = ImageFolder(self.root / "train", varied)
             self.val = ImageFolder(self.root / "val", centre)
 

@@ -38,8 +38,38 @@ def small_resnet(width: int, blocks: list[int], num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-class Classifier(pl.LightningModule):
-    """An ordinary LightningModule that knows nothing of nodes, with the recipe of large batches (Goyal et al. 2017).
+class PictureClassifier(pl.LightningModule):
+    """An ordinary LightningModule that knows nothing of nodes; those who inherit bring the optimizer.
+
+    Args:
+        net: From pictures to scores.
+        num_classes: Of the pictures.
+        label_smoothing: Of the cross entropy.
+    """
+
+    def __init__(self, net: nn.Module, num_classes: int, label_smoothing: float) -> None:
+        super().__init__()
+        self.net = net
+        self.label_smoothing = label_smoothing
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.net(pictures)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        pictures, classes = batch
+        loss = cross_entropy(self(pictures), classes, label_smoothing=self.label_smoothing)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pictures, classes = batch
+        self.val_accuracy(self(pictures), classes)
+        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+
+
+class Classifier(PictureClassifier):
+    """A ResNet, or any of torchvision's models, with the recipe of large batches (Goyal et al. 2017).
 
     Args:
         num_classes: Of the pictures.
@@ -65,28 +95,13 @@ class Classifier(pl.LightningModule):
         label_smoothing: float = 0.1,
         batch_size: int = 16,
     ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = (
+        net = (
             small_resnet(width, blocks, num_classes)
             if architecture is None
             else get_model(architecture, num_classes=num_classes)
         )
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        return self.net(pictures)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        pictures, classes = batch
-        loss = cross_entropy(self(pictures), classes, label_smoothing=self.hparams["label_smoothing"])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        pictures, classes = batch
-        self.val_accuracy(self(pictures), classes)
-        self.log("val_accuracy", self.val_accuracy, prog_bar=True)
+        super().__init__(net, num_classes, label_smoothing)
+        self.save_hyperparameters()
 
     def configure_optimizers(self) -> dict:
         hparams, trainer = self.hparams, self.trainer

@@ -14,6 +14,7 @@ from benchmarks.papers import hetgrad
 from benchmarks.papers.asynchronous import asynchronous
 from benchmarks.papers.command import papers
 from benchmarks.papers.optimizers import AdaBelief
+from benchmarks.papers.report import table
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
@@ -70,6 +71,11 @@ def test_every_setting_is_an_experiment_that_can_be_told_from_the_others(number)
     pytest.importorskip("sklearn")
     settings = [setting for key, setting in STUDIES[number].by_key.items() if hetgrad.LARGER not in key]
     assert len({setting.fingerprint(0) for setting in settings}) == len(settings)
+
+
+def test_a_table_leaves_out_what_was_not_played_yet():
+    text = table(["", "a", "b", "c"], [["x", "1", "", "3"], ["y", "", "", ""], ["z", "", "", "4"]])
+    assert text.splitlines() == ["|  | a | c |", "| --- | --: | --: |", "| x | 1 | 3 |", "| z |  | 4 |"]
 
 
 def test_an_unknown_paper_gets_one_line(tmp_path):

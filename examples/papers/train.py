@@ -1,0 +1,107 @@
+"""Trains torchvision's models on torchvision's data sets, with the settings of a paper: one configuration for each.
+
+python examples/papers/train.py fit --config examples/papers/002.yaml --data.root=/data/imagenet  # on every node
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from torch import Tensor, nn
+from torchvision.models import get_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "resnet"))  # the data, and all but the recipe, are the same
+from data import Pictures
+from main import ResNetCLI
+from model import PictureClassifier, small_resnet
+
+
+class PaperClassifier(PictureClassifier):
+    """A model of torchvision's with any optimizer, warm-up, and any schedule after it.
+
+    Args:
+        architecture: Its name, such as ``"resnet50"`` or ``"vit_b_16"``; or ``"resnet20"``, the one for CIFAR.
+        num_classes: Of the pictures.
+        weights: To start from, such as ``"DEFAULT"``: then the last layer is new, and all layers are trained.
+        small_pictures: Let the first layers keep the size of pictures of 32 x 32 pixels, in place of a quarter of it.
+        optimizer: Made from all parameters.
+        schedule: Counts epochs. Default: the learning rate stays.
+        pictures_per_lr: Goyal et al. 2017: the learning rate is for so many pictures per step over all ranks, and the
+            one used is in proportion to them. Default: the optimizer's.
+        warmup_epochs: In which the learning rate rises from next to nothing, step by step.
+        label_smoothing: Of the cross entropy.
+        batch_size: Pictures per rank and batch; comes from the data.
+    """
+
+    def __init__(
+        self,
+        architecture: str = "resnet18",
+        num_classes: int = 10,
+        weights: str | None = None,
+        small_pictures: bool = False,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        schedule: LRSchedulerCallable | None = None,
+        pictures_per_lr: int | None = None,
+        warmup_epochs: float = 0.0,
+        label_smoothing: float = 0.0,
+        batch_size: int = 16,
+    ) -> None:
+        super().__init__(make_net(architecture, num_classes, weights, small_pictures), num_classes, label_smoothing)
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.pictures_per_lr = pictures_per_lr
+        self.warmup_epochs = warmup_epochs
+        self.batch_size = batch_size
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        # for schedules that watch it: the same on all ranks, or their learning rates would part
+        self.log("epoch_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> tuple[list, list]:
+        trainer = self.trainer
+        optimizer = self.optimizer(self.parameters())
+        if self.pictures_per_lr is not None:
+            pictures = self.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+            for group in optimizer.param_groups:
+                group["lr"] *= pictures / self.pictures_per_lr
+        schedules = []  # each multiplies the learning rate that it finds
+        if self.schedule is not None:
+            schedule = self.schedule(optimizer)
+            watched = {"monitor": schedule.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
+            schedules.append({"scheduler": schedule, "interval": "epoch", **watched})
+        steps_per_epoch = int(trainer.estimated_stepping_batches) / max(1, trainer.max_epochs or 1)
+        if warmup := round(self.warmup_epochs * steps_per_epoch):
+            rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup)
+            schedules.append({"scheduler": rising, "interval": "step"})
+        return [optimizer], schedules
+
+
+def make_net(architecture: str, num_classes: int, weights: str | None, small_pictures: bool) -> nn.Module:
+    """The model, with as many classes as are needed."""
+    if architecture == "resnet20":
+        return small_resnet(16, [3, 3, 3], num_classes)  # He et al. 2016, section 4.2
+    if weights is None:
+        net = get_model(architecture, num_classes=num_classes)
+    else:
+        net = get_model(architecture, weights=weights)
+        replace(net, nn.Linear, -1, lambda last: nn.Linear(last.in_features, num_classes))
+    if small_pictures:
+        replace(net, nn.Conv2d, 0, lambda first: nn.Conv2d(3, first.out_channels, 3, padding=1, bias=False))
+        replace(net, nn.MaxPool2d, 0, lambda pooling: nn.Identity())
+    return net
+
+
+def replace(net: nn.Module, kind: type[nn.Module], index: int, make: Callable[[Any], nn.Module]) -> None:
+    """Put another layer in the place of one of a kind."""
+    place, layer = [(place, layer) for place, layer in net.named_modules() if isinstance(layer, kind)][index]
+    parent, _, name = place.rpartition(".")
+    setattr(net.get_submodule(parent), name, make(layer))
+
+
+if __name__ == "__main__":
+    ResNetCLI(PaperClassifier, Pictures, seed_everything_default=0, save_config_kwargs={"overwrite": True})

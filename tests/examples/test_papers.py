@@ -1,0 +1,181 @@
+"""The papers' full-size configurations: every one through its program, on pictures in torchvision's own files."""
+
+from __future__ import annotations
+
+import ast
+import math
+import pickle
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
+STRATEGY = "--trainer.strategy.init_args"
+SMALL = {
+    "vgg16_bn": ["--model.architecture=shufflenet_v2_x0_5"],  # of 138 million parameters
+    "vit_b_16": ["--model.architecture=shufflenet_v2_x0_5", "--model.weights=null", "--data.size=32"],
+    "imagenet": ["--data.size=32"],
+    "HeterogeneousBatches": [  # BatchNorm needs two of such small pictures on each rank, whatever would be measured
+        f"{STRATEGY}.batches.init_args.global_batch_size=4",
+        f"{STRATEGY}.batches.init_args.speeds=[1,1]",
+    ],
+}
+UNCHECKED = """
+import runpy, torchvision.datasets.cifar
+torchvision.datasets.cifar.check_integrity = lambda *_: True  # the pictures are ours
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
+def make_pictures(root, dataset):
+    """A few, in the files that torchvision reads."""
+    if dataset == "imagenet":
+        for split in ("train", "val"):
+            for kind in ("dark", "light"):
+                (root / split / kind).mkdir(parents=True)
+                for number in range(4):
+                    pixels = np.full((40, 48, 3), 30 if kind == "dark" else 220, dtype=np.uint8)
+                    Image.fromarray(pixels).save(root / split / kind / f"{number}.png")
+        return
+    if dataset == "mnist":
+        raw = root / "MNIST" / "raw"
+        raw.mkdir(parents=True)
+        for split in ("train", "t10k"):
+            write_idx(
+                raw / f"{split}-images-idx3-ubyte",
+                np.random.default_rng(0).integers(256, size=(8, 28, 28), dtype=np.uint8),
+            )
+            write_idx(raw / f"{split}-labels-idx1-ubyte", np.arange(8, dtype=np.uint8))
+        return
+    folder, files, labels, meta = {
+        "cifar10": ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "labels", "batches.meta"),
+        "cifar100": ("cifar-100-python", ["train"], "fine_labels", "meta"),
+    }[dataset]
+    (root / folder).mkdir(parents=True)
+    for name in [*files, "test_batch" if dataset == "cifar10" else "test"]:
+        pixels = np.random.default_rng(0).integers(256, size=(8, 3072), dtype=np.uint8)
+        (root / folder / name).write_bytes(pickle.dumps({"data": pixels, labels: list(range(8))}))
+    names = {"label_names" if dataset == "cifar10" else "fine_label_names": [str(i) for i in range(8)]}
+    (root / folder / meta).write_bytes(pickle.dumps(names))
+
+
+def write_idx(path, values):
+    path.write_bytes(struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes())
+
+
+def fit(folder, config, *arguments):
+    script = folder.path / "unchecked.py"
+    script.write_text(UNCHECKED.format(program=str(PAPERS / "train.py")))
+    return folder.run(script, "fit", "--config", PAPERS / config, *arguments)
+
+
+CONFIGS = {path.name: re.search(r"dataset: (\w+)", path.read_text())[1] for path in sorted(PAPERS.glob("*.yaml"))}
+
+
+@pytest.mark.parametrize(("config", "dataset"), [*CONFIGS.items(), ("001-cifar10.yaml", "mnist")])
+def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, dataset):
+    text = (PAPERS / config).read_text()
+    make_pictures(folder.path / "data", dataset)
+    out = fit(
+        folder,
+        config,
+        *("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.num_nodes=1", "--trainer.devices=2"),
+        *(f"{STRATEGY}.ranks_per_node=1", f"{STRATEGY}.start_method=fork", "--trainer.fast_dev_run=2"),
+        *(
+            "--data.root=data",
+            f"--data.dataset={dataset}",
+            "--data.batch_size=2",
+            "--data.num_workers=0",
+        ),
+        *(option for word, options in SMALL.items() if word in text for option in options),
+    )
+    steps = 1 if "accumulate" in text else 2
+    assert f"Communication of {steps} optimizer steps on 2 ranks, 2 nodes" in out
+    assert "Accuracy of the agreed model" in out
+
+
+def test_every_configuration_names_its_table_or_figure_and_what_the_paper_leaves_out():
+    for path in PAPERS.glob("*.yaml"):
+        comment = " ".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+        assert re.search(r"(Table|Fig\.) [\dIV]+", comment), path
+        assert "Not given: " in comment or "The rest" in comment, path
+
+
+NETS = """
+import json, sys, torch, torchvision.models._api
+sys.path.insert(0, {papers!r})
+from train import make_net
+torch.nn.Module.load_state_dict = lambda *_, **__: None  # the weights would have to be downloaded
+torchvision.models._api.WeightsEnum.get_state_dict = lambda *_, **__: {{}}
+found = {{}}
+with torch.device("meta"):
+    for name, size, small in {nets!r}:
+        for weights in (None, "DEFAULT") if name != "resnet20" else (None,):
+            net = make_net(name, 7, weights, small)
+            seen = []
+            for layer in net.modules():
+                if isinstance(layer, torch.nn.MaxPool2d | torch.nn.Identity):
+                    layer.register_forward_hook(lambda layer, inputs, output: seen.append(output.shape[-1]))
+            found[f"{{name}} {{weights}}"] = [*net(torch.empty(2, 3, size, size)).shape, *seen[:1]]
+print(found)
+"""
+
+
+def test_all_models_have_the_classes_that_are_asked_for_and_keep_small_pictures_whole(folder):
+    small = [(name, 32, True) for name in ("resnet18", "resnet50", "densenet121")]
+    others = [("resnet20", 32, False), ("resnet34", 64, False), ("vgg11", 32, False), ("vgg16_bn", 32, False)]
+    nets = [*small, *others, ("alexnet", 224, False), ("shufflenet_v2_x1_0", 64, False), ("vit_b_16", 224, False)]
+    script = folder.path / "nets.py"
+    script.write_text(NETS.format(papers=str(PAPERS), nets=nets))
+    found = ast.literal_eval(folder.run(script).splitlines()[-1])
+    assert len(found) == 2 * len(nets) - 1
+    assert all(shape[:2] == [2, 7] for shape in found.values())
+    whole = {name for name, _, _ in small}
+    assert {shape[2] for name, shape in found.items() if name.split()[0] in whole} == {32}
+
+
+RATES = """
+import sys, lightning.pytorch as pl, torch
+sys.path.insert(0, {papers!r})
+from train import PaperClassifier
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from lightning.pytorch.cli import ReduceLROnPlateau
+
+class Rates(pl.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+pictures = [(torch.randn(3, 32, 32), i % 10) for i in range(16)]
+for schedule in (
+    lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
+    lambda optimizer: ReduceLROnPlateau(
+        optimizer, "epoch_loss", factor=0.5, patience=0, threshold=100.0, threshold_mode="abs"
+    ),
+):
+    rates = []
+    model = PaperClassifier(
+        "shufflenet_v2_x0_5", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), schedule=schedule,
+        pictures_per_lr=2, warmup_epochs=2, batch_size=4,
+    )
+    pl.Trainer(accelerator="cpu", max_epochs=4, callbacks=[Rates()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0
+    ).fit(model, torch.utils.data.DataLoader(pictures, 4))
+    print(rates)
+"""
+
+
+def test_learning_rates_rise_with_the_pictures_and_fall_as_the_schedule_says(folder):
+    script = folder.path / "rates.py"
+    script.write_text(RATES.format(papers=str(PAPERS)))
+    cosine, plateau = (ast.literal_eval(line) for line in folder.run(script).splitlines() if line[0] == "[")
+    peak = 0.1 * 4 / 2
+    rising = torch.tensor([1 / 8 + 7 / 8 * min(1, step / 8) for step in range(16)])
+    falling = torch.tensor([0.5 * (1 + math.cos(math.pi * (step // 4) / 4)) for step in range(16)])
+    halved = torch.tensor([0.5 ** max(0, step // 4 - 1) for step in range(16)])  # no loss falls by 100
+    torch.testing.assert_close(torch.tensor(cosine), peak * rising * falling)
+    torch.testing.assert_close(torch.tensor(plateau), peak * rising * halved)
