@@ -152,7 +152,7 @@ def resnet(folder: Path) -> Any:
         said = model(torch.stack([picture for picture, _ in samples])).argmax(1).tolist()
     shown = [picture.add(1).div(2).clamp(0, 1).permute(1, 2, 0) for picture, _ in samples]
     draw_grid(pictures, shown, [(f"{s}", s == c) for s, (_, c) in zip(said, samples, strict=True)])
-    pictures.set_title("What PeriodicAveraging's says of held-out pictures", fontsize=10)
+    pictures.set_title("What PeriodicAveraging's model says of held-out pictures", fontsize=10)
     return figure
 
 
