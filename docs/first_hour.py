@@ -32,8 +32,15 @@ from lightning_hiercomm.pytorch_lightning import CommunicationMonitor, Hierarchi
 if __name__ == "__main__":
     strategy = HierarchicalStrategy("gossip", ranks_per_node=2)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=4, strategy=strategy, max_epochs=2, callbacks=[CommunicationMonitor()],
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu",
+        devices=4,
+        strategy=strategy,
+        max_epochs=2,
+        callbacks=[CommunicationMonitor()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(BoringModel())
 """
