@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import period, prediction, report
+from benchmarks import period, prediction, report, scaling
 from benchmarks.contenders import BOUNDS, ROWS, SCANNED
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
 from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
 from benchmarks.network import busy_share, open_network, why_no_namespaces
+from benchmarks.settings import (
+    ALONE,
+    NARROW,
+    OURS,
+    PEERS,
+    PRESETS,
+    Batch,
+    Setting,
+    TimeLeft,
+    batches,
+    clock_steps,
+    moment,
+    unknown_rows,
+)
 from benchmarks.workloads import WORKLOADS
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET
 
@@ -26,10 +42,13 @@ WIRES = ("bf16", "int8", "int4")
 LATENCY_ROWS = ["loop", "ddp", *(key for key in ROWS if key.endswith("@8") and not any(wire in key for wire in WIRES))]
 ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "diloco", "steps_delay", "gossip"]
 ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
-TIMELINE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
+README_ROWS = ["ddp", "all_reduce_bf16", "periodic", "daso_stale", "diloco_streaming", "hand", "periodic_alone"]
+COMPARISON_ROWS = ["ddp", "post_local_hook", "torch_hierarchical", "hand", *OURS, *NARROW, *ALONE, *PEERS[3:]]
+TIMELINE_ROWS = ["ddp", "torch_hierarchical", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
 
 
 OUT = Path("runs/benchmarks")  # which git ignores
+_SCALING = "scaling-"  # begins the names of what is stored of it
 
 
 def main() -> None:
@@ -43,8 +62,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     speed = commands.add_parser("speed", help="step times at some bandwidths, a table for each")
-    _common(speed, SPEED_ROWS)
-    _speed(speed, nodes=2, ranks_per_node=2, workload="mlp11m", mbit=[500.0], steps=5)
+    _common(speed, None)
+    _speed(speed, nodes=2, ranks_per_node=2, workload="mlp11m", mbit=None, steps=None)
+    speed.add_argument(
+        "--preset", choices=PRESETS, help="several layouts and rates, with the rows and peers that make sense on each"
+    )
 
     latency = commands.add_parser("latency", help="speed: four one-rank nodes, a tiny model, H = 8, no rate limit")
     _common(latency, LATENCY_ROWS)
@@ -53,6 +75,15 @@ def make_parser() -> argparse.ArgumentParser:
     one_node = commands.add_parser("one-node", help="speed: every scheme on one node, against DDPStrategy")
     _common(one_node, ONE_NODE_ROWS)
     _speed(one_node, nodes=1, ranks_per_node=2, workload="mlp11m", mbit=[0.0], steps=30)
+
+    more_nodes = commands.add_parser("scaling", help="step time and bytes per node against the number of nodes")
+    _common(more_nodes, scaling.ROWS_TO_SCALE)
+    more_nodes.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8], help="of one rank each")
+    more_nodes.add_argument("--workload", choices=sorted(WORKLOADS), default="mlp1m")
+    more_nodes.add_argument("--mbit", type=float, default=500.0, help="rate of each node's link")
+    _effort(more_nodes, repetitions=3, periods=1, steps=None, seconds=1.0)
+    more_nodes.add_argument("--stored", action="store_true", help="only write the table and the picture again")
+    more_nodes.set_defaults(command=scaling_command)
 
     accuracy = commands.add_parser("accuracy", help="held-out accuracy against time and against bytes")
     _common(accuracy, ACCURACY_ROWS)
@@ -103,6 +134,11 @@ def make_parser() -> argparse.ArgumentParser:
     plots.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
     plots.set_defaults(command=report_command)
 
+    quote = commands.add_parser("quote", help="the README's and docs/comparison.md's tables, from what is stored")
+    quote.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
+    quote.add_argument("--setting", default="mlp11m-2x2-500mbit", help="name of the stored file, without its end")
+    quote.set_defaults(command=quote_command)
+
     rows = commands.add_parser("rows", help="list the rows")
     rows.set_defaults(command=lambda _: print(*(f"{key:<24} {row.title}" for key, row in ROWS.items()), sep="\n"))
     check = commands.add_parser("check", help="say whether this machine can make slow networks")
@@ -117,8 +153,8 @@ def _end(*_: object) -> None:
     sys.exit("terminated")
 
 
-def _common(parser: argparse.ArgumentParser, rows: Sequence[str], choices: Sequence[str] = tuple(ROWS)) -> None:
-    parser.add_argument("--rows", nargs="+", choices=sorted(choices), default=list(rows), metavar="ROW")
+def _common(parser: argparse.ArgumentParser, rows: Sequence[str] | None, choices: Sequence[str] = tuple(ROWS)) -> None:
+    parser.add_argument("--rows", nargs="+", choices=sorted(choices), default=rows and list(rows), metavar="ROW")
     parser.add_argument("--lock", help="hold this file's lock while processes run")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which one row counts as hung")
     parser.add_argument("--mtu", type=int, default=1500)
@@ -133,14 +169,32 @@ def _layout(parser: argparse.ArgumentParser, nodes: int, ranks_per_node: int, wo
 
 
 def _speed(
-    parser: argparse.ArgumentParser, nodes: int, ranks_per_node: int, workload: str, mbit: list[float], steps: int
+    parser: argparse.ArgumentParser,
+    nodes: int,
+    ranks_per_node: int,
+    workload: str,
+    mbit: list[float] | None,
+    steps: int | None,
 ) -> None:
     _layout(parser, nodes, ranks_per_node, workload)
-    parser.add_argument("--mbit", type=float, nargs="+", default=mbit, help="link rates; 0 for no limit")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--periods", type=int, default=2, help="periods on the clock")
+    parser.add_argument("--mbit", type=float, nargs="+", default=mbit, help="link rates; 0 for no limit (default: 500)")
+    _effort(parser, repetitions=3, periods=2 if steps else 1, steps=steps, seconds=2.0)
+    parser.set_defaults(command=speed_command, preset=None)
+
+
+def _effort(parser: argparse.ArgumentParser, repetitions: int, periods: int, steps: int | None, seconds: float) -> None:
+    parser.add_argument("--repetitions", type=int, default=repetitions)
+    parser.add_argument("--periods", type=int, default=periods, help="periods on the clock, at the least")
     parser.add_argument("--steps", type=int, default=steps, help="least number of steps on the clock")
-    parser.set_defaults(command=speed_command)
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="without --steps: as many as take about so long, at least three"
+    )
+    parser.add_argument("--resume", action="store_true", help="leave out the rows in --out with enough repetitions ...")
+    parser.add_argument(
+        "--since", type=moment, metavar="WHEN", help="... if they were measured after this date and time (UTC)"
+    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no session that would end later")
+    parser.add_argument("--session-seconds", type=float, default=240.0, help="of measuring, after which it is stored")
 
 
 def _session(
@@ -162,17 +216,81 @@ def _session(
 
 
 def speed_command(arguments: argparse.Namespace) -> None:
-    """Measure step times. All rows of one bandwidth are one session, with the bounds in it."""
-    keys = [*BOUNDS, *(key for key in arguments.rows if key not in BOUNDS)]
-    jobs = [
-        speed_job(key, arguments.workload, repetition, arguments.periods, arguments.steps, arguments.timeout)
-        for repetition in range(arguments.repetitions)
-        for key in keys
-    ]
-    for mbit, results, note in _session(arguments, jobs, arguments.mbit):
-        found = cells(jobs, results, arguments.nodes, arguments.ranks_per_node, mbit)
-        path = report.save(found, report.about_this_run(shlex.join(sys.argv), note), arguments.out)
-        print(report.table(found), report.overheads(found), path, sep="\n", flush=True)
+    """Measure step times; every session measures its own bounds, and is stored when it ends."""
+    if arguments.preset:
+        chosen = [it for it in PRESETS[arguments.preset] if not arguments.mbit or it.mbit in arguments.mbit]
+        rows = arguments.rows and tuple(arguments.rows)
+        settings = [replace(it, rows=rows or it.rows) for it in chosen]
+    else:
+        rows = ("link", *(key for key in arguments.rows or SPEED_ROWS if key not in BOUNDS))
+        layout = (arguments.workload, arguments.nodes, arguments.ranks_per_node)
+        settings = [Setting(*layout, mbit or None, rows) for mbit in arguments.mbit or [500.0]]
+    for setting, found in _measure(arguments, settings, lambda: report.load(arguments.out)):
+        path = arguments.out / f"{report.setting_name(found[0])}.json"
+        print(setting, report.table(report.load_one(path)), report.overheads(found), path, sep="\n", flush=True)
+
+
+def scaling_command(arguments: argparse.Namespace) -> None:
+    """Measure more and more nodes of one rank; write the table, the numbers and the picture."""
+    from benchmarks import plots
+
+    rate = arguments.mbit or None
+    settings = [Setting(arguments.workload, nodes, 1, rate, tuple(arguments.rows)) for nodes in arguments.nodes]
+
+    def stored() -> list[list[Cell]]:
+        found = report.load(arguments.out, _SCALING)
+        return [cells for cells in found if cells[0].workload == arguments.workload and cells[0].mbit in (rate, None)]
+
+    if not arguments.stored:
+        for setting, found in _measure(arguments, settings, stored, _SCALING):
+            print(setting, report.table(found), sep="\n", flush=True)
+    text = scaling.page(stored())
+    print(text)
+    if stored():
+        (arguments.out / "scaling.md").write_text(text)
+        plots.scaling(stored(), arguments.out / "scaling.png")
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    settings: list[Setting],
+    stored: Callable[[], list[list[Cell]]],
+    prefix: str = "",
+) -> Iterator[tuple[Setting, list[Cell]]]:
+    """Measure the rows that are due, in sessions that are stored one by one; gives every setting when it is done."""
+    if why_no_namespaces() is not None:  # then there are no rates
+        settings = list(dict.fromkeys(replace(setting, mbit=None) for setting in settings))
+    plan: list[Batch] = []
+    for setting in settings:
+        place = (setting.workload, setting.nodes, setting.ranks_per_node, setting.mbit)
+        cells_there = [cell for cells in stored() for cell in cells]
+        known = {
+            cell.row: cell
+            for cell in cells_there
+            if (cell.workload, cell.nodes, cell.ranks_per_node, cell.mbit) == place
+        }
+        resume = arguments.resume or arguments.since is not None
+        due = unknown_rows(setting.rows, known, arguments.repetitions, arguments.since) if resume else setting.rows
+        steps_of = clock_steps(arguments.steps, arguments.seconds)
+        effort = (arguments.repetitions, steps_of, arguments.periods, arguments.timeout, arguments.session_seconds)
+        plan += batches(setting, due, known, *effort)
+    left, began = TimeLeft(plan), time.monotonic()
+    print(f"{sum(len(batch.rows) for batch in plan)} rows, about {left.seconds / 60:.0f} minutes", flush=True)
+    found: dict[Setting, dict[str, Cell]] = {}
+    for number, batch in enumerate(plan):
+        setting, now = batch.setting, time.monotonic()
+        if now - began + left.of(batch) > 60 * arguments.minutes:
+            print("out of time; --resume goes on", flush=True)
+            break
+        arguments.nodes, arguments.ranks_per_node = setting.nodes, setting.ranks_per_node
+        for mbit, results, note in _session(arguments, list(batch.jobs), [setting.mbit or 0.0]):
+            cells_found = cells(list(batch.jobs), results, setting.nodes, setting.ranks_per_node, mbit)
+            report.save(cells_found, report.about_this_run(shlex.join(sys.argv), note), arguments.out, prefix)
+            found.setdefault(setting, {}).update({cell.row: cell for cell in cells_found})
+        left.done(batch, time.monotonic() - now)
+        print(f"{number + 1} of {len(plan)} sessions, about {left.seconds / 60:.0f} minutes left", flush=True)
+        if not any(later.setting == setting for later in plan[number + 1 :]):
+            yield setting, list(found[setting].values())
 
 
 def accuracy_command(arguments: argparse.Namespace) -> None:
@@ -274,6 +392,13 @@ def papers_command(arguments: argparse.Namespace) -> None:
         sys.exit(unknown)
 
 
+def quote_command(arguments: argparse.Namespace) -> None:
+    """Print the tables of the documentation."""
+    found = report.load_one(arguments.out / f"{arguments.setting}.json")
+    print("README.md:", report.quotation(found, README_ROWS), sep="\n\n")
+    print("docs/comparison.md:", report.quotation(found, COMPARISON_ROWS, bounds=True), sep="\n\n")
+
+
 def _layout_of(text: str) -> tuple[int, int]:
     nodes, _, ranks = text.partition("x")
     return int(nodes), int(ranks)
@@ -296,6 +421,9 @@ def report_command(arguments: argparse.Namespace) -> None:
         settings = list(group)
         if len({setting[0].mbit for setting in settings}) > 1:
             plots.step_time_against_bandwidth(settings, arguments.out / f"bandwidth-{workload}-{nodes}x{ranks}.png")
+        for setting in settings:
+            if setting[0].mbit == 500 and len(setting) > 12:
+                plots.rows_of_a_setting(setting, arguments.out / f"rows-{report.setting_name(setting[0])}.png")
     for stored in sorted(arguments.out.glob("accuracy-*.json")):
         plots.accuracy(
             json.loads(stored.read_text())["curves"], stored.stem.removeprefix("accuracy-"), stored.with_suffix(".png")

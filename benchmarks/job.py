@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.network import transmitted_bytes
+from benchmarks.network import busy_since, processor_time, transmitted_bytes
 from benchmarks.workloads import WORKLOADS, Workload, judged, loss_of
 
 
@@ -72,7 +72,10 @@ class World:
 
 @dataclass
 class Record:
-    """What one rank measured in one job. Times are of the machine's monotonic clock, the same for all ranks."""
+    """What one rank measured in one job. Times are of the machine's monotonic clock, the same for all ranks.
+
+    The window is the steps on the clock; ``window_busy_share`` is of all processors, whoever keeps them busy.
+    """
 
     job: str
     rank: int
@@ -82,6 +85,7 @@ class Record:
     step_ends: list[float] = field(default_factory=list)
     window_bytes: int = 0
     window_processor_seconds: float = 0.0
+    window_busy_share: float | None = None
     compute: list[tuple[float, float]] = field(default_factory=list)
     traffic: list[tuple[float, int]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -107,6 +111,7 @@ class Recorder:
         self._interface = interface
         self._bytes_at_start = 0
         self._processor_seconds_at_start = 0.0
+        self._machine_at_start = (0, 0)
         self._paused_seconds = 0.0
         self._paused_bytes = 0
         self._pause: tuple[float, int] | None = None
@@ -146,9 +151,11 @@ class Recorder:
             if len(ends) == self.job.warmup:
                 self._bytes_at_start = self._sent()
                 self._processor_seconds_at_start = time.process_time()
+                self._machine_at_start = processor_time()
             if len(ends) == self.job.warmup + self.job.steps:
                 self.record.window_bytes = self._sent() - self._bytes_at_start
                 self.record.window_processor_seconds = time.process_time() - self._processor_seconds_at_start
+                self.record.window_busy_share = busy_since(self._machine_at_start)
             return False
         return True
 

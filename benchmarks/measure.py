@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks import bounds
-from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.contenders import BOUNDS, IN_NODE, ROWS
 from benchmarks.job import Job, Record
 from benchmarks.workloads import WORKLOADS, parameter_count
 
@@ -19,13 +19,17 @@ class Cell:
 
     Args:
         step_ms: Milliseconds per step.
+        step_ms_each: The same of every repetition. Results of earlier versions have none, only ``spread_ms``, the
+            largest less the smallest.
         bound_ms: What no method of this kind can beat; ``ratio`` is ``step_ms / bound_ms``.
         sync_ms: How much longer a step with an agreement takes than one without; None for rows that overlap them.
         sync_bound_ms: Network time of one agreement.
         bytes_per_step: Bytes the busiest node sent per step, headers included.
         bytes_needed: Bytes the method has to send per node and step.
         disagreement: Largest relative distance of a rank's parameters from the mean, at the end.
+        processor_share: How busy all processors of the machine were, of 1.
         error: Why there is no measurement.
+        when: It was measured, as ISO 8601 says it; empty before it is stored.
     """
 
     row: str
@@ -46,6 +50,14 @@ class Cell:
     bytes_needed: float | None = None
     disagreement: float | None = None
     error: str | None = None
+    step_ms_each: list[float] = field(default_factory=list)
+    processor_share: float | None = None
+    when: str = ""
+
+    @property
+    def uncertainty_ms(self) -> float | None:
+        """Half the range of the repetitions; None if there is but one."""
+        return None if self.repetitions < 2 or self.spread_ms is None else self.spread_ms / 2
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,6 +108,7 @@ def cells(
         good = [job for job in repeated if not any(record.error for record in results[job.id])]
         times[key] = [seconds_per_step(job, results[job.id]) for job in good]
     bases = {key: statistics.median(times[key]) for key in BOUNDS if times.get(key)}
+    in_node = min((bases[key] for key in IN_NODE if key in bases), default=None)
 
     found = []
     for key, repeated in by_row.items():
@@ -109,19 +122,21 @@ def cells(
         records = [record for job in good for record in results[job.id]]
         step = statistics.median(times[key])
         bound = None
-        compute = {"local": 0.0} if key == "link" else bases
-        base = "node" if row.averages_in_node and ranks_per_node > 1 else "local"
-        if base in compute:
-            bound = bounds.step_seconds(row, parameters, nodes, mbit, compute[base])
+        compute = in_node if row.averages_in_node and ranks_per_node > 1 else bases.get("local")
+        if key in ("link", *IN_NODE):
+            compute = 0.0 if key == "link" else bases[key]
+        if compute is not None:
+            bound = bounds.step_seconds(row, parameters, nodes, mbit, compute)
         blocking = row.bound == "blocking"
         sync = [agreement_seconds(job, results[job.id], row.period) for job in good] if blocking else []
         agreements = [seconds for seconds in sync if seconds is not None]
-        if blocking and row.period == 1 and base in compute:
-            agreements = [seconds - compute[base] for seconds in times[key]]
+        if blocking and row.period == 1 and compute is not None:
+            agreements = [seconds - compute for seconds in times[key]]
         needed = bounds.bytes_per_step(row, parameters, nodes)
         network = bounds.transfer_seconds(needed * row.period, mbit)
         agreement = statistics.median(agreements) if agreements else None
         busiest = [max(record.window_bytes for record in results[job.id]) / job.steps for job in good]
+        busy = [record.window_busy_share for record in records if record.window_busy_share is not None]
         apart = [record.disagreement for record in records if record.disagreement is not None]
         found.append(
             Cell(
@@ -137,6 +152,8 @@ def cells(
                 bytes_per_step=statistics.median(busiest),
                 bytes_needed=needed,
                 disagreement=max(apart) if apart else None,
+                step_ms_each=[1e3 * seconds for seconds in times[key]],
+                processor_share=statistics.median(busy) if busy else None,
             )
         )
     return found

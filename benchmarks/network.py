@@ -53,17 +53,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def processor_time() -> tuple[int, int]:
+    """Of all processors of this machine since it was started: the time, and how much of it they were busy; in ticks."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return sum(fields), sum(fields) - fields[3] - fields[4]  # idle, and waiting for a disk
+
+
+def busy_since(before: tuple[int, int]) -> float:
+    """How busy all processors were since a :func:`processor_time`, of 1."""
+    total, busy = processor_time()
+    return (busy - before[1]) / max(1, total - before[0])
+
+
 def busy_share(seconds: float = 1.0) -> float:
     """How busy all processors are at this moment: what else runs here spoils a measurement."""
-
-    def read() -> tuple[int, int]:
-        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-        return sum(fields), fields[3] + fields[4]  # all, idle and waiting for a disk
-
-    total, idle = read()
+    before = processor_time()
     time.sleep(seconds)
-    total_after, idle_after = read()
-    return 1 - (idle_after - idle) / max(1, total_after - total)
+    return busy_since(before)
 
 
 def why_no_namespaces() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,53 +12,209 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
-from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.bounds import formula
+from benchmarks.contenders import BOUNDS, IN_NODE, ROWS, is_ours, is_peer
 from benchmarks.measure import Cell
 from benchmarks.palette import colour_of, styles_of
+from benchmarks.report import WORDS, capitalised, layout_words, measured, setting_words
 
-WORDS = {
-    "mlp11m": "a perceptron of 11 M parameters",
-    "mlp1m": "a perceptron of 1 M parameters",
-    "mlp85k": "a perceptron of 85 k parameters",
-    "linear16m": "a perceptron of 16 M parameters",
-    "digits": "handwritten digits",
-    "characters": "a character model",
-    "characters_adamw": "a character model with AdamW",
-}
-"""Workloads, for titles."""
+HEADLINES = (
+    ("ddp",),
+    ("all_reduce",),
+    ("periodic",),
+    ("daso_stale", "daso"),
+    ("diloco_streaming", "diloco"),
+    ("steps_delay",),
+    ("gossip",),
+)
+"""DDP and a line per family, which is the first of these that was measured at every rate."""
 
 
 def step_time_against_bandwidth(settings: Sequence[Sequence[Cell]], path: Path) -> None:
-    """One line per row measured at several rates; the settings are one workload on one layout."""
-    by_row: dict[str, list[tuple[float, float, float]]] = {}
-    for cells in settings:
-        for cell in cells:
-            if cell.mbit is not None and cell.step_ms is not None and cell.row not in ("loop", "link", "probe"):
-                by_row.setdefault(cell.row, []).append((cell.mbit, cell.step_ms, cell.spread_ms or 0.0))
-    lines = {row: sorted(points) for row, points in by_row.items() if len(points) > 1}
-    lines = dict(sorted(lines.items(), key=lambda line: -line[1][0][1]))  # the legend in the order of the left edge
-    styles = styles_of(list(lines))
-    figure, axes = plt.subplots(figsize=(9.5, 5))
-    for row, points in lines.items():
-        rates, times, spreads = zip(*points, strict=True)
-        half = [spread / 2 for spread in spreads]
-        style = {"markersize": 4.5, "capsize": 2, "elinewidth": 0.8, "label": ROWS[row].title, **styles[row]}
-        axes.errorbar(rates, times, yerr=None if row in BOUNDS else half, **style)
+    """Step time and speed-up over DDP, a line per family and the best peers; the settings are one workload and layout.
+
+    What no method can beat is shaded: computing alone, and above it averaging gradients inside the nodes.
+    """
+    by_rate = [{cell.row: cell for cell in cells if cell.step_ms} for cells in settings if cells[0].mbit is not None]
+    by_rate.sort(key=lambda cells: next(iter(cells.values())).mbit or 0.0)
+    shared = set.intersection(*(set(cells) for cells in by_rate))
+    rows = [next((row for row in family if row in shared), None) for family in HEADLINES]
+    lines = [row for row in rows if row] + _best_peers(by_rate, shared)
+    figure, (times, speedups) = plt.subplots(1, 2, figsize=(10.5, 4.5))
+    rates = [next(iter(cells.values())).mbit or 0.0 for cells in by_rate]
+    styles = styles_of(lines)
+    for row in lines:
+        points = [cells[row] for cells in by_rate]
+        style = {"markersize": 4.5, "capsize": 2, "elinewidth": 0.8, **styles[row]}
+        if is_peer(row) and row != "ddp":
+            style |= {"marker": "D", "markersize": 4, "linestyle": "--"}
+        half = [cell.uncertainty_ms or 0.0 for cell in points]
+        step = [cell.step_ms or 0.0 for cell in points]
+        times.errorbar(rates, step, yerr=half if any(half) else None, label=_label(row), **style)
+        if "ddp" in shared:
+            ddp = [cells["ddp"].step_ms or 0.0 for cells in by_rate]
+            speedups.errorbar(rates, [base / own for base, own in zip(ddp, step, strict=True)], **style)
+    _shade_compute(times, rates, by_rate)
+    for axes in (times, speedups):
+        axes.set(xscale="log", yscale="log", xlabel="rate of the link between nodes, Mbit/s")
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+        axes.minorticks_off()
+        axes.grid(True, alpha=0.25)
+        axes.set_xlim(min(rates) / 1.15, max(rates) * 1.15)
+    low = min(cells[row].step_ms or 1.0 for cells in by_rate for row in ("local", *lines) if row in cells)
+    times.set_ylim(bottom=low / 1.6)
+    _label_powers(times, "{:g}")
+    _label_powers(speedups, "{:g}x")
+    times.set_ylabel("milliseconds per step")
+    speedups.set_ylabel("times as fast as DDP")
     first = settings[0][0]
-    ticks = sorted({rate for points in lines.values() for rate, _, _ in points})
-    axes.set(xscale="log", yscale="log")
-    axes.set(xlabel="rate of the link between nodes, Mbit/s", ylabel="milliseconds per step")
-    axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks], minor=False)
-    axes.minorticks_off()
-    low, high = axes.get_ylim()
-    marks = [mark * 10**power for power in range(-2, 7) for mark in (1, 2, 5) if low <= mark * 10**power <= high]
-    axes.set_yticks(marks, [f"{mark:g}" for mark in marks])
-    axes.set_title(f"Time of a training step: {_words(first.workload)}, {_layout(first.nodes, first.ranks_per_node)}")
-    axes.grid(True, alpha=0.25)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, title=_spread(settings))
-    axes.get_legend().get_title().set_fontsize(8)
+    words = f"A training step of {WORDS.get(first.workload, first.workload)}"
+    figure.suptitle(f"{words}, {layout_words(first.nodes, first.ranks_per_node)}", fontsize=12)
+    figure.tight_layout()
+    _legend_below(figure, times, _spread(settings))
     _save(figure, path)
+
+
+def rows_of_a_setting(cells: Sequence[Cell], path: Path) -> None:
+    """A bar per row, the fastest at the top, beside the area of its bound; the upper axis is the speed-up over DDP."""
+    known = {cell.row: cell for cell in cells if cell.step_ms}
+    ddp = known["ddp"].step_ms or 1.0
+    shown = [cell for row, cell in known.items() if is_ours(row) or is_peer(row)]
+    shown.sort(key=lambda cell: -(cell.step_ms or 0.0))
+    figure, axes = plt.subplots(figsize=(10.5, 0.27 * len(shown) + 1.6))
+    for line, cell in enumerate(shown):
+        peer = is_peer(cell.row)
+        step = cell.step_ms or 0.0
+        colour = colour_of(cell.row)
+        look: dict[str, Any] = (
+            {"facecolor": "white", "hatch": "////", "edgecolor": colour} if peer else {"color": colour}
+        )
+        axes.barh(line, step, height=0.62, **look)
+        if cell.bound_ms:
+            axes.barh(line, cell.bound_ms, height=0.98, color="black", alpha=0.16, linewidth=0)
+        half = cell.uncertainty_ms or 0.0
+        if half:
+            axes.errorbar(step, line, xerr=half, color="black", capsize=2, elinewidth=0.8)
+        axes.annotate(measured(cell), (step + half, line), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(shown)), [cell.title for cell in shown], fontsize=8.5)
+    for label, cell in zip(axes.get_yticklabels(), shown, strict=True):
+        label.set_fontweight("normal" if is_peer(cell.row) else "bold")
+    longest = max((cell.step_ms or 0.0) + (cell.uncertainty_ms or 0.0) for cell in shown)
+    axes.set_xlim(0, 1.12 * longest)
+    axes.set_ylim(-0.6, len(shown) - 0.4)
+    above = axes.secondary_xaxis(
+        "top", functions=(lambda ms: ddp / _positive(ms), lambda factor: ddp / _positive(factor))
+    )
+    factors = [factor for factor in (1, 1.5, 2, 3, 5, 10) if factor >= ddp / (1.12 * longest)]
+    above.set_xticks(factors, [f"{factor:g}x" for factor in factors])
+    above.set_xlabel("times as fast as DDP", fontsize=9)
+    axes.set_xlabel("ms per step; grey: the least that the method allows; bold: ours; hatched: others", fontsize=9)
+    words = setting_words(cells[0])
+    figure.suptitle(f"A training step of {words}", fontsize=12)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def scaling(settings: Sequence[Sequence[Cell]], path: Path) -> None:
+    """Step time and bytes per node, a bar per number of nodes for every row, beside the areas of the formulas."""
+    settings = sorted(settings, key=lambda cells: cells[0].nodes)
+    by_nodes = [{cell.row: cell for cell in cells if cell.step_ms} for cells in settings]
+    nodes = [cells[0].nodes for cells in settings]
+    rows = [row for row in ROWS if row not in BOUNDS and any(row in cells for cells in by_nodes)]
+    figure, (times, sent) = plt.subplots(1, 2, figsize=(10.5, 0.62 * len(rows) + 1.3), sharey=True)
+    height = 0.8 / len(nodes)
+    for place, row in enumerate(rows):
+        for nth, cells in enumerate(by_nodes):
+            if row not in cells:
+                continue
+            cell = cells[row]
+            line = place - 0.4 + (nth + 0.5) * height
+            look = {"color": colour_of(row), "alpha": 0.45 + 0.55 * (nth + 1) / len(nodes), "height": 0.82 * height}
+            shade = {"color": "black", "alpha": 0.18, "height": height, "linewidth": 0}
+            text = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}
+            half = cell.uncertainty_ms or 0.0
+            step, megabytes = cell.step_ms or 0.0, (cell.bytes_per_step or 0.0) / 1e6
+            times.barh(line, step, **look)
+            times.barh(line, cell.bound_ms or 0.0, **shade)
+            if half:
+                times.errorbar(step, line, xerr=half, color="black", elinewidth=0.7)
+            times.annotate(measured(cell), (step + half, line), (3, 0), **text)
+            sent.barh(line, megabytes, **look)
+            sent.barh(line, (cell.bytes_needed or 0.0) / 1e6, **shade)
+            sent.annotate(f"{megabytes:.2f}", (megabytes, line), (3, 0), **text)
+    counts = ", ".join(map(str, nodes))
+    times.set_yticks(
+        range(len(rows)), [f"{ROWS[row].title}\nmodels sent: {formula(ROWS[row])}" for row in rows], fontsize=8.5
+    )
+    times.set_ylim(len(rows) - 0.45, -0.55)
+    for axes, label in (
+        (times, "ms per step; grey: the least that the method allows"),
+        (sent, "MB that a node sends per step; grey: by the formula"),
+    ):
+        axes.set_xlabel(label, fontsize=9)
+        axes.margins(x=0.14)
+        axes.grid(True, axis="x", alpha=0.25)
+        axes.tick_params(axis="y", length=0)
+    first = settings[0][0]
+    rate = "" if first.mbit is None else f", {first.mbit:g} Mbit/s each"
+    work = WORDS.get(first.workload, first.workload)
+    figure.suptitle(f"{capitalised(work)} on {counts} nodes (from top to bottom){rate}", fontsize=12)
+    figure.tight_layout()
+    _save(figure, path)
+
+
+def _best_peers(by_rate: Sequence[dict[str, Cell]], shared: set[str]) -> list[str]:
+    """The fastest peers over all rates: of those that average inside nodes, and of those that do not."""
+
+    def time(row: str) -> float:
+        return math.prod(cells[row].step_ms or 1.0 for cells in by_rate)
+
+    peers = sorted((row for row in shared if is_peer(row) and row != "ddp"), key=time)
+    kinds = (True, False) if by_rate and next(iter(by_rate[0].values())).ranks_per_node > 1 else (None,)
+    return [
+        best
+        for kind in kinds
+        if (best := next((row for row in peers if kind in (None, ROWS[row].averages_in_node)), None)) is not None
+    ]
+
+
+def _label(row: str) -> str:
+    return f"{ROWS[row].title} (the best of others)" if is_peer(row) and row != "ddp" else ROWS[row].title
+
+
+def _shade_compute(axes: Any, where: Sequence[float], cells: Sequence[dict[str, Cell]]) -> None:
+    """What no method can be below: computing, and with gradients averaged inside the nodes."""
+    several = any(cell.ranks_per_node > 1 for known in cells for cell in known.values())
+    edges = [where[0] / 4, *where, where[-1] * 4]
+    words = ("computing, gradients averaged inside nodes", "computing alone, no communication")
+    for rows, alpha, label in ((IN_NODE if several else (), 0.09, words[0]), (("local",), 0.14, words[1])):
+        least = [min((known[row].step_ms or 0.0 for row in rows if row in known), default=0.0) for known in cells]
+        if all(least):
+            axes.fill_between(
+                edges, 1e-3, [least[0], *least, least[-1]], color="black", alpha=alpha, linewidth=0, label=label
+            )
+
+
+def _label_powers(axes: Any, form: str) -> None:
+    marks = _marks(*axes.get_ylim())
+    axes.set_yticks(marks, [form.format(mark) for mark in marks])
+    axes.minorticks_off()
+
+
+def _marks(low: float, high: float) -> list[float]:
+    return [mark * 10.0**power for power in range(-3, 7) for mark in (1, 2, 5) if low <= mark * 10.0**power <= high]
+
+
+def _positive(values: Any) -> Any:
+    return np.maximum(values, 1e-9)
+
+
+def _legend_below(figure: Any, axes: Any, title: str | None) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.01), "ncols": 3, "frameon": False, "fontsize": 9}
+    figure.legend(handles, labels, title=title, title_fontsize=9, **look)
 
 
 def accuracy(curves: dict[str, list[dict[str, float]]], title: str, path: Path) -> None:
@@ -67,7 +224,7 @@ def accuracy(curves: dict[str, list[dict[str, float]]], title: str, path: Path) 
     """
     has_loss = all("loss" in point for points in curves.values() for point in points)
     value, label = ("loss", "loss on held-out data") if has_loss else ("accuracy", "accuracy on held-out data")
-    figure, (by_time, by_bytes) = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True)
+    figure, (by_time, by_bytes) = plt.subplots(1, 2, figsize=(10.5, 4.5), sharey=True)
     styles, has_bands = styles_of(list(curves)), False
     for row, points in curves.items():
         values = [point[value] for point in points]
@@ -86,15 +243,16 @@ def accuracy(curves: dict[str, list[dict[str, float]]], title: str, path: Path) 
     by_bytes.set(xlabel="MB that a node sent to others", xscale="log")
     workload, _, setting = title.partition("-")
     layout, _, rate = setting.partition("-")
-    words = [f"Learning {_words(workload)}"]
+    words = [f"Learning {WORDS.get(workload, workload)}"]
     if "x" in layout:
-        words.append(_layout(*map(int, layout.split("x"))))
+        words.append(layout_words(*map(int, layout.split("x"))))
     if rate.endswith("mbit"):
         words.append("no limit of rate" if rate == "0mbit" else f"a link of {rate.removesuffix('mbit')} Mbit/s")
-    figure.suptitle(", ".join(words) + "; bands: between seeds" * has_bands, fontsize=11)
-    by_bytes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure.suptitle(", ".join(words), fontsize=12)
     for axes in (by_time, by_bytes):
         axes.grid(True, alpha=0.25)
+    figure.tight_layout()
+    _legend_below(figure, by_time, "bands: between seeds" if has_bands else None)
     _save(figure, path)
 
 
@@ -139,21 +297,10 @@ def timeline(records: dict[str, list[dict[str, Any]]], steps: int, mbit: float |
     _save(figure, path)
 
 
-def _words(workload: str) -> str:
-    return WORDS.get(workload, workload)
-
-
-def _layout(nodes: int, ranks_per_node: int) -> str:
-    def count(number: int, noun: str) -> str:
-        return f"{number} {noun}{'s' * (number > 1)}"
-
-    return f"{count(nodes, 'node')} of {count(ranks_per_node, 'rank')}"
-
-
 def _spread(settings: Sequence[Sequence[Cell]]) -> str | None:
     """What the bars mean, if there are any."""
     repetitions = max(cell.repetitions for cells in settings for cell in cells)
-    return f"median of up to {repetitions} runs; bars: half their range to either side" if repetitions > 1 else None
+    return f"medians of up to {repetitions} runs; bars: half their range to either side" if repetitions > 1 else None
 
 
 def _rates(samples: Sequence[Sequence[float]], window: int = 4) -> tuple[list[float], list[float]]:

@@ -75,7 +75,7 @@ def workload_for(mbit: float) -> str:
 def steps_on_the_clock(key: str, workload: str, nodes: int, ranks_per_node: int, mbit: float, least: int) -> int:
     """As many as take some seconds, by a first guess: what else the machine does is not to decide."""
     row = ROWS[key]
-    if row.module == "peer" or key == "probe":
+    if key == "probe":
         return least
     scheme, wire = _scheme_of(row) if row.module == "ours" else (None, None)
     link = Link(mbit * 1e6 / 8 if mbit else math.inf)

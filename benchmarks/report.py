@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.bounds import limit, transfer_seconds
+from benchmarks.contenders import BOUNDS, ROWS, is_ours, same_method
 from benchmarks.measure import Cell, first_to_reach
+from benchmarks.workloads import WORKLOADS
 
 
 def setting_name(cell: Cell) -> str:
@@ -18,27 +21,36 @@ def setting_name(cell: Cell) -> str:
     return f"{cell.workload}-{cell.nodes}x{cell.ranks_per_node}-{rate}"
 
 
-def save(cells: list[Cell], about: dict[str, Any], folder: Path) -> Path:
+def save(cells: list[Cell], about: dict[str, Any], folder: Path, prefix: str = "") -> Path:
     """Write the cells of one setting; rows that an earlier run has measured and this one has not are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{setting_name(cells[0])}.json"
+    path = folder / f"{prefix}{setting_name(cells[0])}.json"
     rows = {cell.row: {**cell.to_dict(), **about} for cell in cells}
     if path.exists():
         rows = {**json.loads(path.read_text()), **rows}
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(rows, indent=1) + "\n")
+    partial.replace(path)
     return path
 
 
-def load(folder: Path) -> list[list[Cell]]:
-    """All stored settings, each a list of cells."""
+def load(folder: Path, prefix: str = "") -> list[list[Cell]]:
+    """All settings that were stored with a prefix; other results may lie beside them."""
+    paths = sorted(folder.glob(f"{prefix}*-*x*-*.json"))
+    return [load_one(path) for path in paths if path.name.removeprefix(prefix).split("-")[0] in WORKLOADS]
+
+
+def load_one(path: Path) -> list[Cell]:
+    """The cells of one setting, in the order of :data:`ROWS`, whose rows are called what they are called now."""
     names = Cell.__dataclass_fields__
 
     def cell(row: dict[str, Any]) -> Cell:
-        return Cell(**{key: value for key, value in row.items() if key in names})
+        found = Cell(**{key: value for key, value in row.items() if key in names})
+        return replace(found, title=ROWS[found.row].title) if found.row in ROWS else found
 
-    paths = [path for path in sorted(folder.glob("*-*x*-*.json")) if not path.name.startswith("accuracy-")]
-    settings = [json.loads(path.read_text()) for path in paths]
-    return [[cell(row) for row in rows.values()] for rows in settings]
+    order = {row: place for place, row in enumerate(ROWS)}
+    cells = [cell(row) for row in json.loads(path.read_text()).values()]
+    return sorted(cells, key=lambda found: order.get(found.row, len(order)))
 
 
 def about_this_run(command: str, note: str) -> dict[str, Any]:
@@ -58,24 +70,127 @@ def about_this_run(command: str, note: str) -> dict[str, Any]:
 def table(cells: Iterable[Cell]) -> str:
     """A Markdown table, one line per row, with the ratio to DDP where DDP was measured."""
     cells = list(cells)
-    ddp = next((cell.step_ms for cell in cells if cell.row == "ddp" and cell.step_ms), None)
+    ddp = _step_of(cells, "ddp")
     lines = [
-        "| | ms per step | bound | ratio | agreement, ms | its bound | ratio | against DDP | MB per step | needed |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| | nodes agree | ms per step | against DDP | bound | ratio | limit | agreement, ms | its bound"
+        " | MB sent per step | at least | processors |",
+        "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
     for cell in cells:
         if cell.error is not None or cell.step_ms is None:
-            lines.append(f"| {cell.title} | {_one_line(cell.error or 'not measured')} |" + " |" * 8)
+            lines.append(f"| {cell.title} | {one_line(cell.error or 'not measured')} |" + " |" * 10)
             continue
-        faster = f"{ddp / cell.step_ms:.2f}x" if ddp else ""
-        numbers = [
-            *(_number(cell.step_ms), _number(cell.bound_ms), _number(cell.ratio, 2)),
-            *(_number(cell.sync_ms), _number(cell.sync_bound_ms), _number(cell.sync_ratio, 2)),
-            faster,
+        entries = [
+            *(_how(cell), measured(cell), f"{ddp / cell.step_ms:.2f}x" if ddp else ""),
+            *(_number(cell.bound_ms), _number(cell.ratio, 2), limit_of(cell)),
+            *(_number(cell.sync_ms), _number(cell.sync_bound_ms)),
             *(_megabytes(cell.bytes_per_step), _megabytes(cell.bytes_needed)),
+            f"{cell.processor_share:.0%}" if cell.processor_share else "",
         ]
-        lines.append(f"| {cell.title} | " + " | ".join(numbers) + " |")
+        lines.append(f"| {cell.title} | " + " | ".join(entries) + " |")
     return "\n".join(lines) + "\n"
+
+
+def quotation(cells: Iterable[Cell], rows: Sequence[str], bounds: bool = False) -> str:
+    """A short table for prose: the rows that were measured, in the given order."""
+    known = {cell.row: cell for cell in cells if cell.step_ms}
+    ddp = _step_of(known.values(), "ddp")
+    more = (" its bound | MB per node and step |", "--:|--:|") if bounds else ("", "")
+    lines = [f"| | ms per step | against DDP |{more[0]}", f"|---|--:|--:|{more[1]}"]
+    for cell in (known[row] for row in rows if row in known):
+        assert cell.step_ms is not None
+        line = f"| {cell.title} | {measured(cell)} | {ddp / cell.step_ms:.2f}x |" if ddp else f"| {cell.title} |"
+        sent = f"{cell.bytes_per_step / 1e6:.1f}" if cell.bytes_per_step is not None else ""
+        lines.append(line + (f" {_number(cell.bound_ms)} | {sent} |" if bounds else ""))
+    return "\n".join(lines) + "\n"
+
+
+def measured(cell: Cell) -> str:
+    """Milliseconds per step: the median, and half the range of the repetitions if there are several."""
+    assert cell.step_ms is not None
+    if cell.uncertainty_ms is None:
+        return _number(cell.step_ms)
+    return f"{_number(cell.step_ms)} ± {cell.uncertainty_ms:.{_digits(cell.step_ms)}f}"
+
+
+def limit_of(cell: Cell) -> str:
+    """Which part of its bound is the longer one."""
+    row = ROWS.get(cell.row)
+    if row is None or row.traffic == "none" or cell.row in BOUNDS or cell.bound_ms is None or cell.bytes_needed is None:
+        return ""
+    return limit(row, transfer_seconds(cell.bytes_needed, cell.mbit), cell.bound_ms / 1e3)
+
+
+TARGETS = {"blocking": 1.08, "overlapped": 1.10}
+"""How far above its bound a row of ours may be, ..."""
+TARGET_RATES = (100.0, 1000.0)
+"""... on links of these rates and between them."""
+
+
+def summary(settings: Iterable[Sequence[Cell]]) -> str:
+    """Per setting: is anything slower than DDP, above its target, or behind what does the same?"""
+    blocking, overlapped = (f"{name} rows within {target:.2f} of their bounds" for name, target in TARGETS.items())
+    lines = [
+        f"| setting | rows of ours no slower than DDP | {blocking} | {overlapped} |"
+        " ahead of the same method of others |",
+        "|---|---|---|---|---|",
+    ]
+    for cells in settings:
+        ours = [cell for cell in cells if cell.step_ms and cell.row in ROWS and is_ours(cell.row)]
+        ddp = next((cell for cell in cells if cell.row == "ddp" and cell.step_ms), None)
+        if not ours:
+            continue
+        slower = [cell for cell in ours if ddp and (cell.step_ms or 0) > (ddp.step_ms or 0)]
+        entries = [
+            _of(len(ours), [f"{cell.title}: {measured(cell)} against {measured(ddp)} ms" for cell in slower])
+            if ddp
+            else "DDP was not measured"
+        ]
+        for bound, target in TARGETS.items():
+            judged = [cell for cell in ours if ROWS[cell.row].bound == bound and cell.ratio]
+            above = [f"{cell.title}: {cell.ratio:.2f}" for cell in judged if round(cell.ratio or 0, 2) > target]
+            entries.append(_of(len(judged), above) + ("" if _has_target(cells[0]) else " (no target)") * bool(judged))
+        pairs = same_methods(cells)
+        behind = [
+            f"{mine.title}: {measured(mine)} against {measured(peer)} ms of {peer.title}"
+            for mine, peer in pairs
+            if (mine.step_ms or 0) > (peer.step_ms or 0)
+        ]
+        entries.append(_of(len(pairs), behind))
+        lines.append(f"| {setting_words(cells[0])} | " + " | ".join(entries) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def same_methods(cells: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
+    """Our rows, and the peers' that do the same."""
+    known = {cell.row: cell for cell in cells if cell.step_ms}
+    return [
+        (cell, known[peer])
+        for cell in known.values()
+        for peer in same_method(cell.row, cell.ranks_per_node)
+        if peer in known
+    ]
+
+
+def _has_target(cell: Cell) -> bool:
+    return cell.mbit is not None and TARGET_RATES[0] <= cell.mbit <= TARGET_RATES[1]
+
+
+def _of(count: int, exceptions: Sequence[str]) -> str:
+    if not count:
+        return ""
+    return f"{count - len(exceptions)} of {count}" + ("; not " + ", ".join(exceptions)) * bool(exceptions)
+
+
+def _how(cell: Cell) -> str:
+    row = ROWS.get(cell.row)
+    if row is None or row.traffic == "none":
+        return ""
+    return ("every step" if row.period == 1 else f"every {row.period} steps") + f", {row.bound}"
+
+
+def _step_of(cells: Iterable[Cell], row: str) -> float | None:
+    return next((cell.step_ms for cell in cells if cell.row == row and cell.step_ms), None)
 
 
 def overheads(cells: Iterable[Cell]) -> str:
@@ -107,32 +222,99 @@ def accuracy_table(curves: dict[str, list[dict[str, float]]], errors: dict[str, 
         spent = f"{last['seconds']:.2f} | {last['bytes'] / 1e6:.1f}"
         loss = f"{last['loss']:.3f} | {last['loss_spread']:.3f}"
         lines.append(f"| {ROWS[row].title} | {loss} | {last['accuracy']:.3f} | {best:.3f} | {spent} | {reached} |")
-    lines += [f"| {ROWS[row].title} | {_one_line(error)} |{' |' * 7}" for row, error in errors.items()]
+    lines += [f"| {ROWS[row].title} | {one_line(error)} |{' |' * 7}" for row, error in errors.items()]
     return "\n".join(lines) + "\n"
 
 
-def full_report(folder: Path) -> str:
-    """All stored settings as one Markdown document."""
-    parts = ["# Benchmark results\n"]
-    for cells in load(folder):
+WORDS = {
+    "mlp11m": "a perceptron of 11 M parameters",
+    "mlp1m": "a perceptron of 1 M parameters",
+    "mlp85k": "a perceptron of 85 k parameters",
+    "linear16m": "a perceptron of 16 M parameters",
+    "digits": "handwritten digits",
+    "characters": "a character model",
+    "characters_adamw": "a character model with AdamW",
+}
+"""Workloads, for titles."""
+
+
+def layout_words(nodes: int, ranks_per_node: int) -> str:
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}{'s' * (number > 1)}"
+
+    return f"{count(nodes, 'node')} of {count(ranks_per_node, 'rank')}"
+
+
+def setting_words(cell: Cell) -> str:
+    """What was trained, on what, over what."""
+    rate = "no limit of rate" if cell.mbit is None else f"{cell.mbit:g} Mbit/s"
+    work = WORDS.get(cell.workload, cell.workload)
+    return f"{work}, {layout_words(cell.nodes, cell.ranks_per_node)}, {rate}"
+
+
+def in_order(settings: Iterable[list[Cell]]) -> list[list[Cell]]:
+    """By workload and layout, and then from slow links to fast ones."""
+
+    def place(cells: list[Cell]) -> tuple[int, str, int, float]:
         first = cells[0]
-        rate = "no rate limit" if first.mbit is None else f"{first.mbit:g} Mbit/s"
-        parts.append(
-            f"## {first.workload}, {first.nodes} nodes x {first.ranks_per_node} ranks, {rate}\n\n{table(cells)}"
-        )
+        return -first.ranks_per_node, first.workload, -first.nodes, first.mbit or float("inf")
+
+    return sorted(settings, key=place)
+
+
+def full_report(folder: Path) -> str:
+    """All stored settings as one Markdown document, with a summary before them."""
+    settings = in_order(load(folder))
+    parts = [
+        "# Benchmark results\n",
+        "`python -m benchmarks report` writes this page from the JSON files beside it; [how to read it](../README.md)."
+        " Medians of the repetitions, ± half their range; what has none ran once.\n",
+        "## Summary\n",
+        f"Targets, on links of {TARGET_RATES[0]:g} to {TARGET_RATES[1]:g} Mbit/s: no row of ours slower than DDP; rows"
+        f" that wait for an agreement within {TARGETS['blocking']:.2f} of their bounds, rows that overlap it within"
+        f" {TARGETS['overlapped']:.2f}; ahead of every peer that does the same.\n",
+        summary(settings),
+    ]
+    for cells in settings:
+        words = setting_words(cells[0])
+        parts += [f"## {capitalised(words)}\n", _measured_when(cells), table(cells)]
+        pairs = same_methods(cells)
+        if pairs:
+            parts += ["The same method, ours beside others':\n", _pairs(pairs)]
     return "\n".join(parts)
 
 
+def _measured_when(cells: Sequence[Cell]) -> str:
+    days = sorted({cell.when[:10] for cell in cells if cell.when})
+    return f"Measured on {' and '.join(days)}.\n" if days else ""
+
+
+def _pairs(pairs: Iterable[tuple[Cell, Cell]]) -> str:
+    lines = ["| ours | ms per step | theirs | ms per step | theirs / ours |", "|---|--:|---|--:|--:|"]
+    for mine, peer in pairs:
+        ratio = (peer.step_ms or 0.0) / (mine.step_ms or 1.0)
+        lines.append(f"| {mine.title} | {measured(mine)} | {peer.title} | {measured(peer)} | {ratio:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _digits(value: float) -> int:
+    return 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+
+
 def _number(value: float | None, digits: int | None = None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.{digits if digits is not None else 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
+    return "" if value is None else f"{value:.{_digits(value) if digits is None else digits}f}"
 
 
 def _megabytes(value: float | None) -> str:
     return "" if value is None else f"{value / 1e6:.2f}"
 
 
-def _one_line(text: str) -> str:
+def capitalised(words: str) -> str:
+    """Words as they begin a sentence."""
+    return f"{words[0].upper()}{words[1:]}"
+
+
+def one_line(text: str) -> str:
+    """As a table's cell can hold it."""
     line = " ".join(text.split()).replace("|", "/")
     return line if len(line) <= 160 else line[:157] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import inspect
 import multiprocessing
 import os
@@ -139,20 +140,32 @@ def mark_sigterm_received(trainer: pl.Trainer) -> None:
 
 
 class WatchfulLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of forked and spawned ranks, with two gaps closed.
+    """Lightning's launcher of forked and spawned ranks, with three gaps closed.
 
     There ``Strategy.on_exception`` and ``teardown`` run in the process that launched only, where nothing is known of
     the rank that raised. And after ``sys.exit()`` or ``os._exit(0)`` on one rank the launcher waits for the others, and
-    they for that one.
+    they for that one. And a forked rank may hang when it collects what its parent left behind.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert isinstance(self._strategy, DDPStrategy)
         # shared with the ranks, also when they are spawned
         self._has_finished = multiprocessing.get_context(self._start_method).RawArray("b", self._strategy.num_processes)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        self._watcher: tuple[threading.Thread, threading.Event] | None = None
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            if self._watcher is not None:  # a thread that ends while the next launch forks may leave a lock behind
+                thread, is_over = self._watcher
+                is_over.set()
+                thread.join()
+                self._watcher = None  # the next launch pickles this, if it spawns
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+        if self._start_method == "fork":
+            # garbage of the parent's is not collected here: if it owns threads, as a process group does, its end would
+            # wait for them for ever
+            gc.freeze()
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
             self._has_finished[process_idx] = 1
@@ -173,14 +186,16 @@ class WatchfulLauncher(_MultiProcessingLauncher):
     def procs(self, processes: list[Any]) -> None:
         self.__dict__["procs"] = processes
         if processes and self._start_method in ("fork", "spawn"):  # of the fork server's only one may ask how they end
-            watched = (processes, self._has_finished)  # the next launch has others
-            threading.Thread(target=self._watch, args=watched, name="hiercomm-launcher", daemon=True).start()
+            is_over = threading.Event()
+            watched = (processes, self._has_finished, is_over)
+            thread = threading.Thread(target=self._watch, args=watched, name="hiercomm-launcher", daemon=True)
+            self._watcher = thread, is_over
+            thread.start()
 
     @staticmethod
-    def _watch(processes: list[Any], has_finished: Any) -> None:
+    def _watch(processes: list[Any], has_finished: Any, is_over: threading.Event) -> None:
         running = dict(enumerate(processes))
-        while running:
-            time.sleep(0.2)
+        while running and not is_over.wait(0.2):
             for index, process in [*running.items()]:
                 exit_code = _exit_code(process)
                 if exit_code is None:

@@ -41,6 +41,7 @@ class AgreedModel:
         self._depth += 1
         if self._depth == 1:
             for scheme in self._schemes:
+                scheme.settle()  # may give back memory, before a copy takes some
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
                 scheme.agree()
             self._replicas.have_written()

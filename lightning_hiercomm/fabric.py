@@ -144,6 +144,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self.topology: Topology | None = None
         self._runs: list[TrainingRun] = []
         self._has_begun = False
+        self._is_saving = False
         self._steps_of_epoch: int | None = None
         self._loaded: list[list[dict[str, Any]]] = []
 
@@ -274,11 +275,16 @@ class HierarchicalFabricStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.agreed_model():
-            super().save_checkpoint(*args, **kwargs)
+            self._is_saving = True
+            try:
+                super().save_checkpoint(*args, **kwargs)
+            finally:
+                self._is_saving = False
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._run_of(optimizer).scheme_of(optimizer).optimizer_state()
+        only_on = 0 if self._is_saving else None  # the rank that writes; or the user asks, on any
+        return self._run_of(optimizer).scheme_of(optimizer).optimizer_state(only_on)
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

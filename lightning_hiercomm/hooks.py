@@ -324,7 +324,7 @@ class HierarchicalHooks(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self.schemes or not self._ranks_are_together:
             return super().optimizer_state(optimizer)
-        return self._run.scheme_of(_lightning.raw_optimizer(optimizer)).optimizer_state()
+        return self._run.scheme_of(_lightning.raw_optimizer(optimizer)).optimizer_state(only_on=0)  # which writes
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

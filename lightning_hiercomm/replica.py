@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm.spares import Spares
+
 _UNBOUNDED = 2**62
+
+# Bytes. A few such buffers stay in the processors' caches; smaller ones cost more calls than they save.
+_CACHE_SIZED = 2**20
 
 
 @dataclass(frozen=True)
@@ -76,33 +81,60 @@ class Bucket:
     equal_in_node: bool
     held_by: str = "node"
 
-    def empty(self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    def empty(
+        self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None, spares: Spares | None = None
+    ) -> Tensor:
         """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements.
 
         Args:
             multiple_of: The number of equal parts into which the buffer will be cut.
             extra: Elements after the bucket that are asked for in any case.
             dtype: Of the buffer. Default: the bucket's.
+            spares: Where its memory is from, and is to be given back. Default: fresh memory.
         """
         padded = -(-(self.numel + extra) // multiple_of) * multiple_of
-        flat = torch.empty(padded, dtype=dtype or self.dtype, device=self.device)
+        dtype = dtype or self.dtype
+        if spares is None:
+            flat = torch.empty(padded, dtype=dtype, device=self.device)
+        else:
+            flat = spares.take(padded, dtype, self.device)
         flat[self.numel :].zero_()
         return flat
+
+    def in_cache_sized(self) -> list[Bucket]:
+        """The same pieces as buckets small enough for a processor's cache, in order; on other devices, itself.
+
+        Several operations in turn on each of them then take as long as one on the whole.
+        """
+        if self.device.type != "cpu":
+            return [self]
+        return list(_filled(self.pieces, _CACHE_SIZED, self.equal_in_node, self.held_by))
+
+    def view(self, gradients: bool = False) -> Tensor | None:
+        """All values, or all gradients, as they lie in memory, 1-D; None if they do not lie in one place."""
+        if len(self.pieces) != 1:
+            return None
+        (piece,) = self.pieces
+        tensor = piece.tensor.grad if gradients else piece.tensor
+        if tensor is None or tensor.dtype != self.dtype or not tensor.is_contiguous():
+            return None
+        return tensor.detach().view(-1)[piece.start : piece.start + piece.length]
 
     def elements(self) -> Iterator[Tensor]:
         """The pieces' values, each 1-D: as views, where their tensors are contiguous."""
         return map(_elements, self.pieces)
 
-    @torch.no_grad()
-    def pack(self, flat: Tensor | None = None, multiple_of: int = 1) -> Tensor:
-        """Copy the pieces into ``flat`` (or a new buffer) and return it."""
+    def pack(self, flat: Tensor | None = None, multiple_of: int = 1, weight: float = 1.0) -> Tensor:
+        """Copy the pieces, times ``weight``, into ``flat`` (or a new buffer) and return it."""
         if flat is None:
             flat = self.empty(multiple_of)
-        if self.pieces:
+        if weight != 1.0:
+            for elements, (_, values) in zip(self.elements(), self.split(flat), strict=True):
+                torch.mul(elements, weight, out=values)
+        elif self.pieces:
             torch.cat(list(self.elements()), out=flat[: self.numel])
         return flat
 
-    @torch.no_grad()
     def pack_gradients(self, flat: Tensor) -> Tensor:
         """Copy the pieces' gradients into ``flat`` and return it; no gradient counts as zero."""
         for piece, values in self.split(flat):
@@ -110,25 +142,22 @@ class Bucket:
             if gradient is None:
                 values.zero_()
             else:
-                values.copy_(gradient.reshape(-1)[piece.start : piece.start + piece.length])
+                values.copy_(gradient.detach().reshape(-1)[piece.start : piece.start + piece.length])
         return flat
 
-    @torch.no_grad()
     def unpack(self, flat: Tensor) -> None:
         """Copy ``flat`` back into the tensors."""
-        for elements, values in self._beside(flat):
+        for elements, values in self.beside(flat):
             elements.copy_(values)
 
-    @torch.no_grad()
     def add(self, flat: Tensor) -> None:
         """Add ``flat`` to the tensors, without a packed copy of them."""
-        for elements, values in self._beside(flat):
+        for elements, values in self.beside(flat):
             elements.add_(values)
 
-    @torch.no_grad()
     def mix(self, flat: Tensor, weight: float) -> None:
         """Move the tensors towards ``flat``: ``x := (1 - weight) x + weight flat``."""
-        for elements, values in self._beside(flat):
+        for elements, values in self.beside(flat):
             elements.lerp_(values, weight)
 
     def split(self, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -138,13 +167,14 @@ class Bucket:
             yield piece, flat[offset : offset + piece.length]
             offset += piece.length
 
-    def _beside(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of every piece's elements, and of its part of ``flat``."""
+    def beside(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every piece's elements and its part of ``flat``, as views of one shape that no graph knows."""
         for piece, values in self.split(flat):
+            tensor = piece.tensor.detach()
             if piece.covers_tensor():
-                yield piece.tensor, values.view(piece.tensor.shape)
+                yield tensor, values.view(tensor.shape)
             else:
-                yield piece.tensor.view(-1)[piece.start : piece.start + piece.length], values
+                yield tensor.view(-1)[piece.start : piece.start + piece.length], values
 
 
 class Replica:
@@ -373,6 +403,14 @@ class Replica:
         for bucket in self.buckets:
             digest.update(bucket.pack().cpu().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def in_cache_sized_parts(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Tensors of one shape by parts that fit into a processor's cache; see :meth:`Bucket.in_cache_sized`."""
+    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
+        return iter([tensors])
+    numel = _CACHE_SIZED // tensors[0].element_size()
+    return zip(*(tensor.view(-1).split(numel) for tensor in tensors), strict=True)
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> list[Bucket]:

@@ -12,6 +12,7 @@ from lightning_hiercomm import _lightning
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import connect_mpi
+from lightning_hiercomm.comm.shared_memory import sharing_memory
 from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
 from lightning_hiercomm.topology import Topology, nodes_by_count, nodes_by_place
 
@@ -45,7 +46,7 @@ def connect_world(
             dist.all_gather_object(places, place)
         nodes = nodes_by_place(places)
     meter = Meter()
-    by_torch = connect_torch(meter, timeout, launching=_lightning.unprofiled)
+    by_torch = sharing_memory(connect_torch(meter, timeout, launching=_lightning.unprofiled), timeout)
     if inter_node == "torch":
         return Topology(nodes, rank, by_torch, meter)
     return Topology(nodes, rank, _between_nodes(connect_mpi(meter, rank, world_size), by_torch), meter)

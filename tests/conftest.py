@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import multiprocessing.connection
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from tqdm import tqdm
 
 from lightning_hiercomm import HierarchicalStrategy
 
@@ -27,6 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 _HERE = Path(__file__).parent
 _STARTUP = str(_HERE / "startup")
+tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -68,6 +73,25 @@ def clean_process() -> Iterator[None]:
     while left := [t for t in set(threading.enumerate()) - threads_before if t.name.startswith("hiercomm")]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         time.sleep(0.05)
+
+
+@contextmanager
+def ends_ranks_after_an_error() -> Iterator[None]:
+    """Let forked ranks of a test that takes too long say what they do, and end them: pytest would wait for them."""
+    before = set(multiprocessing.active_children())
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)  # in the ranks, which are forked
+    try:
+        yield
+    except BaseException:
+        ranks = [child for child in multiprocessing.active_children() if child not in before]
+        for number, seconds in ((signal.SIGUSR1, 2.0), (signal.SIGKILL, 0.0)):
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+            time.sleep(seconds if ranks else 0.0)
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
@@ -112,7 +136,10 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         before = dict(os.environ)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()))
         try:
-            _join(torch.multiprocessing.start_processes(_main, (main, folder), ranks, join=False, start_method="fork"))
+            with ends_ranks_after_an_error():
+                _join(
+                    torch.multiprocessing.start_processes(_main, (main, folder), ranks, join=False, start_method="fork")
+                )
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -135,6 +162,7 @@ def _join(context: Any) -> None:
 
 
 def _main(rank: int, main: Callable[[Path], Any], folder: Path) -> None:
+    gc.freeze()  # as for WatchfulLauncher's ranks
     os.environ["LOCAL_RANK"] = str(rank)
     warnings.filterwarnings("ignore")
     torch.save(main(folder), folder / f"returned-{rank}.pt")
@@ -178,7 +206,9 @@ def fit(tmp_path: Path) -> Fit:
         folder = tmp_path / f"run-{runs}"
         folder.mkdir()
         if strategy is None or isinstance(strategy, dict):
-            strategy = HierarchicalStrategy(**{"ranks_per_node": 2, "start_method": "fork", **(strategy or {})})
+            strategy = HierarchicalStrategy(
+                **{"ranks_per_node": 2, "start_method": "fork", "hang_timeout": 100.0, **(strategy or {})}
+            )
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
             "default_root_dir": folder,
@@ -194,7 +224,8 @@ def fit(tmp_path: Path) -> Fit:
             strategy=strategy,
             callbacks=[*(callbacks or []), _Report(folder)],
         )
-        trainer.fit(module, **(fit_arguments or {}))
+        with ends_ranks_after_an_error():
+            trainer.fit(module, **(fit_arguments or {}))
         return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
 
     return run

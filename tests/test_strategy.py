@@ -78,17 +78,32 @@ def test_all_reduce_over_two_nodes_is_synchronous_training(fit):
 ONE_NODE = [AllReduce(), PeriodicAveraging(3)]
 
 
-@pytest.mark.parametrize("devices", [2, 3])
-def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, devices):
+def on_one_node(launch, devices):
+    """Weights that DDP, and then every scheme, ends with."""
+
     def train(folder):
         strategies = [DDPStrategy(), *(HierarchicalStrategy(s, ranks_per_node=devices) for s in ONE_NODE)]
         return [fitted(folder, Net(), strategy, devices=devices)["state_dict"] for strategy in strategies]
 
     ddp, *ours = launch(train, ranks=devices)[0]
     assert len(ours) == len(ONE_NODE)
+    return ddp, ours
+
+
+@pytest.mark.parametrize(("devices", "shares_memory"), [(2, "1"), (3, "0")], ids=["shared memory", "gloo"])
+def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, monkeypatch, devices, shares_memory):
+    monkeypatch.setenv("HIERCOMM_SHARED_MEMORY", shares_memory)
+    ddp, ours = on_one_node(launch, devices)
     for state in ours:
         for name, expected in ddp.items():
             assert torch.equal(state[name], expected), name
+
+
+def test_three_ranks_that_share_memory_differ_from_ddp_by_the_order_of_their_sums_only(launch):
+    ddp, ours = on_one_node(launch, 3)
+    for state in ours:
+        for name, expected in ddp.items():
+            torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-7)
 
 
 LAYOUTS = {"nodes of one": 1, "nodes of two": 2, "nodes of three and one": [3, 1]}

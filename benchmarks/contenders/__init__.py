@@ -50,7 +50,7 @@ PERIOD = 16
 def _bounds() -> dict[str, Row]:
     return {
         "local": Row(
-            title="bound: no communication at all",
+            title="computing alone, no communication",
             module="plain",
             options={"kind": "local"},
             bound="compute",
@@ -58,14 +58,25 @@ def _bounds() -> dict[str, Row]:
             averages_in_node=False,
         ),
         "node": Row(
-            title="bound: DDP inside the node only",
+            title="computing, gradients averaged inside nodes over gloo",
             module="plain",
             options={"kind": "node"},
             bound="compute",
             traffic="none",
         ),
+        "node_shared": Row(
+            title="computing, gradients averaged inside nodes over shared memory",
+            module="ours",
+            options={
+                "scheme": "PeriodicAveraging",
+                "arguments": {"sync_every": 1_000_000, "at_epoch_end": False},
+                "strategy": {},
+            },
+            bound="compute",
+            traffic="none",
+        ),
         "link": Row(
-            title="bound: the least bytes over the link, nothing else",
+            title="the network alone: what one averaging must send",
             module="plain",
             options={"kind": "link"},
             averages_in_node=False,
@@ -106,10 +117,10 @@ def _flat(period: int) -> dict[str, Row]:
     streaming = row("torchft streaming DiLoCo", "torchft_local_sgd", "streaming", "torchft")
 
     return {
-        "hand": row("hand-written flat local SGD", "plain", "flat"),
+        "hand": row("hand-written local SGD", "plain", "flat"),
         "accelerate": row("accelerate LocalSGD", "accelerate_local_sgd", "", "accelerate"),
         "torchft_local_sgd": row("torchft LocalSGD", "torchft_local_sgd", "local_sgd", "torchft"),
-        "torchft_diloco": row("torchft DiLoCo, one bucket, ", "torchft_local_sgd", "diloco", "torchft"),
+        "torchft_diloco": row("torchft DiLoCo", "torchft_local_sgd", "diloco", "torchft"),
         "torchft_streaming": replace(streaming, bound="overlapped", overlap=max(1, period - 2)),
     }
 
@@ -121,8 +132,10 @@ def _post_local(period: int) -> dict[str, Row]:
         return Row(title, module, {"kind": kind, "sync_every": period}, period=period)
 
     return {
-        "post_local": row(f"Lightning post-local SGD({period}) as it is", "lightning", "post_local"),
-        "post_local_hook": row(f"Lightning post-local SGD({period}), hook registered", "lightning", "post_local_hook"),
+        "post_local": row(f"Lightning post-local SGD({period}), hook dropped on CPUs", "lightning", "post_local"),
+        "post_local_hook": row(
+            f"Lightning post-local SGD({period}), hook registered by hand", "lightning", "post_local_hook"
+        ),
         "torch_hierarchical": row(f"torch HierarchicalModelAverager({period})", "torch_hierarchical", ""),
     }
 
@@ -135,7 +148,8 @@ def _ours(period: int) -> dict[str, Row]:
 
     def daso(staleness: int) -> Row:
         arguments = {"sync_every": 4, "staleness": staleness, "warmup_epochs": 0, "cooldown_epochs": 0}
-        return row("DASO", f"DASO(4, staleness {staleness}), cycling", arguments, period=4, overlap=staleness)
+        later = "a step" if staleness == 1 else f"{staleness} steps"
+        return row("DASO", f"DASO(4), merged {later} later", arguments, period=4, overlap=staleness)
 
     def periodic(every: int) -> Row:
         return row("PeriodicAveraging", f"PeriodicAveraging({every})", {"sync_every": every}, "blocking", period=every)
@@ -163,15 +177,15 @@ def _ours(period: int) -> dict[str, Row]:
             period=4,
             overlap=4,
         ),
-        "gossip_blocking": row("Gossip", "Gossip", {}, "blocking", traffic="gossip"),
+        "gossip_blocking": row("Gossip", "Gossip, waited for", {}, "blocking", traffic="gossip"),
         "gossip": row("Gossip", "Gossip, overlapped", {"overlap": True}, traffic="gossip"),
     }
     small = {**rows["all_reduce"].options, "strategy": {"bucket_cap_mb": 4}}
-    rows["all_reduce_small"] = replace(rows["all_reduce"], title="AllReduce, DDP buckets of 4 MB", options=small)
+    rows["all_reduce_small"] = replace(rows["all_reduce"], title="AllReduce in buckets of 4 MB", options=small)
     for key in ("periodic", "diloco", "diloco_streaming"):  # as the peers' flat loops
         options = rows[key].options
         options = {**options, "arguments": {**options["arguments"], "gradients": "none"}}
-        title = f"{rows[key].title}, every rank alone"
+        title = f"{rows[key].title}, no averaging inside nodes"
         rows[f"{key}_alone"] = replace(rows[key], title=title, options=options, averages_in_node=False)
     quantised = ("all_reduce", "periodic", "diloco", "diloco_streaming")
     return (
@@ -184,7 +198,7 @@ def _ours(period: int) -> dict[str, Row]:
 
 def _on_wire(row: Row, wire_dtype: str, name: str, wire_bytes: float) -> Row:
     options = {**row.options, "strategy": {**row.options["strategy"], "wire_dtype": wire_dtype}}
-    return replace(row, title=f"{row.title}, {name} wire", options=options, wire_bytes=wire_bytes)
+    return replace(row, title=f"{row.title}, sent as {name}", options=options, wire_bytes=wire_bytes)
 
 
 def _rows(period: int) -> dict[str, Row]:
@@ -214,5 +228,41 @@ ROWS: dict[str, Row] = _rows(PERIOD) | {f"{key}@8": row for key, row in _rows(8)
 """All rows by key. ``...@8`` are the rows with a period, with 8 steps instead of 16."""
 ROWS |= {key: row for rows in SCAN.values() for key, row in rows.items()}
 
-BOUNDS = ("local", "node", "link")
-"""The rows that every session measures too; the compute bounds are taken from the first two."""
+_SAME_METHOD = {
+    "all_reduce": ("ddp",),
+    "periodic1_alone": ("hand1",),
+    "periodic": ("post_local_hook", "torch_hierarchical"),
+    "periodic_alone": ("hand", "accelerate", "torchft_local_sgd"),
+    "diloco_alone": ("torchft_diloco",),
+    "diloco_streaming_alone": ("torchft_streaming",),
+}
+
+
+def same_method(key: str, ranks_per_node: int) -> tuple[str, ...]:
+    """The peers' rows that do what one of ours does.
+
+    Peers whose every rank trains alone do what our rows without averaging inside nodes do; on nodes of one rank there
+    is nothing to average, and then they do what our plain rows do, too.
+    """
+    name, at, period = key.partition("@")
+    peers = _SAME_METHOD.get(name, ())
+    if ranks_per_node == 1:
+        peers += _SAME_METHOD.get(f"{name}_alone", ())
+    return tuple(row for peer in peers if (row := f"{peer}{at}{period}") in ROWS)
+
+
+def is_ours(key: str) -> bool:
+    """Whether a row is one of lightning-hiercomm's."""
+    return key not in BOUNDS and ROWS[key].module == "ours"
+
+
+def is_peer(key: str) -> bool:
+    """Whether a row trains the model on all nodes with something else."""
+    return key not in BOUNDS and ROWS[key].traffic != "none" and not is_ours(key)
+
+
+IN_NODE = ("node", "node_shared")
+"""Computing with gradients averaged inside the nodes: the faster one is the compute bound of rows that do so."""
+
+BOUNDS = ("local", *IN_NODE, "link")
+"""Not contenders: what the bounds are made of. The compute bounds are measured in every session."""

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.bounds import averaging_bytes
 from benchmarks.job import Recorder, World
 from benchmarks.workloads import parameter_count
+from lightning_hiercomm.comm import costs
 
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def exchange_least_bytes(recorder: Recorder, pieces: int = 8) -> None:
     """
     world = recorder.world
     parameters = parameter_count(recorder.workload.model())
-    share = torch.zeros(int(averaging_bytes(parameters, world.nodes) / world.local_size))
+    share = torch.zeros(int(costs.all_reduce(world.nodes, parameters) / world.local_size))
     received = torch.empty_like(share)
     after, before = (world.rank + world.local_size) % world.size, (world.rank - world.local_size) % world.size
     last = False

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lightning_hiercomm.planning.simulation import Curve, Experiment, Point, Site
+from lightning_hiercomm.planning.simulation import Curve, Experiment, Point, Site, schedule
 from lightning_hiercomm.planning.tasks import Batches, judge, loss_of, momentum_sgd
 
 
@@ -35,7 +34,7 @@ def asynchronous(experiment: Experiment, site: Site, evaluations: int = 10) -> C
     looks = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
     points: list[Point] = []
     for step in range(experiment.steps):
-        optimizer.param_groups[0]["lr"] = experiment.learning_rate * _schedule(step, experiment.steps)
+        optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)
         for node in range(nodes):
             vector_to_parameters(seen[node], model.parameters())
             optimizer.zero_grad()
@@ -47,9 +46,3 @@ def asynchronous(experiment: Experiment, site: Site, evaluations: int = 10) -> C
             _, held_out = task.load()
             points.append(Point(step + 1, (step + 1) * seconds, *judge(model, held_out)))
     return Curve(experiment, points, 2 * moved, time.perf_counter() - began)
-
-
-def _schedule(step: int, steps: int) -> float:
-    """As simulations have it: up for a tenth of the run, then down along a cosine."""
-    rising = max(1, steps // 10)
-    return (step + 1) / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from benchmarks.papers.optimizers import adam
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, panels, save
 from benchmarks.papers.report import table
@@ -13,7 +12,7 @@ from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, gradient_scale, rank_weights
 from lightning_hiercomm.planning.presets import PRESETS
 from lightning_hiercomm.planning.simulation import Experiment
-from lightning_hiercomm.planning.tasks import momentum_sgd
+from lightning_hiercomm.planning.tasks import adam, momentum_sgd
 from lightning_hiercomm.schemes import AllReduce
 
 GLOBAL_BATCH = 64

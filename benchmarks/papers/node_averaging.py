@@ -91,39 +91,28 @@ def _rare(scheme: str) -> Scheme:
     return AllReduce() if scheme == "AllReduce" else PeriodicAveraging(50)
 
 
+def _setting(key: str, make: Callable[..., Experiment], looks: int, **arguments: Any) -> Setting:
+    return Setting(key, partial(make, **arguments), PRESETS["000"].site, looks=looks)
+
+
 def _settings() -> list[Setting]:
-    site = PRESETS["000"].site
     nodes = [
-        Setting(
-            _key(scheme, count, rate), partial(_on_nodes, scheme=scheme, nodes=count, rate=rate), site, looks=EPOCHS
-        )
+        _setting(_key(scheme, count, rate), _on_nodes, EPOCHS, scheme=scheme, nodes=count, rate=rate)
         for count in NODES
         for scheme in SCHEMES
         for rate in RATES
     ]
     optimizers = [
-        Setting(
-            _with(scheme, name, times),
-            partial(_with_optimizer, scheme=scheme, optimizer=name, times=times),
-            site,
-            looks=EPOCHS,
-        )
+        _setting(_with(scheme, name, times), _with_optimizer, EPOCHS, scheme=scheme, optimizer=name, times=times)
         for name in OPTIMIZERS
         for scheme, times in (("AllReduce", 1), ("K' = 4", 1), ("K' = 4", 2))
     ]
     recurrent = [
-        Setting(
-            _with(scheme, cells, times),
-            partial(_recurrent, scheme=scheme, cells=cells, times=times),
-            site,
-            looks=RECURRENT_EPOCHS,
-        )
+        _setting(_with(scheme, cells, times), _recurrent, RECURRENT_EPOCHS, scheme=scheme, cells=cells, times=times)
         for cells in RECURRENT
         for scheme, times in (("AllReduce", 1), ("AllReduce", 2), ("K' = 50", 2))
     ]
-    gan = [
-        Setting(f"{scheme}; gan", partial(_gan, scheme=scheme), site, looks=4) for scheme in ("AllReduce", "K' = 50")
-    ]
+    gan = [_setting(f"{scheme}; gan", _gan, 4, scheme=scheme) for scheme in ("AllReduce", "K' = 50")]
     return [*nodes, *optimizers, *recurrent, *gan]
 
 

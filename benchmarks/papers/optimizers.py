@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-OptimizerMaker = Callable[[Iterable[nn.Parameter], float], Optimizer]
+from benchmarks.tasks import adamw
+from lightning_hiercomm.planning.tasks import OptimizerMaker, adam
 
 
 class AdaBelief(Optimizer):
@@ -58,16 +59,6 @@ class AdaBelief(Optimizer):
 def sgd(parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
     """Without momentum."""
     return torch.optim.SGD(parameters, rate)
-
-
-def adam(parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
-    """torch's defaults."""
-    return torch.optim.Adam(parameters, rate)
-
-
-def adamw(parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:
-    """torch's defaults."""
-    return torch.optim.AdamW(parameters, rate)
 
 
 def adabelief(parameters: Iterable[nn.Parameter], rate: float) -> Optimizer:

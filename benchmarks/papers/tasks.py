@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
@@ -47,15 +48,12 @@ def _report(results: Results) -> str:
         rows.append(
             [task, f"{_EPOCHS[task]:g}", *(sample.text() for sample in samples), samples[-1].against(samples[0])]
         )
-        pairs = [f"{one} and {two}" for one, two, a, b in _neighbours(samples) if a.differs_from(b)]
+        neighbours = zip(pairwise(BATCHES), pairwise(samples), strict=True)
+        pairs = [f"{one} and {two}" for (one, two), (a, b) in neighbours if a.differs_from(b)]
         if samples[0].values:
             told.append(f"{task}: {', '.join(pairs) or 'none'}")
     head = ["task", "epochs", *(f"batch {batch}" for batch in BATCHES), f"{BATCHES[-1]} against {BATCHES[0]}"]
     return "\n\n".join([table(head, rows, left=2), f"Neighbouring batch sizes that are told apart: {'; '.join(told)}."])
-
-
-def _neighbours(samples):  # type: ignore[no-untyped-def]
-    return list(zip(BATCHES, BATCHES[1:], samples, samples[1:], strict=False))
 
 
 def _draw(results: Results, path: Path) -> None:

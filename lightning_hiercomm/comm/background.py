@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,9 @@ from torch.futures import Future
 
 from lightning_hiercomm.comm.base import Completion, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
+
+_LINGERING_SECONDS = 0.5
+"""Of a thread without work: to start one takes as long as to sum a megabyte."""
 
 
 class Background:
@@ -125,6 +129,35 @@ class Job(Handle):
 
     def future(self, value: Tensor) -> Future[Tensor]:
         return self._completion.future(value)
+
+
+class Turns:
+    """Moves one after another, on a thread that lives as long as there are any, and a little longer."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._has_thread = False
+
+    def take(self, work: Callable[[], object]) -> Handle:
+        """Do a move when all before it have ended on this rank. An error reaches the waiter."""
+        job = Job(work)
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify()
+            if not self._has_thread:
+                threading.Thread(target=self._run, name="hiercomm-turns", daemon=True).start()
+                self._has_thread = True  # not if that failed
+        return job
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._waiting, timeout=_LINGERING_SECONDS):
+                    self._has_thread = False
+                    return
+                job = self._waiting.popleft()
+            job.run()
 
 
 class _StreamJob(Handle):

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -121,7 +122,7 @@ class Communicator(ABC):
         self.tier = tier
         self.meter = meter
 
-    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False) -> Handle:
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False, weight: float = 1.0) -> Handle:
         """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place.
 
         Args:
@@ -129,28 +130,35 @@ class Communicator(ABC):
             op: ``"sum"`` or ``"max"``.
             waiting: A promise that every member waits for it soon, and for several such moves in the order in which
                 they were launched. The move may then need these waits to make progress, and be faster for it.
+            weight: Factor of this member's tensor; others may have other ones. Not 1 for floating dtypes only.
         """
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
+            if weight != 1.0:
+                tensor.mul_(weight)
             return finished
         self._count(costs.all_reduce(self.size, _bytes(tensor)))
-        return self._all_reduce(tensor, op, waiting)
+        return self._all_reduce_weighted(tensor, op, waiting, weight)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, weight: float = 1.0) -> Handle:
         """Write the sum of everyone's ``rank``-th part of ``tensor`` to ``output``.
 
         Args:
-            output: 1-D, ``n`` elements.
-            tensor: 1-D, ``size * n`` elements. Its contents are undefined afterwards.
+            output: 1-D, ``n`` elements; may be this rank's own part of ``tensor``.
+            tensor: 1-D, ``size * n`` elements. Its contents are undefined afterwards, but for the output.
+            weight: Factor of this member's tensor; others may have other ones. Not 1 for floating dtypes only.
         """
         self._check_parts(whole=tensor, part=output)
         if self.size == 1:
-            output.copy_(tensor)
+            if weight != 1.0:
+                torch.mul(tensor, weight, out=output)
+            elif output.data_ptr() != tensor.data_ptr():
+                output.copy_(tensor)
             return finished
         if tensor.numel() == 0:
             return finished
         self._count(costs.reduce_scatter(self.size, _bytes(tensor)))
-        return self._reduce_scatter(output, tensor)
+        return self._reduce_scatter_weighted(output, tensor, weight)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         """Write everyone's ``tensor`` to ``output``, in group order.
@@ -210,6 +218,18 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Give back what the backend holds for this group (sockets, buffers). Nothing may be in flight. Collective."""
+
+    def _all_reduce_weighted(self, tensor: Tensor, op: Reduction, waiting: bool, weight: float) -> Handle:
+        """For a backend to override that can scale while it copies, without another pass over memory."""
+        if weight != 1.0:
+            tensor.mul_(weight)
+        return self._all_reduce(tensor, op, waiting)
+
+    def _reduce_scatter_weighted(self, output: Tensor, tensor: Tensor, weight: float) -> Handle:
+        """For a backend to override, likewise."""
+        if weight != 1.0:
+            tensor.mul_(weight)
+        return self._reduce_scatter(output, tensor)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle: ...

@@ -152,6 +152,8 @@ class MPICommunicator(Communicator):
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         operation = _operation("sum", tensor.dtype)
+        if output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            tensor = tensor.clone()  # MPI must not write to what it reads
         return self._launch(
             lambda memory: [self.group.Ireduce_scatter_block(memory(tensor), memory(output), operation)],
             reads=[tensor],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_hiercomm.comm.background import Job, Timed
+from lightning_hiercomm.comm.background import Timed, Turns
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.spares import Spares
 
 Launch = Callable[[], Sequence[dist.Work | None]]
 """Sets messages going, without waiting for them; torch gives None for what is done."""
@@ -51,6 +50,10 @@ class TorchCommunicator(Communicator):
         tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.
         meter: Counts this rank's traffic.
         launching: Makes a context in which moves are launched.
+
+    Attributes:
+        group: The process group.
+        is_nccl: Whether nccl carries it, which moves CUDA tensors only.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class TorchCommunicator(Communicator):
         self.group = group
         self._launching = launching
         self._last_tag = _EXCHANGE
-        self._is_nccl = dist.get_backend(group) == "nccl"
-        self._turns = None if tier != "inter" or self.size == 2 or self._is_nccl else _Turns()
+        self.is_nccl = dist.get_backend(group) == "nccl"
+        self._spares = Spares()
+        # a link that carries messages from and to several other nodes at once takes up to a half longer for all of them
+        self._turns = None if tier != "inter" or self.size == 2 or self.is_nccl else Turns()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -99,7 +104,8 @@ class TorchCommunicator(Communicator):
         """
         parts = [tensor] * self.size if in_one_round else tensor.tensor_split(self.size)
         own = parts[self.rank]
-        others = own.new_empty(self.size - 1, own.numel())
+        spare = self._spares.take((self.size - 1) * own.numel(), own.dtype, own.device)
+        others = spare.view(self.size - 1, -1)
         received = [*others[: self.rank], own, *others[self.rank :]]
 
         def combine() -> None:
@@ -109,6 +115,7 @@ class TorchCommunicator(Communicator):
                 torch.sum(torch.stack(received), 0, dtype=own.dtype, out=own)
             else:
                 torch.amax(torch.stack(received), 0, out=own)
+            self._spares.give_back(spare)
 
         second_round = None
         if not in_one_round:
@@ -117,7 +124,7 @@ class TorchCommunicator(Communicator):
         return self._launch(partial(self._swap, parts, received), [tensor, others], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        if self._is_nccl:
+        if self.is_nccl:
             return self._launch(
                 lambda: [dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)], [output, tensor]
             )
@@ -125,11 +132,13 @@ class TorchCommunicator(Communicator):
         # part and adds up what arrives.
         parts = tensor.chunk(self.size)
         if self.size == 2 and not tensor.is_cuda:
-            return self._launch(
-                partial(self._swap, parts, [output] * 2),
-                [output, tensor],
-                finish=lambda: output.add_(parts[self.rank]),
-            )
+            theirs = self._spares.take(output.numel(), output.dtype, output.device)
+
+            def add() -> None:
+                torch.add(theirs, parts[self.rank], out=output)
+                self._spares.give_back(theirs)
+
+            return self._launch(partial(self._swap, parts, [theirs] * 2), [tensor, theirs], finish=add)
         arrived = torch.empty_like(tensor)
         if tensor.is_cuda:
             start: Launch = partial(self._works, dist.all_to_all_single, arrived, tensor)
@@ -143,7 +152,7 @@ class TorchCommunicator(Communicator):
         )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        if self._is_nccl or tensor.is_cuda:
+        if self.is_nccl or tensor.is_cuda:
             return self._launch(partial(self._works, dist.all_gather_into_tensor, output, tensor), [output, tensor])
         parts = output.chunk(self.size)
         if parts[self.rank].data_ptr() != tensor.data_ptr():
@@ -225,7 +234,7 @@ class _TorchHandle(Handle):
         communicator = self._communicator
         try:
             # only nccl leaves the waiting to the stream
-            device = self._tensors[0].device if communicator._is_nccl else torch.device("cpu")
+            device = self._tensors[0].device if communicator.is_nccl else torch.device("cpu")
             with communicator.meter.waiting(communicator.tier, device):
                 for work in self._works:
                     work.wait()
@@ -251,34 +260,6 @@ class _TorchHandle(Handle):
         if self._second_round is not None:
             return not self._tensors
         return all(work.is_completed() for work in self._works)
-
-
-class _Turns:
-    """Exchanges of a communicator one after another, on a thread that lives as long as there are any.
-
-    A link that carries messages from and to several other nodes at once takes up to a half longer for all of them.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[Job] = deque()
-        self._changing = threading.Lock()
-
-    def take(self, work: Callable[[], object]) -> Handle:
-        """Do an exchange when all before it have ended on this rank."""
-        job = Job(work)
-        with self._changing:
-            self._waiting.append(job)
-            if len(self._waiting) == 1:
-                threading.Thread(target=self._run, name="hiercomm-turns", daemon=True).start()
-        return job
-
-    def _run(self) -> None:
-        while True:
-            self._waiting[0].run()
-            with self._changing:
-                self._waiting.popleft()
-                if not self._waiting:
-                    return
 
 
 def _in_order(ranks: Sequence[int]) -> dict[str, Any]:

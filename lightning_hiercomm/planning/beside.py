@@ -18,12 +18,11 @@ from torch import Tensor
 from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.planning.cluster import Beside, Curve, Workload, sent_bytes
 from lightning_hiercomm.planning.steps import StepTimes
-from lightning_hiercomm.planning.stopwatch import Share
+from lightning_hiercomm.planning.stopwatch import IN_FLIGHT, Share
 
 SIZE = 2**20
 """Bytes of the tensors that are all-reduced meanwhile."""
 
-_IN_FLIGHT = 3  # with one, what is measured is how long a thread waits for its turn, which others in flight hide
 _LEAST_MOVES = 4
 _MOST = 10.0  # beyond that it was not measured, but disturbed
 
@@ -44,7 +43,7 @@ class Traffic:
 
     def __init__(self, group: Communicator | None, device: torch.device) -> None:
         self._group = group
-        self._tensors = [torch.zeros(SIZE // 4, device=device) for _ in range(_IN_FLIGHT)]
+        self._tensors = [torch.zeros(SIZE // 4, device=device) for _ in range(IN_FLIGHT)]
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hiercomm-traffic", daemon=True)
         self.moves = 0
@@ -67,8 +66,8 @@ class Traffic:
         in_flight: deque[tuple[Tensor, Handle]] = deque()
         has_ended = False
         while not has_ended or in_flight:
-            while not has_ended and len(in_flight) < _IN_FLIGHT:
-                tensor = self._tensors[(self.moves + len(in_flight)) % _IN_FLIGHT]
+            while not has_ended and len(in_flight) < IN_FLIGHT:
+                tensor = self._tensors[(self.moves + len(in_flight)) % IN_FLIGHT]
                 tensor[0] = float(self._is_over.is_set())
                 in_flight.append((tensor, self._group.all_reduce(tensor, op="max")))
             tensor, handle = in_flight.popleft()
@@ -124,6 +123,8 @@ def derived(alone: Curve, each: float, steps: float, workload: Workload, share: 
     later = each - alone.seconds(sent, 1)
     assert share.processors is not None
     trained = share.ranks * workload.threads * workload.seconds / steps
+    billed = alone.processor_seconds(sent, 1)
+    if billed >= alone.seconds(sent, 1):  # alone they took all there was: nothing was left out of the bill
+        return Beside(max(0.0, later))
     left = max(0.0, share.processors - trained) / share.ranks * each  # of a move, that something else has used
-    more = left / alone.processor_seconds(sent, 1)
-    return Beside(max(0.0, later), min(max(1.0, more), _MOST))
+    return Beside(max(0.0, later), min(max(1.0, left / billed), _MOST))

@@ -43,7 +43,7 @@ def average_in_node(node: Node, piece: Piece, ready: Task) -> Task:
     """The mean of a bucket of gradients over the node."""
     if node.cluster.ranks_per_node == 1:
         return ready
-    return node.intra("all_reduce", piece, [ready, node.passes(piece.bytes)])
+    return node.intra("all_reduce", piece, [ready])
 
 
 def untouched(node: Node, piece: Piece, ready: Task) -> Task:

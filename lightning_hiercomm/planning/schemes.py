@@ -33,9 +33,9 @@ _BUCKETS_IN_FLIGHT = 3  # as in `schemes.averaging`
 _LEAST_SECTIONS, _LEAST_SECTION_BYTES = 8, 2**18  # as in `schemes.server`
 
 # How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
-_MIXING_MERGE = 4.0  # own values packed, two terms, unpacked
+_MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
 _OUTER_STEP = 4.0  # difference, momentum, step, copy
-_LOCAL_RULE = 4.0  # weights packed, two terms of GLU, unpacked
+_LOCAL_RULE = 2.0  # two terms of GLU, likewise
 _SERVER_STEP = 3.0
 
 
@@ -109,15 +109,13 @@ def _ddp(node: Node, piece: Piece, ready: Task) -> Task:
 @follow.register
 def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
     def sum_over_world(node: Node, bucket: Piece, ready: Task) -> Task:
-        node.passes(bucket.bytes)
         last = ready
         for piece in buckets(bucket.bytes):
             part = piece.bytes / node.lanes
             summed = node.intra("reduce_scatter", piece, [ready])
             encoded = node.passes(part, payload.passes, "outbound", [summed])
             summed = _sum(node, piece, payload, [encoded])
-            taken = node.passes(part, 1, "inbound", [summed])
-            last = node.intra("all_gather", piece, [taken], "inbound")
+            last = node.intra("all_gather", piece, [summed], "inbound")
         return last
 
     for _ in range(steps):
@@ -260,9 +258,7 @@ def _out_degree(graph: Graph, nodes: int) -> int:
 
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
-    model_bytes = node.workload.model_bytes
-    fine = max(_LEAST_SECTION_BYTES, model_bytes / _LEAST_SECTIONS)
-    sections = buckets(model_bytes, min(BUCKET_BYTES, fine))
+    sections = _sections(node.workload.model_bytes)
     stepped: list[Task | None] = [None] * len(sections)
     pulled: list[Task] = []
     for step in range(1, steps + 1):
@@ -276,14 +272,13 @@ def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
             part = section.bytes / node.lanes
             if arrivals:
                 node.wait(arrivals[index])
-            node.passes(section.bytes)
             before = stepped[index]
             if before is not None:
                 node.wait(before)
             packed = node.passes(part, 1 + payload.passes / 2)
             pushed = node.inter("reduce_scatter", section.scaled(payload.ratio), [packed])
             stepped[index] = node.passes(part / node.cluster.nodes, _SERVER_STEP, "outbound", [pushed])
-            node.passes(section.bytes, _LOCAL_RULE + bool(arrivals))
+            node.passes(section.bytes, _LOCAL_RULE * (2 if arrivals else 1))  # on copies of what arrived
         pulled = []
         if pulls:
             for section, task in zip(sections, stepped, strict=True):
@@ -315,7 +310,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
         merge()
         for piece in pieces:
             part = piece.bytes * copies / node.lanes
-            packed = node.passes(part, 2 + payload.passes / 2)
+            packed = node.passes(part, 1 + payload.passes / 2)
             sent = node.inter("exchange", piece.scaled(copies * payload.ratio * peers), [packed], copies)
             changed = node.passes(part, 1 + payload.passes / 2, "inbound", [sent])
             shared = node.intra("broadcast", piece, [changed], "inbound") if scheme.hierarchical else changed
@@ -373,7 +368,15 @@ def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload
     model = workload.model_bytes
     travelling = model / cluster.ranks_per_node * payload.ratio
     kept = 1 + payload.ratio + (0 if payload.is_exact else 1)  # weights, mean gradients, what was pulled last
-    return model + travelling + kept * model / cluster.ranks
+    section = _sections(model)[0]
+    arriving = 2 * payload.ratio + (0 if payload.is_exact else 1)  # two ahead of the one that is taken over
+    working = (arriving + 1) * section.bytes / section.messages
+    return model + travelling + kept * model / cluster.ranks + working
+
+
+def _sections(model_bytes: float) -> list[Piece]:
+    fine = max(_LEAST_SECTION_BYTES, model_bytes / _LEAST_SECTIONS)
+    return buckets(model_bytes, min(BUCKET_BYTES, fine))
 
 
 @own_bytes.register

@@ -277,7 +277,7 @@ class _Replica:
                     seconds += clock.seconds_of_step(run.schemes[0])
                 batch = self._batches.draw()
                 for turn, optimizer in self._turns:
-                    optimizer.param_groups[0]["lr"] = experiment.learning_rate * _schedule(step, experiment.steps)
+                    optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)
                     run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=is_last)
                 if is_last:
                     run.end_epoch()
@@ -320,7 +320,7 @@ class _Replica:
             run.agreed_model.leave()
 
 
-def _schedule(step: int, steps: int) -> float:
+def schedule(step: int, steps: int) -> float:
     """The share of the highest learning rate."""
     rising = max(1, steps // 10)
     return (step + 1) / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))

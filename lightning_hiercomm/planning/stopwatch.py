@@ -16,7 +16,9 @@ from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.planning.cluster import Curve, Move, sent_bytes
 from lightning_hiercomm.schemes.graphs import RandomPermutation, round_of
 
-_IN_FLIGHT = 3
+IN_FLIGHT = 3
+"""Moves at once: with one, what is timed is how long a thread waits for its turn, which others in flight hide."""
+
 _BLOCKS = 3  # whatever else the machine does comes and goes
 _SMALLEST = 16  # bytes: all latency
 _LONGEST = 1.0
@@ -156,8 +158,8 @@ class Stopwatch:
     def time(self, launch: Launch) -> Timing:
         """One after another with several in flight: the median over some blocks of them."""
         self._run(launch, 1)
-        few = max(self._world.all_gather_object(self._run(launch, _IN_FLIGHT)[0])) / _IN_FLIGHT
-        count = round(min(max(self._seconds / _BLOCKS / max(few, 1e-7), _IN_FLIGHT + 1), 5000))
+        few = max(self._world.all_gather_object(self._run(launch, IN_FLIGHT)[0])) / IN_FLIGHT
+        count = round(min(max(self._seconds / _BLOCKS / max(few, 1e-7), IN_FLIGHT + 1), 5000))
         repeats = _BLOCKS if few * count < self._seconds else 1
         blocks = [self._world.all_gather_object(self._run(launch, count)) for _ in range(repeats)]
         return Timing(
@@ -171,7 +173,7 @@ class Stopwatch:
         in_flight: deque[Handle] = deque()
         for i in range(count):
             in_flight.append(launch(i))
-            if len(in_flight) == _IN_FLIGHT:
+            if len(in_flight) == IN_FLIGHT:
                 in_flight.popleft().wait()
         for handle in in_flight:
             handle.wait()
@@ -182,11 +184,11 @@ class Stopwatch:
     def _launch(self, group: Communicator, move: Move, size: int) -> Launch:
         """Starts moves of tensors of ``size`` bytes, each with buffers that the one before it does not use."""
         part = max(1, size // 4 // group.size)
-        wholes = [torch.zeros(part * group.size, device=self._device) for _ in range(_IN_FLIGHT)]
-        others = [torch.zeros(part * group.size, device=self._device) for _ in range(_IN_FLIGHT)]
+        wholes = [torch.zeros(part * group.size, device=self._device) for _ in range(IN_FLIGHT)]
+        others = [torch.zeros(part * group.size, device=self._device) for _ in range(IN_FLIGHT)]
 
         def launch(i: int) -> Handle:
-            whole, other = wholes[i % _IN_FLIGHT], others[i % _IN_FLIGHT]
+            whole, other = wholes[i % IN_FLIGHT], others[i % IN_FLIGHT]
             if move == "all_reduce":
                 return group.all_reduce(whole)
             if move == "reduce_scatter":

@@ -142,7 +142,8 @@ class Timeline:
             return speeds
         remaining = self.processors
         for position, (processors, index) in enumerate(wanted):
-            granted = min(processors / tasks[index].longer, remaining / (len(wanted) - position))
+            longer = tasks[index].longer if len(wanted) > 1 else 1.0
+            granted = min(processors / longer, remaining / (len(wanted) - position))
             speeds[index] = granted / processors
             remaining -= granted
         return speeds

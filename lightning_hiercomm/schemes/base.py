@@ -280,11 +280,15 @@ class Scheme(ABC):
             schedule = {**self.schedule(), **{name: schedule[name] for name in _COUNTERS}}
         self.load_state_dict(schedule)
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         """The optimizer's state for a checkpoint, as ``Optimizer.state_dict`` lays it out. Collective.
 
         A scheme that keeps the state elsewhere gathers it here; what a checkpoint put into the optimizer it collects
         in :meth:`begin_run`.
+
+        Args:
+            only_on: The one rank that will use it: where it has to be gathered, the others' ``"state"`` is empty.
+                None: all of them.
         """
         return self.required_optimizer.state_dict()
 

@@ -57,9 +57,16 @@ class Disagreement:
         self._squares.clear()
 
 
-def sample(flat: Tensor) -> Tensor:
-    """A copy of at most 4096 evenly spaced elements of a 1-D tensor."""
-    return flat[:: max(1, -(-flat.numel() // _SAMPLES))].clone()
+def sample(part: Tensor, begin: int = 0, of: int | None = None) -> Tensor:
+    """A copy of at most 4096 evenly spaced elements of a 1-D tensor.
+
+    Args:
+        part: The tensor, or a part of it, whose samples are a part of the whole one's.
+        begin: Where the part begins.
+        of: Elements of the whole tensor. Default: those of ``part``.
+    """
+    every = max(1, -(-(part.numel() if of is None else of) // _SAMPLES))
+    return part[-begin % every :: every].clone()
 
 
 def _event(tensor: Tensor) -> torch.cuda.Event | None:

@@ -229,7 +229,8 @@ class Gossip(Scheme):
                 if before_mixing == after_mixing == 1.0:
                     bucket.add(move.flat)
                 else:
-                    bucket.unpack(bucket.pack().mul_(before_mixing).add_(move.flat).div_(after_mixing))
+                    bucket.unpack(bucket.pack(weight=before_mixing).add_(move.flat).div_(after_mixing))
+                self._peers.give_back(move)
                 self._weights[move.index] = after
             self.agreements += 1
             was_sick |= exchange.is_sick
@@ -300,7 +301,7 @@ class Gossip(Scheme):
     def _scale(self, factors: Sequence[float]) -> None:
         for bucket, factor in zip(self._segments, factors, strict=True):
             if factor != 1.0:
-                bucket.unpack(bucket.pack().mul_(factor))
+                bucket.unpack(bucket.pack(weight=factor))
 
     def _cut(self, replica: Replica) -> list[Bucket]:
         """The parameters as segments: flat, in an order that is the same on every rank."""

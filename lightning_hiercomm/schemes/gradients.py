@@ -88,10 +88,7 @@ class NodeMean(GradientPath):
         self._topology = topology
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
-        topology = self._topology
-        if topology.intra.size > 1:
-            bucket.mul_(topology.weight_in_node)
-        return topology.intra.all_reduce(bucket)
+        return self._topology.intra.all_reduce(bucket, weight=self._topology.weight_in_node)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._topology.weight_in_node, self._topology.intra)
@@ -127,7 +124,6 @@ class WorldSum(GradientPath):
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         topology = self._topology
-        bucket.mul_(topology.rank_weight)
         piece = max(1, self._piece_bytes // bucket.element_size())
         piece += -piece % topology.lanes
         *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
@@ -153,27 +149,22 @@ class WorldSum(GradientPath):
         flat = piece if piece.numel() % topology.lanes == 0 else _padded(piece, topology.lanes)
         part = topology.lane_part(flat)
         if topology.ranks_on_node == topology.lanes:
-            node_sum = torch.empty_like(part)
-            summed_in_node = topology.intra.reduce_scatter(node_sum, flat)
+            summed_in_node = topology.intra.reduce_scatter(part, flat, weight=topology.rank_weight)
         else:  # a node with more ranks than there are lanes: everyone gets the sum, the first ranks carry it
-            node_sum = part
-            summed_in_node = topology.intra.all_reduce(flat)
-        self._outbound.uses(node_sum)
-        self._inbound.uses(node_sum)
+            summed_in_node = topology.intra.all_reduce(flat, weight=topology.rank_weight)
+        self._outbound.uses(flat)
         self._inbound.uses(flat)
         on_the_wire: list[Callable[[], None]] = []
 
         def between_nodes() -> None:  # launched, not waited for: the next piece follows it onto the link
             summed_in_node.wait()
-            on_the_wire.append(self._lane_sum.launch(node_sum, self._feedback_of(node_sum, key)))
+            on_the_wire.append(self._lane_sum.launch(part, self._feedback_of(part, key)))
 
         launched = self._outbound.submit(between_nodes)
 
         def inside_nodes() -> None:
             launched.wait()
             on_the_wire.pop()()
-            if node_sum is not part:
-                part.copy_(node_sum)
             beside.share_lane_parts(flat).wait()
             if flat is not piece:
                 piece.copy_(flat[: piece.numel()])

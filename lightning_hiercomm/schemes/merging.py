@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
-from lightning_hiercomm.replica import Bucket
+from lightning_hiercomm.replica import Bucket, in_cache_sized_parts
 from lightning_hiercomm.schemes.carrier import Carrier
 from lightning_hiercomm.schemes.in_flight import Move
 
@@ -107,9 +107,9 @@ class StaleSum(Merge):
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
         local_weight = 2 * staleness
-        local = bucket.pack(move.flat.new_empty(move.flat.numel()))
-        merged = move.flat.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes)
-        bucket.unpack(merged)
+        for whole in bucket.beside(move.flat):
+            for local, mean in in_cache_sized_parts(*whole):
+                local.copy_(mean.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes))
 
 
 class Delta(Merge):
@@ -119,8 +119,9 @@ class Delta(Merge):
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
-        local = bucket.pack(move.flat.new_empty(move.flat.numel()))
-        bucket.unpack(local.add_(move.flat).sub_(move.sent))
+        for (whole, mean), (_, sent) in zip(bucket.beside(move.flat), bucket.beside(move.sent), strict=True):
+            for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
+                local.add_(arrived).sub_(left)
 
 
 MERGES: dict[str, Callable[[], Merge]] = {"replace": Replace, "eq1": StaleSum, "delta": Delta}

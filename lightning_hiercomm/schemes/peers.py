@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket
 from lightning_hiercomm.schemes.carrier import Carrier, Land
@@ -56,6 +57,7 @@ class Peers:
         self._beside = beside
         self._codec = wire.codec
         self._push_sum = push_sum
+        self._spares = Spares()
 
     def round(self, step: int, index: int) -> Round:
         """Who exchanges a segment with whom after ``step`` optimizer steps."""
@@ -106,7 +108,7 @@ class Peers:
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
         if not self.carries(index) or inter is None:
-            flat = bucket.empty()
+            flat = bucket.empty(spares=self._spares)
             background.uses(flat)
 
             def receive() -> None:
@@ -117,17 +119,19 @@ class Peers:
             return Move(index, flat, flat, background.submit(receive))
         round_ = self.round(step, index)
         own_part = self._part(round_, weights, node)
-        share = bucket.pack().mul_(own_part)
+        share = bucket.pack(bucket.empty(spares=self._spares), weight=own_part)
         if is_sick and share.numel():
             share[0] = math.nan
         payload = self._codec.encode(share)
-        received = [torch.empty_like(payload) for _ in round_.receive_from[node]]
+        received = [
+            self._spares.take(payload.numel(), payload.dtype, payload.device) for _ in round_.receive_from[node]
+        ]
         arrived = inter.exchange(
             [(payload, peer) for peer in round_.send_to[node]],
             list(zip(received, round_.receive_from[node], strict=True)),
         )
         travels_as_it_is = payload is share
-        flat = received[0] if travels_as_it_is else torch.empty_like(share)
+        flat = received[0] if travels_as_it_is else bucket.empty(spares=self._spares)
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
 
@@ -178,11 +182,17 @@ class Peers:
             change = of_the_healthy() if is_sick else mixed()
             if change is not flat:
                 flat.copy_(change)
+            for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
+                self._spares.give_back(used_up)
             if then is not None:
                 then(flat)
             self.share(flat, index).wait()
 
         return Move(index, flat, flat, background.submit(collect))
+
+    def give_back(self, move: Move) -> None:
+        """Nobody needs any more what a move has brought."""
+        self._spares.give_back(move.flat)
 
     def _holders(self, index: int) -> Holders:
         return self._beside.holders[self.segments[index].held_by]

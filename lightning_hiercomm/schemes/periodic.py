@@ -121,6 +121,6 @@ class PeriodicAveraging(Agreement):
     def _average_in_node(self) -> None:
         topology = self.topology
         for bucket in self.replica.buckets_of_parameters:
-            flat = bucket.pack().mul_(topology.weight_in_node)
-            topology.intra.all_reduce(flat).wait()
+            flat = bucket.pack()
+            topology.intra.all_reduce(flat, weight=topology.weight_in_node).wait()
             bucket.unpack(flat)

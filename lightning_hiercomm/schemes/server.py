@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, starmap
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, islice, starmap
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
+from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Bucket, Piece, Replica
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError, OnNonfinite, is_asynchronous, is_marked, mark_of
@@ -59,27 +62,63 @@ class Section:
         """Of every parameter."""
         return self.bucket.dtype
 
-    def empty(self, dtype: torch.dtype | None = None) -> Tensor:
+    def empty(self, dtype: torch.dtype | None = None, spares: Spares | None = None) -> Tensor:
         """A new flat tensor, zero where it is padded: 1-D, ``shards * shard_numel`` elements."""
-        return self.bucket.empty(self.shards, dtype=dtype)
+        return self.bucket.empty(self.shards, dtype=dtype, spares=spares)
 
     def pack(self) -> Tensor:
         """The parameters' values as a flat tensor."""
         return self.bucket.pack(self.empty())
 
-    def pack_gradients(self) -> Tensor:
-        """Their gradients; no gradient counts as zero."""
-        return self.bucket.pack_gradients(self.empty())
+    def pack_gradients(self, flat: Tensor, begin: int, weight: float) -> None:
+        """Write ``weight`` times their gradients, from element ``begin`` on; no gradient counts as zero."""
+        end = max(begin, min(begin + flat.numel(), self.bucket.numel))
+        flat[end - begin :].zero_()
+        for overlap in self.overlaps(begin, end):
+            values, gradient = flat[overlap.at :][: overlap.numel], overlap.tensor.grad
+            if gradient is None:
+                values.zero_()
+            else:
+                torch.mul(gradient.reshape(-1)[overlap.start : overlap.end], weight, out=values)
+
+    def overlaps(self, begin: int, end: int) -> Iterator[Overlap]:
+        """What elements ``begin`` to ``end`` of the flat tensor hold of the bucket's pieces, counted from ``begin``."""
+        pieces, offsets = self.bucket.pieces, self._offsets
+        for place in range(max(0, bisect_right(offsets, begin) - 1), len(pieces)):
+            offset, piece = offsets[place], pieces[place]
+            if offset >= end:
+                return
+            first, last = max(begin - offset, 0), min(end - offset, piece.length)
+            if first < last:
+                yield Overlap(place, piece.tensor, piece.start + first, piece.start + last, offset + first - begin)
+
+    def split(self, flat: Tensor, start: int = 0) -> Iterator[tuple[Overlap, Tensor]]:
+        """What lies of the pieces in a part of every shard, from element ``start`` on, and its values in ``flat``."""
+        for shard, part in enumerate(flat.chunk(self.shards)):
+            begin = shard * self.shard_numel + start
+            for overlap in self.overlaps(begin, begin + part.numel()):
+                yield overlap, part[overlap.at :][: overlap.numel]
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """Where each piece begins."""
+        return list(accumulate((piece.length for piece in self.bucket.pieces[:-1]), initial=0))
 
 
 @dataclass(frozen=True)
-class _Overlap:
-    """Elements ``start`` to ``end`` of a parameter, at ``at`` in a parameter of the shard."""
+class Overlap:
+    """Elements ``start`` to ``end`` of a parameter, of which the bucket has a piece in ``place``; they lie ``at``."""
 
+    place: int
     tensor: Tensor
     start: int
     end: int
     at: int
+
+    @property
+    def numel(self) -> int:
+        """How many."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -88,7 +127,7 @@ class _Owned:
 
     parameter: torch.nn.Parameter
     offset: int
-    overlaps: tuple[_Overlap, ...]
+    overlaps: tuple[Overlap, ...]
 
 
 @dataclass
@@ -100,6 +139,7 @@ class _Shard:
         values: The weights that it owns; like ``mean``, empty on a rank that is in no lane.
         mean: Of the gradients that the nodes push.
         travelling: Its lane's part: gradients on their way out or, from the end of a push on, weights on their way in.
+            Like ``mean`` it may be without memory between a :meth:`ShardedServer.settle` and the next push.
         owned: What the optimizer steps.
         optimizer: Of these weights.
         known: The weights that the other ranks hold since the last pull, where differences from them travel.
@@ -173,6 +213,10 @@ class ShardedServer:
             which costs bytes and memory when one tensor dominates the model.
         bucket_bytes: Upper bound of a section's size, if it cuts on elements. A small model has smaller ones.
         on_nonfinite: Unless ``"ignore"``, a shard does not step with a mean that is too large for the wire.
+
+    Attributes:
+        sections: The parameters.
+        spares: Memory for parameters, to be used again.
     """
 
     def __init__(
@@ -194,31 +238,38 @@ class ShardedServer:
         self._pull_lane = pull_lane
         self._background = background
         self._trained = {id(parameter) for parameter in parameters}
-        shards = topology.lanes * topology.num_nodes
-        self.sections = list(_sections(parameters, optimizer, shards, shard_on, bucket_bytes))
+        self._bucket_bytes = bucket_bytes
+        self.spares = Spares()
+        self._num_shards = topology.lanes * topology.num_nodes
+        self.sections = list(_sections(parameters, optimizer, self._num_shards, shard_on, bucket_bytes))
         self._shards = [self._shard(section, shard_on) for section in self.sections]
 
     # ---- the method ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def push(self, index: int, gradients: Tensor | None, hyperparameters: Hyperparameters, pull: bool) -> None:
+    def push(self, index: int, hyperparameters: Hyperparameters, has_gradients: bool, pull: bool) -> None:
         """Let a section's gradients go to their owners, who then step; waits only for the section's push before this.
+
+        They are copied before this returns.
 
         Args:
             index: The section's number. All sections are pushed in each iteration, in their order, and a section whose
                 weights were pulled after they have been taken from :meth:`arrivals`.
-            gradients: The node's mean gradients, a flat tensor of the section; or None if they overflowed.
             hyperparameters: Of the user's optimizer at this iteration, see :meth:`hyperparameters`.
+            has_gradients: Whether the parameters hold the node's mean gradients; otherwise these overflowed.
             pull: Whether :meth:`arrivals` will be asked for the weights that the step leaves.
         """
         shard, inter, pull_lane = self._shards[index], self._topology.inter, self._pull_lane
         if inter is None or pull_lane is None:
             return
         shard.stepped.wait()  # the push before this one used the same memory
-        if gradients is None:
-            shard.travelling.zero_()
+        _give_memory(shard.mean)
+        _give_memory(shard.travelling)
+        if has_gradients:
+            begin = self._topology.local_rank * shard.travelling.numel()
+            shard.section.pack_gradients(shard.travelling, begin, self._topology.node_weight)
         else:
-            torch.mul(self._topology.lane_part(gradients), self._topology.node_weight, out=shard.travelling)
+            shard.travelling.zero_()
         summed = inter.reduce_scatter(shard.mean, shard.travelling)
 
         def step() -> None:
@@ -269,12 +320,12 @@ class ShardedServer:
             last: What this, or :meth:`restart`, gave last; one flat tensor per section.
 
         Yields:
-            One new flat tensor per section, in their order.
+            One flat tensor per section, in their order, for :attr:`spares` when it is not used any more.
         """
 
         def share(shard: _Shard) -> tuple[Tensor, Handle]:
             shard.pulled.wait()
-            payload = shard.section.empty(shard.travelling.dtype)
+            payload = shard.section.empty(shard.travelling.dtype, self.spares)
             self._topology.lane_part(payload).copy_(shard.travelling)
             return payload, self._topology.share_lane_parts(payload)
 
@@ -282,17 +333,30 @@ class ShardedServer:
             handle.wait()
             if payload.dtype == before.dtype:
                 yield payload
+                continue
+            weights = self.spares.take(before.numel(), before.dtype, before.device)
+            if self.wire.raw:
+                weights.copy_(payload)
             else:
-                yield payload.to(before.dtype) if self.wire.raw else before + payload
+                torch.add(before, payload, out=weights)
+            self.spares.give_back(payload)
+            yield weights
 
     # ---- while nothing is in flight ------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait until nothing is in flight; weights that were pulled stay where :meth:`arrivals` finds them."""
+    def settle(self, has_pulled: bool) -> None:
+        """Wait until nothing is in flight, and give back the memory for what travels until the next push needs it.
+
+        Args:
+            has_pulled: Whether there are weights that were pulled: they stay where :meth:`arrivals` finds them.
+        """
         for shard in self._shards:
             shard.stepped.wait()
         for shard in self._shards:
             shard.pulled.wait()
+            _take_memory(shard.mean)
+            if not has_pulled:
+                _take_memory(shard.travelling)
 
     def hyperparameters(self) -> Hyperparameters:
         """What the user's optimizer (and its schedulers) say now."""
@@ -307,34 +371,70 @@ class ShardedServer:
 
     def weights(self) -> Iterator[Tensor]:
         """The present weights, exact: one new flat tensor per section. Collective."""
-        return self._gathered((shard.section, shard.values) for shard in self._shards)
+        return self._gathered((shard.section.shard_numel, shard.values) for shard in self._shards)
 
     @torch.no_grad()
     def restart(self, weights: Sequence[Tensor]) -> None:
         """Go on from other weights, equal on all ranks, one flat tensor per section; the optimizer state stays."""
         for shard, flat in zip(self._shards, weights, strict=True):
             shard.stepped = shard.pull = shard.pulled = finished
-            shard.values.copy_(self._own(flat, shard.section))
+            shard.values.copy_(self._own(flat))
             if shard.known is not None:
                 shard.known.copy_(shard.values)
 
     @torch.no_grad()
-    def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state for whole parameters. Collective.
+    def optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state for whole parameters, gathered part by part. Collective.
+
+        Args:
+            only_on: The one rank that gets it, so that no other holds more than a few parts. None: all ranks.
 
         Returns:
-            For each parameter that has state, what the optimizer would hold for it in a run without shards.
+            For each parameter that has state, what the optimizer would hold for it in a run without shards; nothing on
+            ranks that do not get it.
         """
-        # per section, for each piece by its place: values, and for state with one number per element only its dtype
+        known = self._known_state()
+        parts = [
+            (shard, values_by_place, name, dtype, start, end)
+            for shard, values_by_place in zip(self._shards, known, strict=True)
+            for name, dtype in sorted(_dtypes(values_by_place).items())
+            for start, end in self._parts(shard.section)
+        ]
+        own = (
+            (end - start, _part_of_state(shard, name, dtype, start, end)) for shard, _, name, dtype, start, end in parts
+        )
+        # gloo's messages take CPU tensors only, and nccl's take memory of their own: CUDA tensors go to everybody
+        on_cpu = all(section.bucket.device.type == "cpu" for section in self.sections)
+        flats = self._gathered_on(only_on, own) if on_cpu and only_on is not None else self._gathered(own)
+        gets_it = only_on is None or only_on == self._topology.rank
+        state: dict[Tensor, dict[str, Any]] = {}
+        for (shard, values_by_place, name, dtype, start, _), flat in zip(parts, flats, strict=True):
+            for overlap, values in shard.section.split(flat, start) if gets_it else ():
+                if isinstance(values_by_place[overlap.place].get(name), torch.dtype):
+                    tensor = overlap.tensor
+                    held = state.setdefault(tensor, {})
+                    if name not in held:
+                        held[name] = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+                    held[name].view(-1)[overlap.start : overlap.end] = values
+        if not gets_it:
+            return state
+        for shard, values_by_place in zip(self._shards, known, strict=True):
+            for place, values_by_name in values_by_place.items():
+                for name, value in values_by_name.items():
+                    if isinstance(value, _Value):
+                        state.setdefault(shard.section.bucket.pieces[place].tensor, {}).setdefault(name, value.copy())
+        return state
+
+    def _known_state(self) -> list[dict[int, dict[str, Any]]]:
+        """Per section, for each piece by its place: values, and of state with one number per element the dtype only."""
         mine: list[dict[int, dict[str, Any]]] = []
         for shard in self._shards:
-            places = {id(piece.tensor): place for place, piece in enumerate(shard.section.bucket.pieces)}
             said: dict[int, dict[str, Any]] = defaultdict(dict)
             for each in shard.owned:
                 for name, value in shard.optimizer.state.get(each.parameter, {}).items():
                     told = value.dtype if is_elementwise(value, name, each.parameter) else _Value(value)
                     for overlap in each.overlaps:
-                        said[places[id(overlap.tensor)]][name] = told
+                        said[overlap.place][name] = told
             mine.append(dict(said))
         everyone = self._topology.world.all_gather_object(mine)
         known: list[dict[int, dict[str, Any]]] = [defaultdict(dict) for _ in self._shards]
@@ -342,29 +442,13 @@ class ShardedServer:
             for values_by_place, merged in zip(theirs, known, strict=True):
                 for place, values in values_by_place.items():
                     merged[place].update(values)
+        return known
 
-        state: dict[Tensor, dict[str, Any]] = {}
-        elementwise = [
-            (shard, values_by_place, name, dtype)
-            for shard, values_by_place in zip(self._shards, known, strict=True)
-            for name, dtype in sorted(_dtypes(values_by_place).items())
-        ]
-        flats = self._gathered(
-            (shard.section, _shard_of_state(shard, name, dtype)) for shard, _, name, dtype in elementwise
-        )
-        for (shard, values_by_place, name, dtype), flat in zip(elementwise, flats, strict=True):
-            for place, (piece, values) in enumerate(shard.section.bucket.split(flat)):
-                if isinstance(values_by_place[place].get(name), torch.dtype):
-                    held = state.setdefault(piece.tensor, {})
-                    if name not in held:
-                        held[name] = torch.empty(piece.tensor.shape, dtype=dtype, device=piece.tensor.device)
-                    held[name].view(-1)[piece.start :][: piece.length] = values
-        for shard, values_by_place in zip(self._shards, known, strict=True):
-            for place, values_by_name in values_by_place.items():
-                for name, value in values_by_name.items():
-                    if isinstance(value, _Value):
-                        state.setdefault(shard.section.bucket.pieces[place].tensor, {}).setdefault(name, value.copy())
-        return state
+    def _parts(self, section: Section) -> Iterator[tuple[int, int]]:
+        """Elements ``start`` to ``end`` of every shard that together make about a bucket: most sections are one."""
+        numel = max(1, -(-self._bucket_bytes // (section.shards * section.dtype.itemsize)))
+        for start in range(0, section.shard_numel, numel):
+            yield start, min(start + numel, section.shard_numel)
 
     @torch.no_grad()
     def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -380,7 +464,7 @@ class ShardedServer:
                             continue
                         if name not in held:
                             held[name] = torch.zeros_like(each.parameter, dtype=value.dtype)
-                        held[name].view(-1)[overlap.at :][: overlap.end - overlap.start] = value.reshape(-1)[
+                        held[name].view(-1)[overlap.at :][: overlap.numel] = value.reshape(-1)[
                             overlap.start : overlap.end
                         ]
 
@@ -390,7 +474,9 @@ class ShardedServer:
             {
                 "values": shard.values.clone(),
                 "known": None if shard.known is None else shard.known.clone(),
-                "travelling": shard.travelling.clone(),
+                "travelling": shard.travelling.clone()
+                if _has_memory(shard.travelling)
+                else torch.zeros_like(shard.travelling),
                 "optimizer": [
                     {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
                     for held in (shard.optimizer.state.get(each.parameter, {}) for each in shard.owned)
@@ -404,6 +490,7 @@ class ShardedServer:
         """Restore :meth:`state_dict` (of a run with the same topology, buckets and wire)."""
         for shard, saved in zip(self._shards, state, strict=True):
             shard.values.copy_(saved["values"])
+            _give_memory(shard.travelling)
             shard.travelling.copy_(saved["travelling"])
             if shard.known is not None:
                 shard.known.copy_(saved["known"])
@@ -413,24 +500,45 @@ class ShardedServer:
                     shard.optimizer.state[each.parameter][name] = _placed(name, value, each, shard.optimizer)
 
     @torch.no_grad()
-    def _gathered(self, shards: Iterable[tuple[Section, Tensor]]) -> Iterator[Tensor]:
-        """Everyone's shards of some sections, as one flat tensor for each."""
+    def _gathered(self, shards: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
+        """Everyone's shards, one after another, as one flat tensor.
 
-        def gather(section: Section, shard: Tensor) -> tuple[Tensor, Handle]:
-            flat = section.empty(shard.dtype)
-            own, inter = self._own(flat, section).copy_(shard), self._topology.inter
-            return flat, finished if inter is None else inter.all_gather(self._topology.lane_part(flat), own)
+        Args:
+            shards: The number of elements of each, and this rank's own: none if it is in no lane.
+        """
+
+        def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
+            flat, inter = own.new_empty(self._num_shards * numel), self._topology.inter
+            part = self._own(flat).copy_(own)
+            return flat, finished if inter is None else inter.all_gather(self._topology.lane_part(flat), part)
 
         for flat, handle in _early(starmap(gather, shards)):
             handle.wait()
             self._topology.share_lane_parts(flat).wait()
             yield flat
 
+    def _gathered_on(self, rank: int, shards: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
+        """As :meth:`_gathered`, but only one rank gets them; what the others get is empty."""
+        topology = self._topology
+        owners = [topology.nodes[node][lane] for lane in range(topology.lanes) for node in range(topology.num_nodes)]
+
+        def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
+            if topology.rank != rank:
+                return own[:0], topology.world.exchange([(own, rank)], [])
+            flat = own.new_empty(len(owners) * numel)
+            parts = zip(flat.view(len(owners), -1), owners, strict=True)
+            self._own(flat).copy_(own)
+            return flat, topology.world.exchange([], [(part, owner) for part, owner in parts if owner != rank])
+
+        for flat, handle in _early(starmap(gather, shards)):
+            handle.wait()
+            yield flat
+
     # ---- who owns what -------------------------------------------------------------------------------------------
 
     def _shard(self, section: Section, shard_on: ShardOn) -> _Shard:
         payload_dtype = self.wire.codec.payload_dtype(section.dtype)
-        values = self._own(section.pack(), section).clone()
+        values = self._own(section.pack()).clone()
         mean = torch.empty_like(values, dtype=payload_dtype)
         travelling = self._topology.lane_part(section.empty(mean.dtype)).clone()
         owned = list(self._own_parameters(section, values, shard_on))
@@ -438,30 +546,24 @@ class ShardedServer:
         known = values.clone() if self.wire.compresses(section.dtype) and not self.wire.raw else None
         return _Shard(section, values, mean, travelling, owned, optimizer, known)
 
-    def _own(self, flat: Tensor, section: Section) -> Tensor:
-        """This rank's shard of a flat tensor: a view, empty for a rank in no lane."""
+    def _own(self, flat: Tensor) -> Tensor:
+        """This rank's of the equal shards of a flat tensor: a view, empty for a rank in no lane."""
         part, inter = self._topology.lane_part(flat), self._topology.inter
-        return part if inter is None else part[inter.rank * section.shard_numel :][: section.shard_numel]
+        return part if inter is None else part.chunk(inter.size)[inter.rank]
 
     def _own_parameters(self, section: Section, shard: Tensor, shard_on: ShardOn) -> Iterator[_Owned]:
         inter = self._topology.inter
         if inter is None:
             return
         begin = (self._topology.local_rank * inter.size + inter.rank) * section.shard_numel
-        overlaps, offset = [], 0
-        for piece in section.bucket.pieces:
-            start, end = max(begin - offset, 0), min(begin + section.shard_numel - offset, piece.length)
-            if start < end and id(piece.tensor) in self._trained:
-                at = offset + start - begin
-                overlaps.append(_Overlap(piece.tensor, piece.start + start, piece.start + end, at))
-            offset += piece.length
+        lie_here = section.overlaps(begin, begin + section.shard_numel)
+        overlaps = [overlap for overlap in lie_here if id(overlap.tensor) in self._trained]
         if shard_on == "parameters":
             for overlap in overlaps:
-                values = shard[overlap.at :][: overlap.end].view(overlap.tensor.shape)
-                whole = _Overlap(overlap.tensor, 0, overlap.end, 0)
-                yield _Owned(torch.nn.Parameter(values), overlap.at, (whole,))
+                values = shard[overlap.at :][: overlap.numel].view(overlap.tensor.shape)
+                yield _Owned(torch.nn.Parameter(values), overlap.at, (replace(overlap, at=0),))
         elif overlaps:  # the padding at the very end belongs to nobody
-            used = overlaps[-1].at + overlaps[-1].end - overlaps[-1].start
+            used = overlaps[-1].at + overlaps[-1].numel
             yield _Owned(torch.nn.Parameter(shard[:used]), 0, tuple(overlaps))
 
 
@@ -475,13 +577,14 @@ def _dtypes(values_by_place: Mapping[int, Mapping[str, Any]]) -> dict[str, torch
     }
 
 
-def _shard_of_state(shard: _Shard, name: str, dtype: torch.dtype) -> Tensor:
-    """One number per element of the shard; zero where the optimizer holds none."""
-    flat = torch.zeros_like(shard.values, dtype=dtype)
+def _part_of_state(shard: _Shard, name: str, dtype: torch.dtype, start: int, end: int) -> Tensor:
+    """One number for each of the shard's elements ``start`` to ``end``; zero where the optimizer holds none."""
+    flat = shard.values.new_zeros(shard.values[start:end].numel(), dtype=dtype)
     for each in shard.owned:
         value = shard.optimizer.state.get(each.parameter, {}).get(name)
-        if is_elementwise(value, name, each.parameter):
-            flat[each.offset :][: value.numel()] = value.reshape(-1)
+        first, last = max(start, each.offset), min(end, each.offset + each.parameter.numel())
+        if first < last and is_elementwise(value, name, each.parameter):
+            flat[first - start : last - start] = value.reshape(-1)[first - each.offset : last - each.offset]
     return flat
 
 
@@ -496,6 +599,21 @@ class _Value:
 
     def copy(self) -> Any:
         return self.value.clone() if isinstance(self.value, Tensor) else self.value
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def _take_memory(tensor: Tensor) -> None:
+    """Free what a tensor with a storage of its own lies in; its values are lost."""
+    tensor.untyped_storage().resize_(0)
+
+
+def _give_memory(tensor: Tensor) -> None:
+    """Let a tensor have memory again, with any values in it, if it has none."""
+    if not _has_memory(tensor):
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def _early(started: Iterator[T], ahead: int = 2) -> Iterator[T]:

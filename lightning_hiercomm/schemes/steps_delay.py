@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_hiercomm.arguments import check_fields, checked_arguments
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.comm.spares import Spares
+from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.nonfinite import describe, is_marked, mark_of
@@ -24,7 +25,7 @@ from lightning_hiercomm.schemes.server import Section, ShardedServer, ShardOn
 
 @dataclass
 class LocalUpdate:
-    """What a local rule may use for some of the parameters; it moves :attr:`weights` in place.
+    """What a local rule may use for some of the parameters; it moves :attr:`weights` in place, and nothing else.
 
     All tensors are 1-D, of one length, dtype and device, and hold a part of the parameters of one param group: a rule
     is called for one part after another, always the same parts, and must treat each element by itself.
@@ -44,7 +45,8 @@ class LocalUpdate:
         alpha: Weight of the local gradient in GLU.
         beta: Weight of the global gradient in GLU.
         hold: Whether GLU's global gradient stays the same between pulls.
-        state: The rule's own tensors, kept from one call to the next and in checkpoints.
+        state: The rule's own tensors, 1-D as the others or of one number, kept from one call to the next and in
+            checkpoints. It must not keep others: their memory is used again.
     """
 
     weights: Tensor
@@ -260,7 +262,8 @@ class StepsDelay(Scheme):
         self._has_pulled = False  # weights that the next iteration takes over
         # one per section of the server
         self._pulled: list[Tensor] = []  # pre
-        self._rule_state: list[dict[str, Tensor]] = []
+        self._parts: list[list[Bucket]] = []  # in which the local rule gets the section
+        self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
         self._was_warming_up = False
@@ -372,11 +375,11 @@ class StepsDelay(Scheme):
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
             arrived = next(arrivals)
-            gradients = section.pack_gradients() if has_gradient else None
-            server.push(index, gradients, hyperparameters, pulls)
+            server.push(index, hyperparameters, has_gradient, pulls)
             if not is_warming_up:
-                self._update_locally(index, section, gradients, arrived)
+                self._update_locally(index, section, has_gradient, arrived, server.spares)
             if arrived is not None:
+                server.spares.give_back(self._pulled[index])
                 self._pulled[index] = arrived  # pre := w', as it arrived
         if pulls:
             server.expect_pulls()
@@ -384,6 +387,7 @@ class StepsDelay(Scheme):
         if is_warming_up:
             for index, weights in enumerate(server.arrivals(self._pulled)):
                 server.sections[index].bucket.unpack(weights)
+                server.spares.give_back(self._pulled[index])
                 self._pulled[index] = weights
         else:
             self._delayed_steps += 1
@@ -392,38 +396,60 @@ class StepsDelay(Scheme):
         if is_warming_up or has_arrived:
             self.agreements += 1
 
-    def _update_locally(self, index: int, section: Section, gradients: Tensor | None, arrived: Tensor | None) -> None:
+    def _update_locally(
+        self, index: int, section: Section, has_gradient: bool, arrived: Tensor | None, spares: Spares
+    ) -> None:
         """Move a section's weights by the local rule, from those that arrived if some did."""
-        if gradients is None and arrived is None:
+        if not has_gradient and arrived is None:
             return
-        used = slice(section.bucket.numel)  # the rest is padding
-        device_weights = section.bucket.pack()
-        weights = device_weights if arrived is None else arrived[used].clone()
-        if arrived is not None:
-            self._disagreement.compare(index, sample(device_weights), sample(arrived[used]))
-        if gradients is not None:
-            group = self.required_optimizer.param_groups[section.group]
-            learning_rate = float(group["lr"])
-            self.rule(
-                LocalUpdate(
-                    weights=weights,
-                    gradient=gradients[used].neg_() if group.get("maximize") else gradients[used],
-                    taken_at=device_weights,
-                    pulled=self._pulled[index][used],
-                    has_arrived=arrived is not None,
-                    learning_rate=learning_rate,
-                    local_learning_rate=self._local_scale(group) * learning_rate,
-                    momentum=float(group.get("momentum", 0.0)),
-                    dampening=float(group.get("dampening", 0.0)),
-                    weight_decay=float(group.get("weight_decay", 0.0)),
-                    delay=self.delay,
-                    alpha=self.alpha,
-                    beta=self.beta,
-                    hold=self.hold,
-                    state=self._rule_state[index],
-                )
-            )
-        section.bucket.unpack(weights)
+        settings = self._rule_settings(section)
+        is_ascent = self.required_optimizer.param_groups[section.group].get("maximize")
+        samples: list[Tensor] = []
+        offset = 0
+        for part, state in zip(self._parts[index], self._rule_state[index], strict=True):
+            here = slice(offset, offset + part.numel)
+            with spares.lend(part.numel, part.dtype, part.device) as new:
+                in_place = part.view()
+                held = part.pack(new()) if in_place is None else in_place
+                weights = held if arrived is None else new().copy_(arrived[here])
+                if arrived is not None:
+                    samples.append(sample(held, offset, section.bucket.numel))
+                if has_gradient:
+                    gradient = part.view(gradients=True)
+                    if gradient is None:
+                        gradient = part.pack_gradients(new())
+                    self.rule(
+                        LocalUpdate(
+                            weights=weights,
+                            gradient=-gradient if is_ascent else gradient,
+                            taken_at=held,
+                            pulled=self._pulled[index][here],
+                            has_arrived=arrived is not None,
+                            state=state,
+                            **settings,
+                        )
+                    )
+                if weights is not in_place:
+                    part.unpack(weights)
+            offset += part.numel
+        if samples and arrived is not None:
+            self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]))
+
+    def _rule_settings(self, section: Section) -> dict[str, Any]:
+        """What the local rule gets besides tensors."""
+        group = self.required_optimizer.param_groups[section.group]
+        learning_rate = float(group["lr"])
+        return {
+            "learning_rate": learning_rate,
+            "local_learning_rate": self._local_scale(group) * learning_rate,
+            "momentum": float(group.get("momentum", 0.0)),
+            "dampening": float(group.get("dampening", 0.0)),
+            "weight_decay": float(group.get("weight_decay", 0.0)),
+            "delay": self.delay,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "hold": self.hold,
+        }
 
     def _local_scale(self, group: Mapping[str, Any]) -> float:
         """The local learning rate of a param group, divided by the server's."""
@@ -441,14 +467,15 @@ class StepsDelay(Scheme):
         self._delayed_steps = 0
         self._has_pulled = False
         self._pulled = [section.pack() for section in self._server.sections]
-        self._rule_state = [{} for _ in self._server.sections]
+        self._parts = [section.bucket.in_cache_sized() for section in self._server.sections]
+        self._rule_state = [[{} for _ in parts] for parts in self._parts]
         self._server.restart(self._pulled)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         if self._server is not None:
-            self._server.settle()
+            self._server.settle(self._has_pulled)
 
     @torch.no_grad()
     def agree(self) -> None:
@@ -488,10 +515,10 @@ class StepsDelay(Scheme):
         relative = self._disagreement.relative()
         return values if relative is None else {**values, "disagreement": relative}
 
-    def optimizer_state(self) -> dict[str, Any]:
+    def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         if self._server is None:
-            return super().optimizer_state()
-        whole = self._whole_optimizer_state(self._server)
+            return super().optimizer_state(only_on)
+        whole = self._whole_optimizer_state(self._server, only_on)
         state = self.required_optimizer.state_dict()
         parameters = dict.fromkeys(p for group in self.required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
@@ -504,7 +531,7 @@ class StepsDelay(Scheme):
                 "delayed_steps": self._delayed_steps,
                 "has_pulled": self._has_pulled,
                 "pulled": [tensor.clone() for tensor in self._pulled],
-                "rule": [{name: value.clone() for name, value in held.items()} for held in self._rule_state],
+                "rule": [_joined(states) for states in self._rule_state],
                 "server": self._server.state_dict(),
             }
         return state
@@ -523,14 +550,14 @@ class StepsDelay(Scheme):
         for tensor, values in zip(self._pulled, exchange["pulled"], strict=True):
             tensor.copy_(values)
         self._rule_state = [
-            {name: value.to(self.replica.device, copy=True) for name, value in held.items()}
-            for held in exchange["rule"]
+            _cut({name: value.to(self.replica.device) for name, value in whole.items()}, parts)
+            for whole, parts in zip(exchange["rule"], self._parts, strict=True)
         ]
         self._server.load_state_dict(exchange["server"])
 
-    def _whole_optimizer_state(self, server: ShardedServer) -> dict[Tensor, dict[str, Any]]:
+    def _whole_optimizer_state(self, server: ShardedServer, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
         self.settle()
-        return server.optimizer_state()
+        return server.optimizer_state(only_on)
 
     def _check(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
@@ -574,3 +601,16 @@ def _without_gradients(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+
+def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """A copy of a rule's state of a whole section: checkpoints do not depend on how it is cut."""
+    tensors = {name: [state[name] for state in states] for name in states[0]} if states else {}
+    return {name: torch.cat(parts) if parts[0].dim() else parts[0].clone() for name, parts in tensors.items()}
+
+
+def _cut(whole: Mapping[str, Tensor], parts: Sequence[Bucket]) -> list[dict[str, Tensor]]:
+    """The inverse of :func:`_joined`."""
+    lengths = [part.numel for part in parts]
+    tensors = {name: values.split(lengths) if values.dim() else [values] * len(parts) for name, values in whole.items()}
+    return [{name: values[place].clone() for name, values in tensors.items()} for place in range(len(parts))]

@@ -1,5 +1,7 @@
 """The arithmetic of what no method can beat."""
 
+import re
+
 import pytest
 
 pytest.importorskip("benchmarks")
@@ -13,7 +15,7 @@ MILLION = 1_000_000
 
 @pytest.mark.parametrize(("nodes", "models"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
 def test_an_averaging_moves_two_shares_of_the_others(nodes: int, models: float) -> None:
-    assert bounds.averaging_bytes(100, nodes) == 100 * models
+    assert bounds.bytes_per_step(ROWS["all_reduce"], 25, nodes) == 100 * models
 
 
 def test_44_megabytes_take_704_milliseconds_at_500_mbit() -> None:
@@ -44,6 +46,22 @@ def test_bytes_per_step_on_two_nodes(row: str, models_per_step: float) -> None:
 
 def test_gossip_sends_one_model_whatever_the_number_of_nodes() -> None:
     assert {bounds.bytes_per_step(ROWS["gossip"], MILLION, nodes) for nodes in (2, 4, 8)} == {4 * MILLION}
+
+
+@pytest.mark.parametrize("row", ["ddp", "periodic", "daso_bf16", "diloco_int4", "steps_delay", "gossip", "local"])
+def test_the_formula_in_words_is_the_one_that_counts(row: str) -> None:
+    said = re.sub(r"([\dn)]) ?\(", r"\1*(", bounds.formula(ROWS[row])).replace("x", "*")
+    for n in (2, 4, 8):
+        models = eval(said, {"n": n})
+        assert bounds.bytes_per_step(ROWS[row], MILLION, n) == pytest.approx(4 * MILLION * models, rel=1e-3)
+
+
+@pytest.mark.parametrize(("compute", "limit"), [(0.03, "link"), (0.07, "compute")])
+@pytest.mark.parametrize("row", ["all_reduce", "periodic1", "gossip"])
+def test_the_limit_is_the_longer_part_whatever_the_bound(row: str, compute: float, limit: str) -> None:
+    network = bounds.transfer_seconds(4 * MILLION, 500)  # 64 ms
+    least = bounds.step_seconds(ROWS[row], MILLION, 2, 500, compute)
+    assert bounds.limit(ROWS[row], network, least) == limit
 
 
 def test_blocking_rows_add_network_time() -> None:

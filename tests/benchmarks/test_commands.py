@@ -1,16 +1,22 @@
 """The command line of the benchmarks."""
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks import __main__ as commands
 from benchmarks.__main__ import make_parser
+from benchmarks.contenders import IN_NODE
+from benchmarks.job import Record
 
 CHECKOUT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["speed", "latency", "one-node", "accuracy", "timeline", "papers", "report"])
+@pytest.mark.parametrize(
+    "command", ["speed", "latency", "one-node", "scaling", "accuracy", "timeline", "papers", "report"]
+)
 def test_results_go_where_git_does_not_look_unless_asked(command):
     parser = make_parser()
     out = parser.parse_args([command]).out
@@ -18,3 +24,49 @@ def test_results_go_where_git_does_not_look_unless_asked(command):
     if ignored.returncode != 128:  # a source distribution is no checkout
         assert ignored.returncode == 0
     assert parser.parse_args([command, "--out", "benchmarks/results"]).out == Path("benchmarks/results")
+
+
+def test_a_preset_has_rates_of_its_own_unless_some_are_named():
+    parser = make_parser()
+    assert parser.parse_args(["speed", "--preset", "all"]).mbit is None
+    assert parser.parse_args(["latency"]).mbit == [0.0]
+    assert parser.parse_args(["speed", "--preset", "2x2", "--since", "2026-11-22T19:00"]).since.tzinfo is not None
+
+
+def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
+    sessions = []
+
+    def session(arguments, jobs, rates):
+        sessions.append([job.row for job in jobs])
+        ends = [0.1 * step for step in range(1, 200)]
+        records = {
+            job.id: [Record(job.id, rank, rank // 2, step_ends=ends[: job.total_steps - 1]) for rank in range(4)]
+            for job in jobs
+        }
+        return [(rates[0], records, "a quiet network")]
+
+    monkeypatch.setattr(commands, "_session", session)
+    monkeypatch.setattr(commands, "why_no_namespaces", lambda: None)
+    argv = ["speed", "--rows", "ddp", "periodic", "hand", "--workload", "mlp1m", "--repetitions", "2"]
+    argv += ["--out", str(tmp_path), "--session-seconds", "1"]
+
+    def run(*more):
+        sessions.clear()
+        arguments = make_parser().parse_args([*argv, *more])
+        arguments.command(arguments)
+        return [next(row for row in rows if row not in ("local", *IN_NODE)) for rows in sessions]
+
+    assert run("--minutes", "0") == []
+    assert "--resume goes on" in capsys.readouterr().out
+    assert run() == ["link", "ddp", "periodic", "hand"]
+    assert "4 of 4 sessions, about 0 minutes left" in capsys.readouterr().out
+    stored = tmp_path / "mlp1m-2x2-500mbit.json"
+    cells = json.loads(stored.read_text())
+    assert len(cells["hand"]["step_ms_each"]) == 2
+    assert run("--resume") == []
+    del cells["periodic"]
+    cells["ddp"]["when"] = "2020-01-01T00:00:00+00:00"
+    stored.write_text(json.dumps(cells))
+    assert run("--resume") == ["periodic"]
+    assert run("--since", "2021-01-01") == ["ddp"]
+    assert run("--resume", "--repetitions", "3") == ["link", "ddp", "periodic", "hand"]

@@ -58,6 +58,24 @@ def test_rows_are_related_to_the_bounds_of_their_session() -> None:
     assert ddp.bytes_per_step == 300
 
 
+def test_the_faster_way_to_average_inside_nodes_is_the_bound_of_all_that_do() -> None:
+    by_row = {"local": [9.0, 1, 1], "node": [9.0, 2, 2], "node_shared": [9.0, 1.5, 1.5], "all_reduce": [9.0, 3, 3]}
+    by_row |= {"hand1": [9.0, 4, 4]}
+    bounds = {cell.row: cell.bound_ms for cell in session(by_row)}
+    assert (bounds["node"], bounds["node_shared"]) == (2000, 1500)
+    assert bounds["all_reduce"] == 1500
+    assert 1000 < bounds["hand1"] < 1100, "its ranks average nothing inside nodes"
+
+
+def test_every_repetition_is_kept_so_that_the_spread_is_known() -> None:
+    jobs = [Job(f"ddp.{number}", "ddp", "mlp1m", warmup=1, steps=2) for number in range(3)]
+    results = {job.id: [record("ddp", 0, [9, time, time])] for job, time in zip(jobs, (1.0, 1.5, 1.2), strict=True)}
+    [cell] = measure.cells(jobs, results, nodes=2, ranks_per_node=2, mbit=1000)
+    assert cell.step_ms_each == pytest.approx([1000, 1500, 1200])
+    assert (cell.step_ms, cell.uncertainty_ms) == (pytest.approx(1200), pytest.approx(250))
+    assert report.measured(cell) == "1200 ± 250"
+
+
 def test_a_row_that_fails_says_why_and_the_table_does_too(tmp_path: Path) -> None:
     jobs = [Job("ddp.0", "ddp", "mlp1m", 1, 1), Job("accelerate.0", "accelerate", "mlp1m", 1, 1)]
     results = {"ddp.0": [record("ddp", 0, [1, 1])], "accelerate.0": [Record("accelerate.0", 0, 0, error="no | wheel")]}
@@ -73,7 +91,7 @@ def test_stored_rows_survive_a_run_without_them(tmp_path: Path) -> None:
     assert path.name == "mlp1m-2x2-1000mbit.json"
     [cells] = report.load(tmp_path)
     assert {cell.row: cell.step_ms for cell in cells} == {"local": 2000, "ddp": 4000}
-    assert "## mlp1m, 2 nodes x 2 ranks, 1000 Mbit/s" in report.full_report(tmp_path)
+    assert "## A perceptron of 1 M parameters, 2 nodes of 2 ranks, 1000 Mbit/s" in report.full_report(tmp_path)
 
 
 def test_time_to_accuracy_is_the_first_point_that_reaches_it() -> None:

@@ -39,6 +39,26 @@ def test_the_bucket_is_small_beside_a_second_of_traffic() -> None:
     assert network.burst_bytes(10_000) == 1_250_000
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(network.why_no_namespaces() is not None, reason="network namespaces do not work here")
+def test_eight_nodes_have_a_link_each_and_reach_each_other() -> None:
+    with network.NamespaceNetwork(8) as eight:
+        eight.set_rate(500)
+        for node in eight.nodes:
+            for namespace, interface in eight._ends(node):
+                assert "rate 500Mbit" in network._command("tc", "-n", namespace, "qdisc", "show", "dev", interface)
+        first, last = eight.nodes[0], eight.nodes[-1]
+        listening = "import socket; s = socket.create_server(('', 5000)); s.accept()[0].sendall(b'here')"
+        asking = (
+            f"import socket, time; time.sleep(1); print(socket.create_connection(('{first.hostname}', 5000)).recv(4))"
+        )
+        with open(os.devnull, "wb") as nowhere:
+            eight.start(first, [sys.executable, "-c", listening], {}, nowhere)
+            asked = ["ip", "netns", "exec", str(last.namespace), sys.executable, "-c", asking]
+            assert network._command(*asked).strip() == "b'here'"
+    assert first.namespace not in network._command("ip", "netns", "list")
+
+
 def test_leaving_ends_what_was_started(tmp_path: Path) -> None:
     with network.LoopbackNetwork(1) as loopback, open(tmp_path / "log", "wb") as log:
         sleeper = loopback.start(loopback.nodes[0], [sys.executable, "-c", "import time; time.sleep(60)"], {}, log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -36,22 +37,68 @@ def test_variants_of_a_method_have_its_colour():
 
 
 def test_no_two_lines_of_one_plot_look_alike():
-    rows = [row for row in ROWS if "@" not in row and row not in ("loop", "link", "probe")]
+    rows = [row for row in ROWS if "@" not in row and row not in ("loop", "probe", *BOUNDS)]
     for (one, first), (other, second) in combinations(styles_of(rows).items(), 2):
         assert first != second, (one, other)
 
 
-def test_step_times_show_their_spread_and_speak_in_words(figures):
-    def cell(row, mbit, spread_ms):
-        return Cell(row, ROWS[row].title, "mlp11m", 2, 2, mbit, 3, step_ms=100.0 / mbit, spread_ms=spread_ms)
+def cell(row, mbit=500.0, spread_ms=2.0, nodes=2, step_ms=None):
+    step = step_ms or 1e5 / mbit
+    found = Cell(row, ROWS[row].title, "mlp11m", nodes, 2, mbit, 3, step_ms=step, spread_ms=spread_ms)
+    return replace(found, bound_ms=step / 2, bytes_per_step=2.1e6 * nodes, bytes_needed=2e6 * nodes)
 
-    settings = [[cell(row, mbit, 2.0) for row in ("ddp", "periodic", "node")] for mbit in (100.0, 1000.0)]
+
+def test_step_times_show_their_spread_beside_the_speed_up_and_speak_in_words(figures):
+    rows = ("ddp", "periodic", "node", "local")
+    settings = [[cell(row, mbit) for row in rows] for mbit in (1000.0, 100.0)]
+    settings = [[*cells, cell("hand", cells[0].mbit, step_ms=50.0)] for cells in settings]
     plots.step_time_against_bandwidth(settings, None)
+    times, speedups = figures[0].axes
+    assert figures[0].get_suptitle() == "A training step of a perceptron of 11 M parameters, 2 nodes of 2 ranks"
+    bars = [container for container in times.containers if container.has_yerr]
+    assert len(bars) == 3, "bounds have none"
+    assert bars[0].lines[2][0].get_segments()[0][:, 1] == pytest.approx([999.0, 1001.0])  # half of 2 to either side
+    assert [line.get_ydata().tolist() for line in speedups.lines] == [[1, 1], [1, 1], [20, 2]]
+    assert [area.get_label() for area in times.collections[:2]] != [], "bounds are areas"
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert "hand-written local SGD(16) (the best of others)" in legend
+
+
+def test_the_best_peers_are_those_that_are_fastest_over_all_rates(figures):
+    def at(mbit, **steps):
+        return [cell(row, mbit, step_ms=step) for row, step in steps.items()]
+
+    slow = at(100.0, ddp=900.0, hand=100.0, accelerate=80.0, post_local_hook=200.0, torch_hierarchical=300.0)
+    fast = at(1000.0, ddp=90.0, hand=10.0, accelerate=20.0, post_local_hook=20.0)
+    plots.step_time_against_bandwidth([slow, fast], None)
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    best = [text for text in legend if "best of others" in text]
+    assert best == [f"{ROWS[row].title} (the best of others)" for row in ("post_local_hook", "hand")]
+
+
+def test_rows_of_a_setting_have_their_bounds_and_the_speed_up_above(figures):
+    cells = [cell("ddp", step_ms=1000.0), cell("periodic", step_ms=200.0), cell("hand", step_ms=140.0), cell("local")]
+    plots.rows_of_a_setting(cells, None)
     (axes,) = figures[0].axes
-    assert axes.get_title() == "Time of a training step: a perceptron of 11 M parameters, 2 nodes of 2 ranks"
-    bars = [container for container in axes.containers if container.has_yerr]
-    assert len(bars) == 2, "bounds have none"
-    assert bars[0].lines[2][0].get_segments()[0][:, 1] == pytest.approx([0.0, 2.0])  # 1 ms, half of 2 to either side
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        ROWS[row].title for row in ("ddp", "periodic", "hand")
+    ]
+    assert [bar.get_width() for bar in axes.patches] == [1000, 500, 200, 100, 140, 70]
+    (above,) = axes.child_axes
+    assert above.get_xlabel() == "times as fast as DDP"
+
+
+def test_bars_of_more_and_more_nodes_stand_beside_the_formula(figures):
+    settings = [[cell(row, nodes=nodes) for row in ("local", "ddp", "gossip")] for nodes in (8, 2, 4)]
+    plots.scaling(settings, None)
+    times, sent = figures[0].axes
+    assert [label.get_text() for label in times.get_yticklabels()] == [
+        "Lightning DDPStrategy\nmodels sent: 2(n-1)/n",
+        "Gossip, overlapped\nmodels sent: 1",
+    ]
+    assert [bar.get_width() for bar in sent.patches] == pytest.approx(2 * [4.2, 4.0, 8.4, 8.0, 16.8, 16.0])
+    tops = [bar.get_y() for bar in sent.patches[::2]]
+    assert tops == sorted(tops), "few nodes above many"
 
 
 def test_all_rows_of_a_timeline_have_one_scale(figures):

@@ -16,6 +16,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from forked import ForkedPython
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.shared_memory import sharing_memory
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.torch import connect_torch
 
@@ -46,7 +48,7 @@ class Rank:
         self.size = SIZE
         self._made: dict[Any, Communicator | None] = {}
         self.start_over()
-        self._connect = connect(self.meter)
+        self.connect = connect(self.meter)
 
     def start_over(self) -> None:
         self.meter = Meter()
@@ -57,7 +59,7 @@ class Rank:
         """This rank's communicator in one of ``groups``; made once per world, because making them is slow."""
         key = (tuple(map(tuple, groups)), tier, twin)
         if key not in self._made:
-            self._made[key] = self._connect(groups, tier)
+            self._made[key] = self.connect(groups, tier)
         communicator = self._made[key]
         if communicator is not None:
             communicator.meter = self.meter
@@ -146,9 +148,11 @@ class Processes(World):
         self._ranks = [joined[number] for number in range(SIZE)]
 
 
-def _fork(rank: int) -> Start:
+def _fork(rank: int, **variables: str) -> Start:
     def start(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedPython:
-        return ForkedPython(arguments, {**os.environ, **environment, "OMP_NUM_THREADS": "1", "RANK": str(rank)})
+        return ForkedPython(
+            arguments, {**os.environ, **environment, "OMP_NUM_THREADS": "1", "RANK": str(rank), **variables}
+        )
 
     return start
 
@@ -182,7 +186,7 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="session", params=["threads", "gloo", "openmpi", "mpich"])
+@pytest.fixture(scope="session", params=["threads", "gloo", "shared-memory", "openmpi", "mpich"])
 def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
     """Four ranks, over each carrier."""
     world: World
@@ -190,6 +194,8 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
         world = Threads()
     elif request.param == "gloo":
         world = Processes([_fork(rank) for rank in range(SIZE)])
+    elif request.param == "shared-memory":
+        world = Processes([_fork(rank, SHARE_MEMORY="1") for rank in range(SIZE)])
     else:
         world = Processes([_execute(*mpiexec(request.param, SIZE))])
     yield world
@@ -201,7 +207,7 @@ def _serve(address: str) -> None:
     if "RANK" in os.environ:
         number = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=f"file://{address}.store", rank=number, world_size=SIZE)
-        rank = Rank(number, connect_torch)
+        rank = Rank(number, _connect_sharing if "SHARE_MEMORY" in os.environ else connect_torch)
     else:
         from lightning_hiercomm.comm.mpi import connect_mpi, load_mpi
 
@@ -224,6 +230,10 @@ def _serve(address: str) -> None:
                     error = traceback.format_exc()
                 faulthandler.cancel_dump_traceback_later()
                 test.send_bytes(pickle.dumps((error, result)))  # send() would share memory
+
+
+def _connect_sharing(meter: Meter) -> Connect:
+    return sharing_memory(connect_torch(meter), timedelta(seconds=20), tiers=("intra", "inter"))
 
 
 def _load(path: str) -> Any:

@@ -88,6 +88,43 @@ def test_two_ranks_reduce_like_many(world, dtype, op):
     world.run(reduce_in_pairs, dtype, op)
 
 
+def reduce_weighted(rank, dtype, groups):
+    group = rank.group(groups)
+    for numel in [1, 4099]:
+        tensor = values(rank.rank, numel, dtype)
+        group.all_reduce(tensor, weight=0.5 * (rank.rank + 1)).wait()
+        total = sum(0.5 * (r + 1) * values(r, numel, torch.float64) for r in group.ranks)
+        assert torch.equal(tensor, total.to(dtype))
+    alone = rank.group(tuple((r,) for r in range(4)))
+    alone.all_reduce(tensor := torch.ones(3), weight=0.5).wait()
+    assert tensor.tolist() == [0.5] * 3
+
+
+def scatter_weighted(rank, dtype, groups):
+    group = rank.group(groups)
+    for numel in [1, 1025]:
+        tensor = values(rank.rank, numel * group.size, dtype)
+        own = tensor.chunk(group.size)[group.rank]
+        group.reduce_scatter(own, tensor, weight=0.5 * (rank.rank + 1)).wait()
+        total = sum(0.5 * (r + 1) * values(r, numel * group.size, torch.float64) for r in group.ranks)
+        assert torch.equal(own, total.chunk(group.size)[group.rank].to(dtype))
+    alone = rank.group(tuple((r,) for r in range(4)))
+    alone.reduce_scatter(tensor := torch.ones(3), tensor, weight=0.5).wait()
+    assert tensor.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), LANES], ids=["four", "two"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_reduce_scatter_may_write_to_the_own_part_of_what_it_reads_and_weigh_it(world, dtype, groups):
+    world.run(scatter_weighted, dtype, groups)
+
+
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), LANES], ids=["four", "two"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_members_contribute_by_their_weights(world, dtype, groups):
+    world.run(reduce_weighted, dtype, groups)
+
+
 def reduce_odd_shapes(rank):
     group = rank.group()
     scalar = torch.tensor(1.5 + rank.rank)

@@ -202,9 +202,8 @@ def test_one_process_goes_on_from_a_file(launch, folder, resumed):
         shapes = [parameter.shape for parameter in module.parameters()]
         return {"steps": run.global_step, "shapes": shapes}
 
-    (run,) = launch(
-        go_on, ranks=1
-    )  # in a process of its own: its backward starts threads that no later test could fork
+    # in a process of its own: its backward starts threads that no later test could fork
+    (run,) = launch(go_on, ranks=1)
     assert run["steps"] == 2 * STEPS
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
     assert [state["step"].item() for state in saved.values()] == [SAVED_AT] * len(run["shapes"])

@@ -46,6 +46,18 @@ def test_nothing_gets_better_beside_something_else():
     assert derived(ALONE, 0.01, 0.2, WORKLOAD, Share(1.0, 2)) == Beside(0.0, 1.0)
 
 
+def test_moves_that_took_all_processors_by_themselves_were_billed_in_full():
+    crowded = Curve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.002, 0.002)))
+    assert derived(crowded, 0.102, 0.25, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(0.1), 1.0)
+
+
+def test_what_has_nothing_beside_it_waits_for_no_turn_even_if_it_wants_more_processors_than_there_are():
+    timeline = Timeline(0.5)
+    alone = timeline.add("link", 1.0, 1.0, longer=10.0)
+    timeline.run()
+    assert alone.end == pytest.approx(2.0)
+
+
 def test_work_that_only_a_disturbance_explains_is_not_believed():
     assert derived(ALONE, 1.02, 9.0, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(1.0), 10.0)
 

@@ -13,7 +13,7 @@ from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.presets import PRESETS
-from lightning_hiercomm.planning.simulation import Experiment, Site, _schedule, simulate
+from lightning_hiercomm.planning.simulation import Experiment, Site, schedule, simulate
 from lightning_hiercomm.planning.tasks import TASKS, Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
@@ -66,7 +66,7 @@ class Simulated(pl.LightningModule):
 
     def on_train_batch_start(self, batch, batch_idx):
         for optimizer in self.trainer.optimizers:
-            optimizer.param_groups[0]["lr"] = self.made.learning_rate * _schedule(batch_idx, self.made.steps)
+            optimizer.param_groups[0]["lr"] = self.made.learning_rate * schedule(batch_idx, self.made.steps)
 
     def training_step(self, batch, batch_idx):
         if self.automatic_optimization:

@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from harness import TWO_BY_TWO, attached, on_nodes, on_ranks
+from harness import TWO_BY_TWO, attached, on_nodes, on_ranks, steps
 from lightning.pytorch.callbacks import ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader
 
+from lightning_hiercomm import replica
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
@@ -169,6 +170,17 @@ def test_both_ways_to_exchange_give_the_same_numbers(run_oracle, nodes, merge, w
     for rotating, sharded in zip(*traces, strict=True):
         assert rotating.after_step == sharded.after_step
         assert rotating.finished == sharded.finished == traces[0][0].finished
+
+
+@pytest.mark.parametrize("merge", ["eq1", "delta"])
+def test_bits_are_the_same_however_small_the_parts_are_that_are_merged(monkeypatch, merge):
+    def trace(bytes_in_cache):
+        monkeypatch.setattr(replica, "_CACHE_SIZED", bytes_in_cache)
+        shapes = {"a": (7, 3), "b": (2,), "c": (5, 4)}
+        runs = on_four_ranks(steps(9), cycling(2, 1, merge=merge)(), shapes=shapes, targets=None)
+        return [run.trace for run in runs]
+
+    assert trace(16) == trace(2**20)
 
 
 @pytest.mark.parametrize("merge", ["eq1", "delta"])

@@ -110,6 +110,14 @@ def test_before_nodes_have_agreed_nobody_knows(on_nodes, scheme):
     assert [seen[-1][1] for seen in on_nodes(partial(training, steps=3), scheme, NODES, shapes=SHAPES)] == [None] * 6
 
 
+@pytest.mark.parametrize("lengths", [[10], [4096, 1, 4095], [1, 5000, 2, 9999], [3] * 5000])
+def test_samples_of_parts_are_the_sample_of_the_whole(lengths):
+    whole = torch.arange(float(sum(lengths)))
+    begins = [sum(lengths[:place]) for place in range(len(lengths))]
+    parts = [sample(part, begin, len(whole)) for part, begin in zip(whole.split(lengths), begins, strict=True)]
+    assert torch.equal(torch.cat(parts), sample(whole))
+
+
 def test_a_sample_is_small_and_evenly_spaced():
     assert sample(torch.arange(10.0)).tolist() == list(range(10))
     assert sample(torch.arange(2.0**20)).numel() == 4096

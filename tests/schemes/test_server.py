@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import Rank, steps
+from harness import Rank, on_nodes, steps
 from problems import train_with_momentum as train
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.replica import Replica
@@ -90,6 +93,95 @@ def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_la
             assert state["state"][index].keys() == held.keys()
             for name, value in held.items():
                 assert torch.allclose(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=1e-7)
+
+
+class NewTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that this thread makes inside, and the most of them that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and id(storage) not in given and storage not in self._seen:
+                self._seen.add(storage)
+                weakref.finalize(storage, self._ended, storage.nbytes())
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+        return result
+
+    def _ended(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+def test_a_state_for_one_rank_goes_to_that_rank_in_parts_and_nobody_else_gets_it(nodes, shard_on):
+    part = 2**16
+    shapes = ((2**13,),) * 12  # six parts
+    model = 6 * part
+
+    def work(run: Rank) -> tuple[dict[str, Any], dict[str, Any], dict[str, float], int]:
+        steps(3)(run)
+        everywhere = run.scheme.optimizer_state()
+        before = run.meter.snapshot()
+        with NewTensors() as new:
+            state = run.scheme.optimizer_state(only_on=1)
+        sent = {name: value - before[name] for name, value in run.meter.snapshot().items() if name.endswith("_bytes")}
+        return everywhere, state, sent, new.peak
+
+    results = on_nodes(
+        work,
+        StepsDelay(1, 0, local_update="sgd", shard_on=shard_on),
+        nodes,
+        shapes=shapes,
+        inner=partial(torch.optim.Adam, lr=0.1),
+        bucket_bytes=part,
+    )
+    lanes = min(map(len, nodes))
+    for rank, (everywhere, state, sent, peak) in enumerate(results):
+        assert state["param_groups"] == everywhere["param_groups"]
+        is_owner = any(rank in ranks[:lanes] for ranks in nodes)
+        if rank == 1:
+            assert state["state"].keys() == everywhere["state"].keys()
+            for index, held in everywhere["state"].items():
+                assert all(torch.equal(state["state"][index][name], value) for name, value in held.items())
+            assert sum(sent.values()) == 0
+            assert 2 * model <= peak <= 2 * model + 5 * part
+        else:
+            assert state["state"] == {}
+            assert sum(sent.values()) == pytest.approx(2 * model / lanes / len(nodes) if is_owner else 0, rel=0.01)
+            # threads keep a copy of what they have sent and nobody has taken
+            assert peak <= sum(sent.values()) + 4 * part < 2 * model
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_a_look_gives_back_the_memory_of_what_travels_and_changes_nothing(warmup_steps):
+    def work(run: Rank, looks: bool) -> tuple[list[list[float]], list[tuple[int, int]]]:
+        held = []
+        for _ in range(9):
+            run.train()
+            if looks:
+                run.agreed()
+                shards = run.scheme._server._shards
+                mean = sum(shard.mean.untyped_storage().nbytes() for shard in shards)
+                held.append((mean, sum(shard.travelling.untyped_storage().nbytes() for shard in shards)))
+                run.scheme.state_dict()  # as a companion of a checkpoint does
+        return run.trace, held
+
+    arguments: dict[str, Any] = {"nodes": ((0, 1), (2, 3)), "shapes": ((8,), (8,)), "bucket_bytes": 32}
+    undisturbed = train(partial(work, looks=False), StepsDelay(2, warmup_steps), **arguments)
+    for (trace, held), (expected, _) in zip(
+        train(partial(work, looks=True), StepsDelay(2, warmup_steps), **arguments), undisturbed, strict=True
+    ):
+        assert trace == expected
+        delayed = range(warmup_steps + 2, 10, 2)  # steps that have pulled: half of 16 float64 is what a lane carries
+        assert held == [(0, 64 if step in delayed else 0) for step in range(1, 10)]
 
 
 def test_a_small_model_travels_in_several_sections_that_follow_each_other():

@@ -17,6 +17,7 @@ from problems import STEPS_DELAY_TABLE as TABLE
 from problems import train_with_momentum as train
 from pytorch_optimizer import Lookahead
 
+from lightning_hiercomm import replica
 from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
 from lightning_hiercomm.schemes.steps_delay import LocalUpdate, glu
@@ -246,6 +247,44 @@ def test_on_one_node_it_is_the_users_optimizer():
         optimizer.step()
         assert seen == [x.item()]
     assert runs[0].optimizer.state
+
+
+def counts_its_calls(update: LocalUpdate) -> None:
+    """A rule that keeps a number besides what it knows of each element."""
+    calls = update.state.setdefault("calls", torch.zeros((), dtype=torch.float64))
+    calls += 1
+    mean = update.state.setdefault("mean", torch.zeros_like(update.gradient))
+    mean.lerp_(update.gradient, 1 / calls.item())
+    update.weights.sub_(mean, alpha=update.local_learning_rate * 0.1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"hold": True}, {"local_update": "dc_asgd"}, {"local_update": "of_its_own"}])
+def test_bits_and_checkpoints_are_the_same_however_small_the_parts_are_that_rules_get(monkeypatch, arguments):
+    if arguments.get("local_update") == "of_its_own":
+        arguments = {"local_update": counts_its_calls}
+
+    def run(cache_before: int, cache_after: int) -> list[tuple[list[list[float]], dict[str, float]]]:
+        sizes = iter((cache_before, cache_after))
+
+        def work(run: Rank) -> tuple[list[list[float]], dict[str, float]]:
+            for _ in range(5):
+                run.train()
+            return run.state()
+
+        def resumed(run: Rank) -> tuple[list[list[float]], dict[str, float]]:
+            run.load(states[run.rank])
+            for _ in range(6):
+                run.train()
+            return run.trace, run.scheme.scalars()
+
+        options = {"shapes": {"a": (7, 3), "b": (2,), "c": (5, 4)}, "targets": None}
+        monkeypatch.setattr(replica, "_CACHE_SIZED", next(sizes))
+        states = train(work, StepsDelay(2, 2, **arguments), **options)
+        monkeypatch.setattr(replica, "_CACHE_SIZED", next(sizes))
+        return train(resumed, StepsDelay(2, 2, **arguments), **options)
+
+    whole = run(2**20, 2**20)
+    assert run(40, 40) == run(40, 2**20) == run(2**20, 16) == whole
 
 
 # ---- beside training -----------------------------------------------------------------------------------------------

@@ -1,0 +1,60 @@
+"""Memory for what travels, used again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_MOST_KEPT = 2**26
+
+
+class Spares:
+    """1-D tensors on CPU that are taken, given back and taken again; at most 64 MiB of them are kept.
+
+    Fresh memory costs a page fault for every 4 KiB, which takes longer than to write them. On other devices torch keeps
+    what was freed, so there is nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A 1-D tensor of ``numel`` elements; its contents are undefined."""
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        needed = numel * dtype.itemsize
+        with self._lock:
+            fitting = [place for place, spare in enumerate(self._free) if needed <= spare.nbytes < 2 * needed]
+            if fitting:
+                spare = self._free.pop(min(fitting, key=lambda place: self._free[place].nbytes))
+            else:
+                spare = torch.empty(needed, dtype=torch.uint8)
+        return spare[:needed].view(dtype)
+
+    @contextmanager
+    def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
+        """A function that takes such a tensor, for the time of the context."""
+        lent: list[Tensor] = []
+
+        def take() -> Tensor:
+            lent.append(self.take(numel, dtype, device))
+            return lent[-1]
+
+        yield take
+        for taken in lent:
+            self.give_back(taken)
+
+    def give_back(self, taken: Tensor) -> None:
+        """Nobody uses a tensor any more that was taken here."""
+        if taken.device.type != "cpu" or not taken.numel():
+            return
+        spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
+        with self._lock:
+            self._free.append(spare)
+            while sum(kept.nbytes for kept in self._free) > _MOST_KEPT:
+                self._free.pop(0)

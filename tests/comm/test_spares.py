@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_hiercomm.comm.spares import Spares
+
+CPU = torch.device("cpu")
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_what_was_given_back_is_taken_again_whatever_its_dtype():
+    spares = Spares()
+    taken = spares.take(1000, torch.float32, CPU)
+    assert taken.shape == (1000,)
+    spares.give_back(taken)
+    again = spares.take(1900, torch.bfloat16, CPU)
+    assert address(again) == address(taken)
+    assert (again.shape, again.dtype) == ((1900,), torch.bfloat16)
+
+
+def test_what_is_in_use_is_not_taken_twice():
+    spares = Spares()
+    assert address(spares.take(1000, torch.float32, CPU)) != address(spares.take(1000, torch.float32, CPU))
+
+
+@pytest.mark.parametrize("numel", [500, 1001])
+def test_memory_that_is_too_small_or_far_too_large_is_left(numel):
+    spares = Spares()
+    spares.give_back(kept := spares.take(1000, torch.float32, CPU))
+    assert address(spares.take(numel, torch.float32, CPU)) != address(kept)
+
+
+def test_no_more_than_64_mib_are_kept():
+    spares = Spares()
+    taken = [spares.take(2**20, torch.float32, CPU) for _ in range(20)]
+    for tensor in taken:
+        spares.give_back(tensor)
+    known = {address(tensor) for tensor in taken}
+    again = [spares.take(2**20, torch.float32, CPU) for _ in range(20)]
+    assert sum(address(tensor) in known for tensor in again[:16]) == 16
+    assert sum(spare.nbytes for spare in spares._free) == 0
+
+
+def test_other_devices_keep_what_is_freed_themselves():
+    spares = Spares()
+    taken = spares.take(5, torch.float32, torch.device("meta"))
+    assert taken.device.type == "meta"
+    spares.give_back(taken)
+    assert not spares._free
+
+
+def test_memory_first_taken_in_inference_mode_may_be_written_to_in_training():
+    spares = Spares()
+    with torch.inference_mode():
+        spares.give_back(kept := spares.take(10, torch.float32, CPU))
+    taken = spares.take(10, torch.float32, CPU)
+    assert address(taken) == address(kept)
+    torch.mul(torch.ones(10), 2.0, out=taken)
+    taken.add_(1.0)
+    assert taken.tolist() == [3.0] * 10
+
+
+def test_tensors_without_elements_do_not_pile_up():
+    spares = Spares()
+    for _ in range(3):
+        spares.give_back(spares.take(0, torch.float32, CPU))
+    assert not spares._free
