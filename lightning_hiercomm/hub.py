@@ -153,6 +153,7 @@ class Hub:
         self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
         self._looked_at = time.monotonic()
         self._moved_at = time.monotonic()
+        self._all_silent = False
         self._progress: dict[int, int] = {}
         self._standstill_told = False
         self._holds: dict[int, int] = {}
@@ -299,9 +300,7 @@ class Hub:
 
     def _look_around(self, now: float) -> None:
         if now - self._looked_at > 5.0:  # the hub was stopped, perhaps with all others: that is no silence of theirs
-            for member in self._members.values():
-                member.heard_at = now
-            self._moved_at = now
+            self._begin_to_listen(now)
         self._looked_at = now
         for channel in [channel for channel, stranger in self._strangers.items() if stranger.deadline < now]:
             self._drop(channel)
@@ -311,14 +310,24 @@ class Hub:
             self._look_for_frozen(now, self._hang_timeout)
             self._look_for_standstill(now, self._hang_timeout)
 
+    def _begin_to_listen(self, now: float) -> None:
+        for member in self._members.values():
+            member.heard_at = now
+        self._moved_at = now
+
     def _look_for_frozen(self, now: float, timeout: float) -> None:
         """End the run if ranks are silent, or stuck in the kernel.
 
-        If all are silent the whole job has been stopped, as by Ctrl-Z, and will perhaps be continued.
+        If all are silent the whole job has been stopped, as by Ctrl-Z, and will perhaps be continued: not by all ranks in
+        the same moment, so the silence that was before the first of them is held against none.
         """
         silent = [channel for channel, member in self._members.items() if now - member.heard_at > timeout]
         stuck = [channel for channel, member in self._members.items() if member.stuck[1] > timeout]
-        if len(silent) == len(self._members) or not (silent or stuck):
+        all_were_silent, self._all_silent = self._all_silent, len(silent) == len(self._members)
+        if self._all_silent or not (silent or stuck):
+            return
+        if all_were_silent:
+            self._begin_to_listen(now)
             return
         reports = []
         for channel in dict.fromkeys([*silent, *stuck]):

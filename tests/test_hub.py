@@ -315,8 +315,17 @@ def test_if_all_ranks_are_silent_the_job_has_been_stopped_and_may_go_on(serve):
     ranks = Beating(serve(hang_timeout=0.5))
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.0)
+    ranks.beat(0.3, 0)  # its machine was continued first
     ranks.beat(0.5, 0, 1, 2)
     assert ranks.news == [[]] * 3
+
+
+def test_a_rank_that_stays_silent_when_the_others_go_on_is_frozen(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0)
+    ranks.beat(1.0, 0, 1)
+    assert [[news["silent"] for news in heard] for heard in ranks.news] == [[[2]]] * 3
 
 
 def test_a_hub_that_was_stopped_itself_does_not_take_that_for_silence(serve, monkeypatch):
