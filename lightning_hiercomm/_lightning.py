@@ -162,10 +162,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
                 self._watcher = None  # the next launch pickles this, if it spawns
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        if self._start_method == "fork":
-            # garbage of the parent's is not collected here: if it owns threads, as a process group does, its end would
-            # wait for them for ever
-            gc.freeze()
+        leave_garbage_of_parent(self._start_method)
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
             self._has_finished[process_idx] = 1
@@ -206,6 +203,15 @@ class WatchfulLauncher(_MultiProcessingLauncher):
                     print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
                     _end_soon([*running.values()])
                     return
+
+
+def leave_garbage_of_parent(start_method: str) -> None:
+    """Keep a forked rank from collecting what its parent left behind.
+
+    If that owns threads, as a process group does, its end would wait for ever: they are in the parent only.
+    """
+    if start_method == "fork":
+        gc.freeze()
 
 
 def _end_soon(processes: list[Any], patience: float = 3.0) -> None:

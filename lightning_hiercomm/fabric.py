@@ -210,6 +210,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        _lightning.leave_garbage_of_parent(self._start_method)  # the first thing that a rank does
         super().setup_environment()
         settings, place = self._settings, (self.node_rank, self.local_rank)
         self.topology = connect_world(

@@ -318,8 +318,8 @@ class Hub:
     def _look_for_frozen(self, now: float, timeout: float) -> None:
         """End the run if ranks are silent, or stuck in the kernel.
 
-        If all are silent the whole job has been stopped, as by Ctrl-Z, and will perhaps be continued: not by all ranks in
-        the same moment, so the silence that was before the first of them is held against none.
+        If all are silent the whole job has been stopped, as by Ctrl-Z, and will perhaps be continued: not all of it in
+        the same moment, so what was silence until then is held against none.
         """
         silent = [channel for channel, member in self._members.items() if now - member.heard_at > timeout]
         stuck = [channel for channel, member in self._members.items() if member.stuck[1] > timeout]

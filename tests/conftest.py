@@ -229,3 +229,19 @@ def fit(tmp_path: Path) -> Fit:
         return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
 
     return run
+
+
+@pytest.fixture
+def process_group_in_the_garbage() -> Iterator[None]:
+    """Garbage whose end waits for threads that a forked process does not have: there, for ever."""
+    gc.disable()  # or it might be collected now, where its threads are
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        circle: list[object] = [dist.new_group([0])]
+        circle.append(circle)
+        dist.destroy_process_group()
+        del circle
+        yield
+    finally:
+        gc.enable()
+        gc.collect()

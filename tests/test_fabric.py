@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -211,6 +213,15 @@ def lazy(fabric, strategy):
     module = nn.LazyLinear(1)
     with pytest.raises(RuntimeError, match=r"uninitialized parameters \(weight, bias\)"):
         fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+
+
+def collect(fabric, strategy):
+    gc.collect()
+
+
+@pytest.mark.timeout(60)
+def test_a_forked_rank_leaves_the_garbage_of_its_parent_alone(process_group_in_the_garbage):
+    launched(AllReduce(), collect)
 
 
 def test_a_module_without_values_is_refused_by_name():

@@ -27,7 +27,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from forked import ForkedPython, stand_in_for_python
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.callbacks import Callback
@@ -456,19 +455,8 @@ class Collects(Callback):
 
 
 @pytest.mark.timeout(60)
-def test_a_forked_rank_leaves_the_garbage_of_its_parent_alone(fit):
-    # the threads of a process group are not in the rank, where its end would wait for them for ever
-    gc.disable()  # now, for it would find the group too early
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        circle = [dist.new_group([0])]
-        circle.append(circle)
-        dist.destroy_process_group()
-        del circle
-        fit(Oracle(2), devices=2, callbacks=[Collects()])
-    finally:
-        gc.enable()
-        gc.collect()  # here its threads are
+def test_a_forked_rank_leaves_the_garbage_of_its_parent_alone(fit, process_group_in_the_garbage):
+    fit(Oracle(2), devices=2, callbacks=[Collects()])
 
 
 def test_nothing_of_a_launch_goes_on_while_the_next_one_forks(fit):
