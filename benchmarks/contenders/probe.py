@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,5 +17,5 @@ from lightning_hiercomm.planning.steps import time_steps
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
     module, data = Module(recorder), DataLoader(Batches(recorder), batch_size=None)
     with connected(recorder.world.local_size) as ranks:
-        profile = probe(ranks, lambda: time_steps(module, data, ranks.device, options["seconds"]), lambda _: None)
+        profile = probe(ranks, partial(time_steps, module, data, ranks.device, options["seconds"]), lambda _: None)
     recorder.record.profile = profile.to_dict()

@@ -218,6 +218,8 @@ class Workload:
         dtype: Of the parameters: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         state_per_parameter: Numbers that the optimizer keeps per parameter: 2 of Adam, 1 of SGD with momentum.
         threads: Processor cores that a rank's step keeps busy; 0 where a GPU does the work.
+        averaging: Seconds that a step computes longer if gradients are averaged, beside the moves themselves: hooks,
+            and buckets that are written and read once more.
 
     Raises:
         ValueError: For numbers that are not positive.
@@ -230,11 +232,12 @@ class Workload:
     dtype: str = "float32"
     state_per_parameter: float = 2.0
     threads: float = 0.0
+    averaging: float = 0.0
 
     def __post_init__(self) -> None:
         if self.parameters < 1:
             raise ValueError(f"parameters={self.parameters:g} must be at least 1")
-        if self.forward < 0 or self.backward < 0 or self.update < 0 or self.seconds <= 0:
+        if min(self.forward, self.backward, self.update, self.averaging) < 0 or self.seconds <= 0:
             raise ValueError(f"a step of {self.seconds:g} s must take some time")
         if self.dtype not in _BYTES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(_BYTES)}")

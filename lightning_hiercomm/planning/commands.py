@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,7 +74,8 @@ def probe(arguments: argparse.Namespace) -> int:
                     print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
 
             trained = StandIn(parameters) if module is None else module
-            profile = measure(ranks, lambda: time_steps(trained, data, ranks.device, seconds), say, seconds / 25)
+            train = partial(time_steps, trained, data, ranks.device, seconds)
+            profile = measure(ranks, train, say, seconds / 25)
             if ranks.is_first:
                 profile.write(out)
                 say(f"wrote {out}; next: python -m lightning_hiercomm plan --profile {out}")

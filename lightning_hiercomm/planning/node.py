@@ -100,9 +100,10 @@ class Node:
     def _train_once(self, average: Average) -> None:
         workload = self.workload
         self._compute(workload.forward)
+        backward = workload.backward + (0.0 if average is untouched else workload.averaging)
         ends = []
         for piece in ddp_buckets(workload.model_bytes):
-            ready = self._compute(workload.backward * piece.bytes / workload.model_bytes)
+            ready = self._compute(backward * piece.bytes / workload.model_bytes)
             ends.append(average(self, piece, ready))
         self.wait(*ends)
         self._compute(workload.update)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Protocol
 
 import lightning
 import torch
@@ -13,24 +15,33 @@ import torch
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.planning.beside import measure_beside
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Curve, Link, Move, Workload
+from lightning_hiercomm.planning.node import Node
 from lightning_hiercomm.planning.profile import Profile
 from lightning_hiercomm.planning.ranks import Ranks, processors_per_node, this_machine
-from lightning_hiercomm.planning.steps import StepTimes
+from lightning_hiercomm.planning.steps import LEAST_STEPS, StepTimes
 from lightning_hiercomm.planning.stopwatch import Share, Stopwatch, Timing
+from lightning_hiercomm.topology import Topology
 
 _SIZES = (2**16, 2**20, 2**22)
 _WITH_GRADIENTS = (*_SIZES, 2**24)  # DDP's buckets are larger than ours
 _INTRA_MOVES: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 _INTER_MOVES: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
+_AVERAGED_MOVES = 10  # steps with averages take as long as so many kinds and sizes of moves
 _COPIED = 2**25  # bytes: more than caches hold
 
 
-def probe(ranks: Ranks, train: Callable[[], StepTimes], say: Callable[[str], None], seconds: float = 0.2) -> Profile:
+class Train(Protocol):
+    """Trains on this rank for a few seconds, see :func:`~lightning_hiercomm.planning.steps.time_steps`."""
+
+    def __call__(self, average_in: Topology | None = None, steps: int | None = None) -> StepTimes: ...
+
+
+def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float = 0.2) -> Profile:
     """Measure everything; collective. Sizes that would take too long on a slow link are left out.
 
     Args:
         ranks: All of them.
-        train: Trains on this rank for a few seconds, without communication.
+        train: Trains on this rank for a few seconds, without communication or with the node's average of gradients.
         say: Reports progress.
         seconds: How long each kind and size of move is repeated.
 
@@ -74,16 +85,17 @@ def probe(ranks: Ranks, train: Callable[[], StepTimes], say: Callable[[str], Non
             " processors"
         )
         inter, world = replace(inter, beside=beside), replace(world, beside=beside)
+    everywhere = world if topology.num_nodes > 1 else None
+    cluster = Cluster(
+        topology.num_nodes, smallest, intra, inter, everywhere, share.processors, _COPIED / copying.seconds
+    )
+    if smallest > 1:
+        count = max(LEAST_STEPS, math.ceil(_AVERAGED_MOVES * seconds / shown))
+        averaged = _slowest(topology, train, count)
+        workload = replace(workload, averaging=_averaging(cluster, workload, averaged))
+        say(f"averaging gradients in a node: {workload.averaging * 1e3:.1f} ms of a step, beside its moves")
     return Profile(
-        Cluster(
-            topology.num_nodes,
-            smallest,
-            intra,
-            inter,
-            world if topology.num_nodes > 1 else None,
-            share.processors,
-            _COPIED / copying.seconds,
-        ),
+        cluster,
         workload,
         tuple(step.seconds for step in steps),
         {
@@ -130,6 +142,26 @@ def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Wor
         slowest.state_per_parameter,
         timing.processor_seconds / timing.seconds if device.type == "cpu" else 0.0,
     )
+
+
+def _slowest(topology: Topology, train: Train, steps: int) -> float:
+    """Seconds of a step that averages gradients in its node; 0 if that does not work with this module."""
+    try:
+        seconds = train(topology, steps).seconds
+    except RuntimeError:  # such as DDP's, of parameters that a loss does not use: on all ranks
+        seconds = 0.0
+    everyone: list[float] = topology.world.all_gather_object(seconds)
+    return max(everyone)
+
+
+def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
+    """What moves do not explain of a step that averages gradients in its node."""
+    node = Node(cluster, workload)
+    node.train(4)
+    unexplained = max(0.0, seconds - node.run(2).seconds)
+    if cluster.processors is None:
+        return unexplained
+    return unexplained * min(1.0, cluster.processors / (cluster.ranks_per_node * workload.threads))
 
 
 def _link(curves: dict[Move, Curve], algorithm: Algorithm) -> Link:

@@ -21,12 +21,17 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_hiercomm._lightning import register_bucket_hook
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.stopwatch import queued_seconds
+from lightning_hiercomm.schemes.gradients import NodeMean
+from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.world import process_group
 
-_LEAST_STEPS = 6
+LEAST_STEPS = 6
 _WARM_UP = 3
 _BATCH = 8
 
@@ -61,20 +66,29 @@ class StepTimes:
         return self.forward + self.backward + self.update
 
 
-def time_steps(module: pl.LightningModule, data: Any, device: torch.device, seconds: float = 5.0) -> StepTimes:
-    """Train for a while on this rank alone, and time it.
+def time_steps(
+    module: pl.LightningModule,
+    data: Any,
+    device: torch.device,
+    seconds: float = 5.0,
+    average_in: Topology | None = None,
+    steps: int | None = None,
+) -> StepTimes:
+    """Train for a while on this rank alone, or with the gradients' mean over its node, and time it.
 
     Args:
         module: Is trained, and changed.
         data: What ``Trainer.fit`` takes: dataloaders, a datamodule, or None if the module has its own.
         device: On which.
         seconds: How long, at least; also at least a few steps.
+        average_in: Where this rank's node is. Collective over the node then.
+        steps: How many instead, as the ranks of a node must take equally many.
     """
-    clock = _Clock(device, seconds)
+    clock = _Clock(device, seconds, steps)
     with _quiet():
         trainer = pl.Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu",
-            strategy=SingleDeviceStrategy(device),
+            strategy=SingleDeviceStrategy(device) if average_in is None else _InNode(device, average_in),
             plugins=[LightningEnvironment()],  # whatever launched us: this rank trains alone
             devices=1,
             max_epochs=-1,
@@ -93,12 +107,28 @@ def time_steps(module: pl.LightningModule, data: Any, device: torch.device, seco
     return clock.result(module, trainer.optimizers)
 
 
+class _InNode(SingleDeviceStrategy):
+    """A rank that averages its gradients as ``HierarchicalStrategy`` does inside a node."""
+
+    def __init__(self, device: torch.device, topology: Topology) -> None:
+        super().__init__(device)
+        self._topology = topology
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        assert self.model is not None
+        group = process_group(self._topology.intra)
+        self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
+        register_bucket_hook(self.model, NodeMean(self._topology).reduce_bucket)
+
+
 class _Clock(pl.Callback):
     """Notes when steps and backward passes begin and end, and ends the run when it has seen enough."""
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
+    def __init__(self, device: torch.device, seconds: float, steps: int | None) -> None:
         self._device = device
         self._seconds = seconds
+        self._steps_to_take = steps
         self._began = time.perf_counter()
         self._ends: list[tuple[float, float, float]] = []
         self._steps: list[tuple[float, float, float]] = []
@@ -125,11 +155,14 @@ class _Clock(pl.Callback):
         self._steps.append((now - before - self._backward - update, self._backward, update))
         self._ends.append((now, time.process_time(), queued_seconds()))
         self._backward = 0.0
-        trainer.should_stop = len(self._steps) >= _LEAST_STEPS and now - self._began >= self._seconds
+        if self._steps_to_take is not None:
+            trainer.should_stop = len(self._steps) >= self._steps_to_take
+        else:
+            trainer.should_stop = len(self._steps) >= LEAST_STEPS and now - self._began >= self._seconds
 
     def result(self, module: pl.LightningModule, optimizers: list[torch.optim.Optimizer]) -> StepTimes:
         steps = self._steps[_WARM_UP:]
-        if len(steps) < _LEAST_STEPS - _WARM_UP:
+        if len(steps) < LEAST_STEPS - _WARM_UP:
             raise PlanningError(f"{type(module).__name__} took {len(self._steps)} steps only: its training ended early")
         total = median(map(sum, steps))
         parts = [median(step[i] for step in steps) for i in range(3)]

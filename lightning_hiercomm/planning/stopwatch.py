@@ -19,6 +19,8 @@ from lightning_hiercomm.schemes.graphs import RandomPermutation, round_of
 IN_FLIGHT = 3
 """Moves at once: with one, what is timed is how long a thread waits for its turn, which others in flight hide."""
 
+_COLD = 2**26  # bytes of tensors that take turns: parameters do not wait in a cache for their move
+_MOST_TURNS = 1024
 _BLOCKS = 3  # whatever else the machine does comes and goes
 _SMALLEST = 16  # bytes: all latency
 _LONGEST = 1.0
@@ -182,13 +184,14 @@ class Stopwatch:
         return time.perf_counter() - start, time.process_time() - processor_start
 
     def _launch(self, group: Communicator, move: Move, size: int) -> Launch:
-        """Starts moves of tensors of ``size`` bytes, each with buffers that the one before it does not use."""
+        """Starts moves of tensors of ``size`` bytes, each with buffers that the ones before it do not use."""
         part = max(1, size // 4 // group.size)
-        wholes = [torch.zeros(part * group.size, device=self._device) for _ in range(IN_FLIGHT)]
-        others = [torch.zeros(part * group.size, device=self._device) for _ in range(IN_FLIGHT)]
+        numel = part * group.size
+        turns = min(max(IN_FLIGHT, _COLD // (8 * numel)), _MOST_TURNS)
+        wholes, others = (torch.full((turns, numel), 0.0, device=self._device).unbind() for _ in range(2))
 
         def launch(i: int) -> Handle:
-            whole, other = wholes[i % IN_FLIGHT], others[i % IN_FLIGHT]
+            whole, other = wholes[i % turns], others[i % turns]
             if move == "all_reduce":
                 return group.all_reduce(whole)
             if move == "reduce_scatter":

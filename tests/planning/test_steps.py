@@ -7,9 +7,11 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.ranks import connected
 from lightning_hiercomm.planning.steps import StandIn, load_module, time_steps
 
 CPU = torch.device("cpu")
@@ -110,6 +112,22 @@ class Gan(pl.LightningModule):
 def test_a_step_with_several_backward_passes_is_timed():
     times = time_steps(Gan(), DataLoader(torch.randn(64, 2), batch_size=2), CPU, seconds=0.05)
     assert min(times.forward, times.backward, times.update) > 0
+
+
+class Steps(StandIn):
+    taken = 0
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.taken += 1
+        assert isinstance(self.trainer.strategy.model, DistributedDataParallel)
+
+
+def test_a_step_that_averages_in_its_node_is_timed_for_as_many_steps_as_were_agreed_on():
+    module = Steps(1e3)
+    with connected() as ranks:
+        times = time_steps(module, None, CPU, seconds=60.0, average_in=ranks.topology, steps=9)
+    assert times.seconds > 0
+    assert module.taken == 9
 
 
 def test_a_run_that_ends_at_once_cannot_be_timed():
