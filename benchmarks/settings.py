@@ -62,7 +62,7 @@ _TWO = tuple(
     )
     for rate in _RATES
 )
-_FOUR = tuple(Setting("mlp1m", 4, 1, rate, ("link", "ddp", *OURS, *NARROW, *PEERS)) for rate in _RATES)
+_FOUR = tuple(Setting("mlp1m", 4, 1, rate, ("link", "loop", "ddp", *OURS, *NARROW, *PEERS)) for rate in _RATES)
 PRESETS: Mapping[str, tuple[Setting, ...]] = {"2x2": _TWO, "4x1": _FOUR, "all": _TWO + _FOUR}
 """Settings by name: 11 M parameters on two nodes of two ranks, 1 M on four nodes of one."""
 

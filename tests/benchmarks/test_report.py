@@ -60,6 +60,9 @@ def test_the_summary_tells_what_misses_its_target():
     assert blocking == "1 of 1"
     assert overlapped == "1 of 2; not AllReduce: 1.20"
     assert ahead.startswith("1 of 3; not AllReduce: 1100 against 1000 ms of Lightning DDPStrategy, PeriodicAveraging")
+    assert "Lightning's loop" not in ahead
+    loops = [cell("local", 3.0), cell("loop", 6.25)]
+    assert "takes 6.25 ms in Lightning's loop, 3.00 ms in theirs" in report.summary([cells + loops])
     assert "no target" in report.summary([[replace(found, mbit=10000.0) for found in cells]])
 
 
