@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import TypeGuard
 
 from torch import Tensor
@@ -23,7 +25,12 @@ def needs_whole_tensors(optimizer: Optimizer) -> bool:
 
 def evaluates_loss(optimizer: Optimizer) -> bool:
     """Whether a step evaluates the loss as often as it likes, as that of LBFGS does: it cannot do without a closure."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return _needs_closure(type(optimizer).step)
+
+
+@cache  # reading a signature takes as long as all else that we do in a step
+def _needs_closure(step: Callable[..., object]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
