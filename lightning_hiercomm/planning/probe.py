@@ -91,8 +91,9 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     )
     if smallest > 1:
         count = max(LEAST_STEPS, math.ceil(_AVERAGED_MOVES * seconds / shown))
-        averaged = _slowest(topology, train, count)
-        workload = replace(workload, averaging=_averaging(cluster, workload, averaged))
+        beside_it = _workload(topology.world.all_gather_object(train()), share, ranks.device)  # machines' speed drifts
+        averaging = _averaging(cluster, beside_it, _slowest(topology, train, count))
+        workload = replace(_mean(workload, beside_it), averaging=averaging)
         say(f"averaging gradients in a node: {workload.averaging * 1e3:.1f} ms of a step, beside its moves")
     return Profile(
         cluster,
@@ -142,6 +143,12 @@ def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Wor
         slowest.state_per_parameter,
         timing.processor_seconds / timing.seconds if device.type == "cpu" else 0.0,
     )
+
+
+def _mean(first: Workload, second: Workload) -> Workload:
+    """The same workload, timed twice."""
+    parts = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in ("forward", "backward", "update")}
+    return replace(first, **parts)
 
 
 def _slowest(topology: Topology, train: Train, steps: int) -> float:

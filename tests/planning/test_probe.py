@@ -8,7 +8,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.cost import predict
-from lightning_hiercomm.planning.probe import _averaging, _slowest
+from lightning_hiercomm.planning.probe import _averaging, _mean, _slowest
 from lightning_hiercomm.planning.steps import StepTimes
 from lightning_hiercomm.schemes import PeriodicAveraging
 from lightning_hiercomm.topology import Topology
@@ -35,6 +35,10 @@ def test_averaging_is_paid_by_those_who_average():
     step = Workload(1e6, 0.03, 0.07, averaging=0.05)
     assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.15)
     assert predict(PeriodicAveraging(4, gradients="none"), cluster, step).seconds == pytest.approx(0.10)
+
+
+def test_a_step_that_was_timed_twice_takes_the_mean():
+    assert _mean(Workload(1e6, 0.03, 0.07, 0.01), Workload(1e6, 0.05, 0.09, 0.03)) == Workload(1e6, 0.04, 0.08, 0.02)
 
 
 def test_a_module_that_cannot_be_averaged_is_probed_without():
