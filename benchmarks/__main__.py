@@ -374,6 +374,7 @@ def prediction_command(arguments: argparse.Namespace) -> None:
                 for repetition in range(arguments.repetitions)
                 for key in keys
             ]
+            jobs.append(speed_job("probe", workload, arguments.repetitions, 1, steps["probe"], arguments.timeout))
             arguments.nodes, arguments.ranks_per_node = nodes, ranks
             for _, results, note in _session(arguments, jobs, [mbit]):
                 found = prediction.setting_of(jobs, results, nodes, ranks, mbit, note)

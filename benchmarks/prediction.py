@@ -37,7 +37,7 @@ class Setting:
         ranks_per_node: On each.
         mbit: Rate of each node's link.
         note: How busy the machine was.
-        profile: The probe's.
+        profiles: The probes', the first before the rows and the last after them: machines' speed drifts.
         seconds: Measured seconds per step, by row; one number per repetition.
         processor_seconds: The same of the processors' time, of the average rank.
     """
@@ -47,7 +47,7 @@ class Setting:
     ranks_per_node: int
     mbit: float
     note: str
-    profile: dict[str, Any]
+    profiles: list[dict[str, Any]]
     seconds: dict[str, list[float]]
     processor_seconds: dict[str, list[float]]
 
@@ -94,7 +94,7 @@ def setting_of(
     jobs: list[Job], results: dict[str, list[Record]], nodes: int, ranks_per_node: int, mbit: float, note: str
 ) -> Setting:
     """What one session found."""
-    profiles = [record.profile for records in results.values() for record in records if record.profile]
+    profiles = [first.profile for first, *_ in results.values() if first.profile]
     seconds: dict[str, list[float]] = {}
     processor_seconds: dict[str, list[float]] = {}
     for job in jobs:
@@ -104,19 +104,20 @@ def setting_of(
             processor_seconds.setdefault(job.row, []).append(used)
     if not profiles:
         raise RuntimeError("the probe failed, see the logs")
-    return Setting(jobs[0].workload, nodes, ranks_per_node, mbit, note, profiles[0], seconds, processor_seconds)
+    return Setting(jobs[0].workload, nodes, ranks_per_node, mbit, note, profiles, seconds, processor_seconds)
 
 
 def compare(setting: Setting) -> Iterable[Compared]:
-    """Predict what was measured."""
-    profile = Profile.from_dict(setting.profile)
+    """Predict what was measured: the mean over what each probe predicts."""
+    profiles = [Profile.from_dict(profile) for profile in setting.profiles]
     for key, seconds in setting.seconds.items():
         row = ROWS[key]
         if row.module == "plain":  # stored beside the predictions, to judge them by
             continue
         scheme, wire = _scheme_of(row) if row.module == "ours" else (None, None)
-        prediction = predict(scheme, profile.cluster, profile.workload, wire)
-        yield Compared(row.title, setting, statistics.median(seconds), prediction.seconds, prediction.limit)
+        predictions = [predict(scheme, profile.cluster, profile.workload, wire) for profile in profiles]
+        predicted = statistics.fmean(prediction.seconds for prediction in predictions)
+        yield Compared(row.title, setting, statistics.median(seconds), predicted, predictions[0].limit)
 
 
 def table(compared: Iterable[Compared]) -> str:

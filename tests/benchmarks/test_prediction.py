@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +39,7 @@ def a_setting() -> prediction.Setting:
 
 def test_a_session_gives_the_profile_and_what_was_measured():
     setting = a_setting()
-    assert setting.profile == PROFILE
+    assert setting.profiles == [PROFILE]
     assert setting.seconds == {"periodic": [pytest.approx(0.3)]}
     assert setting.processor_seconds == {"periodic": [pytest.approx(0.1)]}
 
@@ -54,9 +56,17 @@ def test_rows_are_predicted_with_the_scheme_that_was_measured():
     assert compared.ratio == pytest.approx(compared.predicted / 0.3)
 
 
+def test_what_two_probes_predict_is_averaged():
+    setting = a_setting()
+    later = copy.deepcopy(PROFILE)
+    later["workload"]["forward"] += 0.2
+    (compared,) = prediction.compare(replace(setting, profiles=[PROFILE, later]))
+    assert compared.predicted == pytest.approx(0.4 + 0.04 / 16)
+
+
 def test_all_rows_that_are_measured_can_be_predicted():
     setting = prediction.Setting(
-        "mlp1m", 2, 2, 800.0, "", PROFILE, {row: [0.3] for row in prediction.PREDICTED_ROWS}, {}
+        "mlp1m", 2, 2, 800.0, "", [PROFILE], {row: [0.3] for row in prediction.PREDICTED_ROWS}, {}
     )
     assert len(list(prediction.compare(setting))) == len(
         [row for row in prediction.PREDICTED_ROWS if ROWS[row].module != "plain"]
@@ -73,6 +83,6 @@ def test_what_is_stored_of_other_settings_stays(tmp_path):
     path = tmp_path / "prediction.json"
     first = a_setting()
     prediction.save([first], path)
-    other = prediction.Setting("mlp1m", 4, 1, 800.0, "", PROFILE, {"ddp": [1.0]}, {})
+    other = prediction.Setting("mlp1m", 4, 1, 800.0, "", [PROFILE], {"ddp": [1.0]}, {})
     prediction.save([other], path)
     assert prediction.load(path) == [first, other]
