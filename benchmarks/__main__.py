@@ -19,7 +19,7 @@ from benchmarks.contenders import BOUNDS, ROWS, SCANNED
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
 from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
-from benchmarks.network import busy_share, open_network, why_no_namespaces
+from benchmarks.network import busy_share, one_scheduling_group, open_network, why_no_namespaces
 from benchmarks.settings import (
     ALONE,
     NARROW,
@@ -204,7 +204,7 @@ def _session(
     done = []
     jobs = sorted(jobs, key=lambda job: (ROWS[job.row].venv != "main", ROWS[job.row].venv))
     jobs.insert(0, replace(jobs[0], id="burn-in", row="local", warmup=5, steps=10, evaluate_every=0))
-    with open_network(arguments.nodes, arguments.mtu) as network:
+    with one_scheduling_group(), open_network(arguments.nodes, arguments.mtu) as network:
         for mbit in rates if network.limits_rates else [0.0]:
             with machine_lock(arguments.lock):
                 network.set_rate(mbit or None)

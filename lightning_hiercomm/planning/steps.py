@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,7 +38,7 @@ _BATCH = 8
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The mean over some steps of one rank.
+    """Medians over some steps of one rank.
 
     Attributes:
         forward: Seconds before the backward pass: loading data, the loop, the forward pass.
@@ -164,9 +164,9 @@ class _Clock(pl.Callback):
         steps = self._steps[_WARM_UP:]
         if len(steps) < LEAST_STEPS - _WARM_UP:
             raise PlanningError(f"{type(module).__name__} took {len(self._steps)} steps only: its training ended early")
-        total = fmean(map(sum, steps))  # as the processors' time below, which is taken from it
+        total = median(map(sum, steps))
         parts = [median(step[i] for step in steps) for i in range(3)]
-        forward, backward, update = (part * total / sum(parts) for part in parts)
+        forward, backward, update = (part * total / sum(parts) for part in parts)  # medians need not add up
         (_, worked, queued), (_, has_worked, has_queued) = self._ends[_WARM_UP], self._ends[-1]
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         count = sum(parameter.numel() for parameter in trained)

@@ -39,6 +39,18 @@ def test_the_bucket_is_small_beside_a_second_of_traffic() -> None:
     assert network.burst_bytes(10_000) == 1_250_000
 
 
+def test_ranks_are_one_group_to_the_scheduler_while_they_are_measured(tmp_path, monkeypatch) -> None:
+    setting = tmp_path / "autogroup"
+    setting.write_text("1\n")
+    monkeypatch.setattr(network, "AUTOGROUP", setting)
+    with network.one_scheduling_group():
+        assert setting.read_text() == "0"
+    assert setting.read_text() == "1\n"
+    monkeypatch.setattr(network, "AUTOGROUP", tmp_path / "missing")
+    with network.one_scheduling_group():
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(network.why_no_namespaces() is not None, reason="network namespaces do not work here")
 def test_eight_nodes_have_a_link_each_and_reach_each_other() -> None:
