@@ -28,7 +28,7 @@ def evaluates_loss(optimizer: Optimizer) -> bool:
     return _needs_closure(type(optimizer).step)
 
 
-@cache  # reading a signature takes as long as all else that we do in a step
+@cache  # or this would take longest of what we do in a step: it reads a signature
 def _needs_closure(step: Callable[..., object]) -> bool:
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
