@@ -24,6 +24,9 @@ from benchmarks.peers import PeerMissing, interpreter
 START_SECONDS = 90.0
 REPOSITORY = Path(__file__).parent.parent
 
+# glibc keeps all that a process frees, for what it allocates next; by itself it learns how much, and begins with little
+_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
 
 def run(
     network: Network, ranks_per_node: int, jobs: list[Job], log_folder: Path, say: Callable[[str], None] = print
@@ -81,6 +84,7 @@ def _session(
                     "OMP_NUM_THREADS": "1",
                     "MKL_NUM_THREADS": "1",
                     "PYTHONUNBUFFERED": "1",
+                    **_KEEPS_MEMORY,  # or a row depends on what the rows before it have freed
                 },
                 stack.enter_context(open(log_folder / f"{node.hostname}.log", "ab")),
             )

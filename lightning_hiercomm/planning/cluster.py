@@ -218,8 +218,8 @@ class Workload:
         dtype: Of the parameters: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         state_per_parameter: Numbers that the optimizer keeps per parameter: 2 of Adam, 1 of SGD with momentum.
         threads: Processor cores that a rank's step keeps busy; 0 where a GPU does the work.
-        averaging: Seconds that a step computes longer if gradients are averaged, beside the moves themselves: hooks,
-            and buckets that are written and read once more.
+        averaging: Seconds that a step computes longer if gradients go to other ranks, beside the moves themselves:
+            hooks, and buckets that are written and read once more.
 
     Raises:
         ValueError: For numbers that are not positive.

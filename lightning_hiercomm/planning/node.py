@@ -100,7 +100,7 @@ class Node:
     def _train_once(self, average: Average) -> None:
         workload = self.workload
         self._compute(workload.forward)
-        backward = workload.backward + (0.0 if average is untouched else workload.averaging)
+        backward = workload.backward + (workload.averaging if self._averages(average) else 0.0)
         ends = []
         for piece in ddp_buckets(workload.model_bytes):
             ready = self._compute(backward * piece.bytes / workload.model_bytes)
@@ -109,6 +109,10 @@ class Node:
         self._compute(workload.update)
         self._steps += 1
         self.mark()
+
+    def _averages(self, average: Average) -> bool:
+        """Whether gradients go to other ranks: else a strategy leaves DDP out."""
+        return average is not untouched and (average is not average_in_node or self.cluster.ranks_per_node > 1)
 
     def _train_at_once(self, steps: int, average: Average) -> None:
         """Steps that differ in nothing, as one task: nobody wants to wait for a thousand of them."""

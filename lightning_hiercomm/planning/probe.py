@@ -89,12 +89,12 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     cluster = Cluster(
         topology.num_nodes, smallest, intra, inter, everywhere, share.processors, _COPIED / copying.seconds
     )
-    if smallest > 1:
+    if topology.world_size > 1:
         count = max(LEAST_STEPS, math.ceil(_AVERAGED_MOVES * seconds / shown))
         beside_it = _workload(topology.world.all_gather_object(train()), share, ranks.device)  # machines' speed drifts
         averaging = _averaging(cluster, beside_it, _slowest(topology, train, count))
         workload = replace(_mean(workload, beside_it), averaging=averaging)
-        say(f"averaging gradients in a node: {workload.averaging * 1e3:.1f} ms of a step, beside its moves")
+        say(f"averaging gradients: {workload.averaging * 1e3:.1f} ms of a step, beside its moves")
     return Profile(
         cluster,
         workload,

@@ -37,6 +37,8 @@ _MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
 _OUTER_STEP = 4.0  # difference, momentum, step, copy
 _LOCAL_RULE = 2.0  # two terms of GLU, likewise
 _SERVER_STEP = 3.0
+_LOOK = 0.5  # at what leaves, whether it is finite: it is only read
+_OF_TWO = 1.5  # a sum or difference with what is there already: two are read
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class _Exchange:
         """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
         node, payload, through = self._node, self._payload, self._scheme.through
         lane = "node" if waiting else "inbound"
-        packed = node.passes(piece.bytes, 2 if _merge_of(self._scheme).needs_sent else 1)
+        packed = node.passes(piece.bytes, _LOOK + (2 if _merge_of(self._scheme).needs_sent else 1))
         if isinstance(through, Graph):
             encoded = node.passes(piece.bytes / node.lanes, 1 + payload.passes, after=[packed])
             peers = _out_degree(through, node.cluster.nodes)
@@ -263,6 +265,7 @@ def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
     pulled: list[Task] = []
     for step in range(1, steps + 1):
         node.train()
+        node.passes(node.workload.model_bytes, _LOOK)
         arrivals = [
             node.intra("all_gather", section.scaled(payload.ratio), [pull])
             for section, pull in zip(sections, pulled, strict=False)
@@ -302,17 +305,18 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     def merge() -> None:
         for piece, task in in_flight:
             node.wait(task)
-            node.passes(piece.bytes)
+            node.passes(piece.bytes, _OF_TWO)
         in_flight.clear()
 
     for _ in range(steps):
         node.train(average=gradients)
         merge()
+        node.passes(model_bytes, _LOOK)
         for piece in pieces:
             part = piece.bytes * copies / node.lanes
             packed = node.passes(part, 1 + payload.passes / 2)
             sent = node.inter("exchange", piece.scaled(copies * payload.ratio * peers), [packed], copies)
-            changed = node.passes(part, 1 + payload.passes / 2, "inbound", [sent])
+            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", [sent])
             shared = node.intra("broadcast", piece, [changed], "inbound") if scheme.hierarchical else changed
             in_flight.append((piece, shared))
         if not scheme.overlap:

@@ -10,7 +10,7 @@ from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.cost import predict
 from lightning_hiercomm.planning.probe import _averaging, _mean, _slowest
 from lightning_hiercomm.planning.steps import StepTimes
-from lightning_hiercomm.schemes import PeriodicAveraging
+from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
 from lightning_hiercomm.topology import Topology
 
 INSTANT = Link(float("inf"))
@@ -35,6 +35,14 @@ def test_averaging_is_paid_by_those_who_average():
     step = Workload(1e6, 0.03, 0.07, averaging=0.05)
     assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.15)
     assert predict(PeriodicAveraging(4, gradients="none"), cluster, step).seconds == pytest.approx(0.10)
+
+
+def test_on_nodes_of_one_rank_only_those_pay_for_averaging_whose_gradients_leave_the_node():
+    cluster = Cluster(4, 1, INSTANT, INSTANT)
+    step = Workload(1e6, 0.03, 0.07, averaging=0.05)
+    assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.10)
+    assert predict(AllReduce(), cluster, step).seconds == pytest.approx(0.15)
+    assert predict(None, cluster, step).seconds == pytest.approx(0.15)
 
 
 def test_a_step_that_was_timed_twice_takes_the_mean():
