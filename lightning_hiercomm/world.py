@@ -47,9 +47,10 @@ def connect_world(
         nodes = nodes_by_place(places)
     meter = Meter()
     by_torch = sharing_memory(connect_torch(meter, timeout, launching=_lightning.unprofiled), timeout)
-    if inter_node == "torch":
-        return Topology(nodes, rank, by_torch, meter)
-    return Topology(nodes, rank, _between_nodes(connect_mpi(meter, rank, world_size), by_torch), meter)
+    connect = by_torch if inter_node == "torch" else _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
+    topology = Topology(nodes, rank, connect, meter)
+    topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
+    return topology
 
 
 def _between_nodes(inter: Connect, others: Connect) -> Connect:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -222,6 +224,22 @@ def collect(fabric, strategy):
 @pytest.mark.timeout(60)
 def test_a_forked_rank_leaves_the_garbage_of_its_parent_alone(process_group_in_the_garbage):
     launched(AllReduce(), collect)
+
+
+def nothing(fabric, strategy):
+    pass
+
+
+def test_ranks_that_end_at_once_do_not_end_before_all_are_connected(monkeypatch):
+    new_group = dist.new_group
+
+    def slower_on_the_last_rank(*arguments, **keywords):
+        if dist.get_rank() == 3:
+            time.sleep(0.5)
+        return new_group(*arguments, **keywords)
+
+    monkeypatch.setattr(dist, "new_group", slower_on_the_last_rank)
+    launched(PeriodicAveraging(2), nothing)
 
 
 def test_a_module_without_values_is_refused_by_name():
