@@ -262,7 +262,7 @@ def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypat
     monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.04)  # the quota's period is a fifth of Linux's
     reports = fit(Busy(), {"batches": HeterogeneousBatches(32)}, devices=2)
     (slow,) = reports[1]["report"]
-    assert 1 <= slow <= 12  # 1 where the quota makes each of its steps late, whatever the batch
+    assert 2 <= slow <= 12
     assert reports[0]["report"] == [32 - slow]
 
 
