@@ -17,7 +17,8 @@ from lightning_hiercomm.comm.meter import Mark, Meter
 
 _BLOCK_SECONDS = 0.1
 _TOLERANCE = 0.05
-_BLOCKS = (3, 9)
+_BLOCKS_AT_ONCE = 3
+_MOST_BLOCKS = 9
 
 
 def fit_cost(seconds: Mapping[int, float]) -> StepCost:
@@ -64,8 +65,9 @@ def time_step(
 ) -> StepTime:
     """How long ``step`` takes, over blocks of steps.
 
-    A block lasts a tenth of a second or more, so a CPU quota, which lets a process run and then stops it within such a
-    period, shows as what it is on average. All ranks take the same number of steps, so those may contain collectives.
+    A block lasts a tenth of a second or more on the fastest rank, and those from one meeting of the ranks to the next
+    follow each other at once: a CPU quota lets a process run and then stops it, within such a period, and one that
+    waits may run on without a stop. All ranks take the same number of steps, so those may contain collectives.
 
     Args:
         step: A training step. Called a few times before it is timed.
@@ -78,17 +80,21 @@ def time_step(
         for _ in range(steps):
             step()
         synchronize()
-        return (time.perf_counter() - start) / steps
+        return time.perf_counter() - start
 
     run(2)  # warm-up: allocations, kernels chosen by trial, lazy modules
-    first = gather(run(1))
-    steps = max(1, min(math.ceil(_BLOCK_SECONDS / min(first)), int(10 * _BLOCK_SECONDS / max(first))))
+    steps = 1
     blocks: list[float] = []
     while True:
-        blocks.append(run(steps))
-        settled = len(blocks) >= _BLOCKS[0] and _is_close(median(blocks), median(blocks[:-1]))
-        if all(gather(settled or len(blocks) >= _BLOCKS[1])):
-            return StepTime.of(blocks)
+        blocks += [run(steps) for _ in range(_BLOCKS_AT_ONCE)]
+        lasted = gather(median(blocks))
+        if min(lasted) < _BLOCK_SECONDS and max(lasted) < 5 * _BLOCK_SECONDS:
+            steps *= min(math.ceil(_BLOCK_SECONDS / min(lasted)), int(10 * _BLOCK_SECONDS / max(lasted)))
+            blocks.clear()
+            continue
+        settled = _is_close(median(blocks), median(blocks[:-1]))
+        if all(gather(settled or len(blocks) >= _MOST_BLOCKS)):
+            return StepTime.of([seconds / steps for seconds in blocks])
 
 
 class StepClock:

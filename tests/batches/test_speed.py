@@ -33,18 +33,46 @@ def test_time_that_does_not_grow_promises_no_boundless_speed():
     assert cost.seconds(200) > 1.2 * cost.seconds(20)
 
 
-def test_a_quota_that_stops_a_process_now_and_then_counts_on_average(clock):
-    # 10 ms of work in every period of 100 ms, in steps of 1 ms: the median step takes 1 ms, the average one 10 ms
-    worked = [0]
+class Quota:
+    """So much processor time in every period of 100 ms of a rank's clock, as Linux's control groups give it."""
 
-    def step():
-        worked[0] += 1
-        clock.advance(0.001)
-        if worked[0] % 10 == 0:
-            clock.advance(0.09)
+    def __init__(self, clock, share):
+        self.clock, self.share = clock, share
+        self.period, self.left = -1, 0.0
 
-    time = time_step(step, lambda value: [value], lambda: None)
+    def work(self, seconds):
+        while seconds > 1e-9:
+            period = int(self.clock.now / 0.1 + 1e-6)
+            if period == self.period and self.left < 1e-9:
+                self.clock.advance((period + 1) * 0.1 - self.clock.now)
+                period += 1
+            if period != self.period:
+                self.period, self.left = period, 0.1 * self.share
+            done = min(seconds, self.left)
+            seconds, self.left = seconds - done, self.left - done
+            self.clock.advance(done)
+
+
+@pytest.mark.parametrize("worked", [0.0, 0.007, 0.008, 0.020])
+def test_a_quota_that_stops_a_process_now_and_then_counts_on_average(clock, worked):
+    # 10 ms of work in every period of 100 ms, in steps of 1 ms: the median step takes 1 ms, the average one 10 ms, and
+    # the first that is timed 1 ms or 91
+    quota = Quota(clock, 0.1)
+    quota.work(worked)
+    time = time_step(lambda: quota.work(0.001), lambda value: [value], lambda: None)
     assert time.seconds == pytest.approx(0.010, rel=0.1)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.007, 0.020])
+def test_the_quota_that_a_rank_saves_while_it_waits_for_others_does_not_count(clock, seconds):
+    quota = Quota(clock, 0.5)
+
+    def gather(value):
+        clock.advance(0.1)
+        return [value]
+
+    time = time_step(lambda: quota.work(seconds), gather, lambda: None)
+    assert time.seconds == pytest.approx(2 * seconds, rel=0.1)
 
 
 def test_the_spread_is_that_of_the_middle_half():
