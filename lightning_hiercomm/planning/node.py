@@ -81,23 +81,26 @@ class Node:
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
-    def train(self, steps: int = 1, average: Average = average_in_node) -> None:
+    def train(
+        self, steps: int = 1, average: Average = average_in_node, before_update: Callable[[], None] | None = None
+    ) -> None:
         """Take optimizer steps: forward, backward with DDP's buckets averaged meanwhile, update.
 
         Args:
             steps: How many, with nothing but gradients to be exchanged.
             average: What becomes of a bucket of gradients.
+            before_update: What else a single step does between backward and update.
         """
         if steps <= _MOST_STEPS_IN_DETAIL:
             for _ in range(steps):
-                self._train_once(average)
+                self._train_once(average, before_update)
             return
         for _ in range(2):
             self._train_once(average)
         self._train_at_once(steps - 3, average)
         self._train_once(average)
 
-    def _train_once(self, average: Average) -> None:
+    def _train_once(self, average: Average, before_update: Callable[[], None] | None = None) -> None:
         workload = self.workload
         self._compute(workload.forward)
         backward = workload.backward + (workload.averaging if self._averages(average) else 0.0)
@@ -106,6 +109,8 @@ class Node:
             ready = self._compute(backward * piece.bytes / workload.model_bytes)
             ends.append(average(self, piece, ready))
         self.wait(*ends)
+        if before_update is not None:
+            before_update()
         self._compute(workload.update)
         self._steps += 1
         self.mark()
