@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     foresight.add_argument("--layouts", nargs="+", type=_layout_of, default=list(prediction.LAYOUTS), metavar="2x2")
     foresight.add_argument("--mbit", type=float, nargs="+", default=list(prediction.RATES), help="link rates")
     foresight.add_argument("--workload", choices=sorted(WORKLOADS), help="default: by the link's rate")
-    foresight.add_argument("--repetitions", type=int, default=1)
+    foresight.add_argument("--repetitions", type=int, default=3)
     foresight.add_argument("--steps", type=int, default=8, help="least number of steps on the clock")
     foresight.add_argument("--stored", action="store_true", help="predict anew what was measured before")
     foresight.set_defaults(command=prediction_command)
