@@ -65,9 +65,10 @@ def time_step(
 ) -> StepTime:
     """How long ``step`` takes, over blocks of steps.
 
-    A block lasts a tenth of a second or more on the fastest rank, and those from one meeting of the ranks to the next
-    follow each other at once: a CPU quota lets a process run and then stops it, within such a period, and one that
-    waits may run on without a stop. All ranks take the same number of steps, so those may contain collectives.
+    A block lasts a tenth of a second or more on the fastest rank, if that is not too long on the slowest; those from
+    one meeting of the ranks to the next follow each other at once: a CPU quota lets a process run and then stops it,
+    within such a period, and one that waits may run on without a stop. All ranks take the same number of steps, so
+    those may contain collectives.
 
     Args:
         step: A training step. Called a few times before it is timed.
@@ -87,13 +88,12 @@ def time_step(
     blocks: list[float] = []
     while True:
         blocks += [run(steps) for _ in range(_BLOCKS_AT_ONCE)]
-        lasted = gather(median(blocks))
-        if min(lasted) < _BLOCK_SECONDS and max(lasted) < 5 * _BLOCK_SECONDS:
+        settled = _is_close(median(blocks), median(blocks[:-1])) or len(blocks) >= _MOST_BLOCKS
+        lasted, are_settled = zip(*gather((median(blocks), settled)), strict=True)
+        if min(lasted) < _BLOCK_SECONDS and max(lasted) < 5 * _BLOCK_SECONDS:  # room to double, at least
             steps *= min(math.ceil(_BLOCK_SECONDS / min(lasted)), int(10 * _BLOCK_SECONDS / max(lasted)))
             blocks.clear()
-            continue
-        settled = _is_close(median(blocks), median(blocks[:-1]))
-        if all(gather(settled or len(blocks) >= _MOST_BLOCKS)):
+        elif all(are_settled):
             return StepTime.of([seconds / steps for seconds in blocks])
 
 

@@ -81,26 +81,29 @@ class Node:
 
     # ---- the training thread -------------------------------------------------------------------------------------
 
-    def train(
-        self, steps: int = 1, average: Average = average_in_node, before_update: Callable[[], None] | None = None
-    ) -> None:
+    def train(self, steps: int = 1, average: Average = average_in_node) -> None:
         """Take optimizer steps: forward, backward with DDP's buckets averaged meanwhile, update.
 
         Args:
             steps: How many, with nothing but gradients to be exchanged.
             average: What becomes of a bucket of gradients.
-            before_update: What else a single step does between backward and update.
         """
         if steps <= _MOST_STEPS_IN_DETAIL:
             for _ in range(steps):
-                self._train_once(average, before_update)
+                self.train_once(average)
             return
         for _ in range(2):
-            self._train_once(average)
+            self.train_once(average)
         self._train_at_once(steps - 3, average)
-        self._train_once(average)
+        self.train_once(average)
 
-    def _train_once(self, average: Average, before_update: Callable[[], None] | None = None) -> None:
+    def train_once(self, average: Average, before_update: Callable[[], object] | None = None) -> None:
+        """Take one optimizer step.
+
+        Args:
+            average: What becomes of a bucket of gradients.
+            before_update: What is done besides, between backward and update.
+        """
         workload = self.workload
         self._compute(workload.forward)
         backward = workload.backward + (workload.averaging if self._averages(average) else 0.0)

@@ -309,7 +309,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
         in_flight.clear()
 
     for _ in range(steps):
-        node.train(average=gradients, before_update=merge)
+        node.train_once(gradients, before_update=merge)
         node.passes(model_bytes, _LOOK)
         for piece in pieces:
             part = piece.bytes * copies / node.lanes
