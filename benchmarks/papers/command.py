@@ -27,6 +27,8 @@ def papers(numbers: Sequence[str], seeds: int, processes: int, out: Path, stored
         path = out / f"{number}.json"
         if path.exists():
             results = known_results(study, path)
+            if not results.seeds:
+                return f"{path} has no run of the settings of today: play them first, without --stored"
             study.draw(results, path.with_suffix(".png"))
             sections.append(section(study, results))
             if number in numbers or not numbers:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
@@ -46,7 +46,7 @@ class Setting:
 
     def fingerprint(self, seed: int) -> str:
         """Another one for another experiment: what is kept under it is then done anew."""
-        text = repr((described(self.make(seed)), self.site, self.play.__name__, self.looks))
+        text = repr((described(self.make(seed)), unusual(self.site), self.play.__name__, self.looks))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def run(self, seed: int) -> dict[str, Any]:
@@ -76,14 +76,18 @@ class Setting:
 
 def described(experiment: Experiment) -> dict[str, str]:
     """What sets an experiment apart from the default; functions by their names, which are the same in every process."""
-    values = {part.name: getattr(experiment, part.name) for part in fields(experiment)}
-    values["task"] = f"{experiment.task.name}: {experiment.task.build(10)!r}"
-    usual = {part.name: part.default for part in fields(experiment)}
-    return {
-        name: getattr(value, "__qualname__", repr(value))
-        for name, value in values.items()
-        if name != "label" and value != usual[name]
-    }
+    of_experiment = unusual(experiment)
+    del of_experiment["label"]
+    return {**of_experiment, "task": f"{experiment.task.name}: {experiment.task.build(10)!r}"}
+
+
+def unusual(value: Any) -> Any:
+    """The fields of a dataclass that differ from their defaults, so that a new one with a default changes nothing."""
+    if not is_dataclass(value):
+        return getattr(value, "__qualname__", repr(value))
+    of_fields = {part.name: getattr(value, part.name) for part in fields(value)}
+    usual = {part.name: part.default for part in fields(value)}
+    return {name: unusual(found) for name, found in of_fields.items() if found != usual[name]}
 
 
 @dataclass(frozen=True)
@@ -224,14 +228,19 @@ class Study:
 
 
 def known_results(study: Study, path: Path) -> Results:
-    """What is kept and still belongs to the study's settings."""
+    """What is kept and still belongs to the study's settings; says how many others there are."""
     stored = json.loads(path.read_text()) if path.exists() else {}
     runs: dict[str, dict[int, Any]] = {key: {} for key in study.by_key}
+    others = 0
     for key, by_seed in stored.get("runs", {}).items():
         for seed, run in by_seed.items():
             setting = study.by_key.get(key)
             if setting is not None and run["fingerprint"] == setting.fingerprint(int(seed)):
                 runs[key][int(seed)] = run
+            else:
+                others += 1
+    if others:
+        print(f"{path}: {others} runs are of settings that are no more", file=sys.stderr, flush=True)
     return Results(runs, stored.get("extra", {}))
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.__main__ import make_parser
-from benchmarks.papers import hetgrad
+from benchmarks.papers import command, hetgrad
 from benchmarks.papers.asynchronous import asynchronous
 from benchmarks.papers.command import papers
 from benchmarks.papers.optimizers import AdaBelief
 from benchmarks.papers.report import table
 from benchmarks.papers.studies import STUDIES
-from benchmarks.papers.study import Results
+from benchmarks.papers.study import Results, Setting, known_results
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.simulation import Experiment, Site, simulate
 from lightning_hiercomm.planning.tasks import TASKS
@@ -71,6 +73,36 @@ def test_every_setting_is_an_experiment_that_can_be_told_from_the_others(number)
     pytest.importorskip("sklearn")
     settings = [setting for key, setting in STUDIES[number].by_key.items() if hetgrad.LARGER not in key]
     assert len({setting.fingerprint(0) for setting in settings}) == len(settings)
+
+
+@pytest.mark.parametrize("number", STUDIES)
+def test_every_stored_run_belongs_to_the_settings_of_today(number):
+    path = Path(command.__file__).parents[1] / "results" / "papers" / f"{number}.json"
+    stored = sum(map(len, json.loads(path.read_text())["runs"].values()))
+    assert sum(map(len, known_results(STUDIES[number], path).runs.values())) == stored > 0
+
+
+@dataclass(frozen=True)
+class LaterWorkload(Workload):
+    energy: float = 0.0
+
+
+def test_a_fingerprint_survives_a_new_field_with_a_default_and_no_other_value_of_it():
+    def fingerprint(workload):
+        site = Site(Cluster(2, 1, Link(math.inf), Link(4e6)), workload)
+        experiment = Experiment("it", AllReduce(), 1, 12, 0.1, 8, TASKS["characters"])
+        return Setting("it", lambda seed: experiment, site).fingerprint(0)
+
+    of_today = fingerprint(Workload(1e6, 0.3, 0.7))
+    assert fingerprint(LaterWorkload(1e6, 0.3, 0.7)) == of_today
+    assert fingerprint(LaterWorkload(1e6, 0.3, 0.7, energy=1.0)) != of_today
+    assert fingerprint(Workload(1e6, 0.3, 0.7, update=0.1)) != of_today
+
+
+def test_what_is_stored_of_other_settings_is_no_document_of_nothing(tmp_path, capsys):
+    (tmp_path / "004.json").write_text(json.dumps({"runs": {"it": {"0": {"fingerprint": "of another"}}}}))
+    assert "has no run of the settings of today" in papers([], 1, 1, tmp_path, stored=True)
+    assert "1 runs are of settings that are no more" in capsys.readouterr().err
 
 
 def test_a_table_leaves_out_what_was_not_played_yet():
