@@ -11,6 +11,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_hiercomm import _lightning
@@ -47,9 +48,12 @@ class Checkpoints:
         self._resumed_from: tuple[str, str | None] | None = None
         self._random_state: Mapping[str, Any] | None = None
 
-    def add_to(self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None) -> None:
-        """Add the state that all ranks share."""
+    def add_to(
+        self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None, together: bool = True
+    ) -> None:
+        """Add the state that all ranks share; ``together`` says whether they can be asked for it."""
         state: dict[str, Any] = {"schemes": run.schedules()}
+        state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:
             state["batches"] = batches.state_dict()
         checkpoint[_KEY] = state
@@ -72,6 +76,7 @@ class Checkpoints:
         io: CheckpointIO,
         filepath: Any,
         storage_options: Any | None = None,
+        precision: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
         """Write what each rank alone knows beside a checkpoint that is written inside; after :meth:`add_to`.
 
@@ -87,6 +92,7 @@ class Checkpoints:
             io: Writes the files.
             filepath: Of the checkpoint.
             storage_options: For ``io``.
+            precision: State of this rank's precision plugin.
 
         Raises:
             OSError: On every rank, if one could not write its companion.
@@ -104,6 +110,8 @@ class Checkpoints:
             run.gradients,
             run.agreed_model.own_values(),
             mid_epoch,
+            run.loss_so_far(),
+            precision,
         )
         rank = run.topology.rank
         try:
@@ -168,8 +176,13 @@ class Checkpoints:
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
 
-    def restore(self, run: TrainingRun, io: CheckpointIO) -> None:
+    def restore(self, run: TrainingRun, io: CheckpointIO, precision: Precision | None = None) -> None:
         """Put back what was taken: this rank's own state, or else the schemes' schedules.
+
+        Args:
+            run: Gets it.
+            io: Reads the companion.
+            precision: Has got rank 0's state from the checkpoint, and gets this rank's own where that was kept.
 
         Raises:
             FileNotFoundError: If a companion is asked for, and there is none.
@@ -179,6 +192,9 @@ class Checkpoints:
             identity = self._loaded.get("identity")
             companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)
             restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
+            run.load_loss(companion.get("loss", {}))
+            if precision is not None and companion.get("precision"):
+                precision.load_state_dict(companion["precision"])
             # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end it has not
             if companion["mid_epoch"]:
                 self._random_state = companion["random"]
@@ -186,6 +202,7 @@ class Checkpoints:
                 set_random_state(companion["random"])
         elif self._loaded:
             run.load_schedules(self._loaded["schemes"])
+            run.load_loss(self._loaded.get("loss", {}))
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:

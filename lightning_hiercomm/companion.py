@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +46,8 @@ def companion_state(
     gradients: GradientPath,
     own_values: Mapping[int, Tensor],
     mid_epoch: bool,
+    loss: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """This rank's own parameters, buffers, optimizer and scheme state, and random streams.
 
@@ -56,6 +60,8 @@ def companion_state(
         gradients: The way of the module's gradients.
         own_values: By ``id`` of a tensor, its own value, where the module holds the agreed one at the moment.
         mid_epoch: Whether more batches of the epoch follow.
+        loss: What this rank knows of the epoch's loss so far.
+        precision: State of the precision plugin: every node's gradient scaler goes its own way.
     """
     state = {
         "identity": identity,
@@ -68,6 +74,8 @@ def companion_state(
         "layouts": _layouts(schemes),
         "random": random_state(),
         "mid_epoch": mid_epoch,
+        "loss": dict(loss or {}),
+        "precision": dict(precision or {}),
     }
     return {**state, "checksum": checksum(state)}
 
@@ -190,10 +198,14 @@ def _digest(value: Any, digest: hashlib.blake2b) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of torch's and Python's random streams on this rank."""
+    """The state of torch's, Python's and NumPy's random streams on this rank, as tensors and primitives."""
     version, numbers, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
+    state = {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
+    if "numpy" in sys.modules:  # or nobody has drawn from it
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+    return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -203,6 +215,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in state and importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy").random.set_state(tuple(state["numpy"]))
 
 
 def _layouts(schemes: Sequence[Scheme]) -> list[str]:

@@ -295,14 +295,21 @@ class HierarchicalHooks(ParallelStrategy):
         together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints
         if together:
             checkpoints.average_foreign_weights(checkpoint, run)
-        checkpoints.add_to(checkpoint, run, self.batches)
+        checkpoints.add_to(checkpoint, run, self.batches, together)
         io = self.checkpoint_io
         with contextlib.ExitStack() as beside:
             if checkpoints.with_replicas and together:
                 mid_epoch = not self._module.trainer.is_last_batch
                 beside.enter_context(
                     checkpoints.companions(
-                        checkpoint, run, mid_epoch, lambda own: self.broadcast(own), io, filepath, storage_options
+                        checkpoint,
+                        run,
+                        mid_epoch,
+                        lambda own: self.broadcast(own),
+                        io,
+                        filepath,
+                        storage_options,
+                        self.precision_plugin.state_dict(),
                     )
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -329,7 +336,7 @@ class HierarchicalHooks(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._checkpoints.restore(self._run, self.checkpoint_io)
+        self._checkpoints.restore(self._run, self.checkpoint_io, self.precision_plugin)
 
     # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in what comes next) -----------------------
 

@@ -129,6 +129,26 @@ class TrainingRun:
                 self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
                 self._loss_count += 1
 
+    def loss_so_far(self) -> dict[str, Any]:
+        """What this rank knows of the loss of an epoch that has not ended; empty if that is nothing."""
+        return {} if self._loss_sum is None else {"sum": self._loss_sum.clone(), "count": self._loss_count}
+
+    def mean_loss_so_far(self) -> dict[str, Any]:
+        """The mean of all ranks' :meth:`loss_so_far`, from which all come to the same mean of the epoch. Collective."""
+        if not (self.schemes and self.schemes[0].watches_loss):
+            return {}
+        sums = torch.zeros(2, device=self.replicas.device)
+        if self._loss_sum is not None:
+            sums[0], sums[1] = self._loss_sum, self._loss_count
+        self.topology.world.all_reduce(sums.mul_(self.topology.rank_weight)).wait()
+        count = round(sums[1].item())
+        return {"sum": sums[0].clone(), "count": count} if count else {}
+
+    def load_loss(self, state: Mapping[str, Any]) -> None:
+        """Go on with :meth:`loss_so_far`."""
+        if state:
+            self._loss_sum, self._loss_count = state["sum"].to(self.replicas.device), state["count"]
+
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
         """One attempt of an optimizer to step.
 
@@ -149,6 +169,7 @@ class TrainingRun:
     def end_epoch(self) -> None:
         """The epoch's last batch is done; validation and checkpoints come next."""
         loss = self._loss_sum / self._loss_count if self._loss_sum is not None else None
+        self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
             scheme.end_epoch(loss)
 

@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -249,6 +251,72 @@ def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
             Confused(ranks_per_node=2, start_method="fork"),
             fit_arguments={"ckpt_path": tmp_path / "step=2.ckpt"},
         )
+
+
+LOSSES = [[4.0, 4.0, 4.0, 4.0], [9.0, 9.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]]
+"""The second epoch's is no improvement, but that of its last two batches would be one."""
+
+
+class Noisy(pl.LightningModule):
+    """Moves by NumPy's noise and reports losses of the test's own; the gradients of node 0 overflow once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+        self.report: list[tuple[int, float, float]] = []
+
+    def on_fit_start(self) -> None:
+        numpy.random.seed(self.global_rank)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        value = self.layer(batch).sum() * numpy.random.rand()
+        return value - value.detach() + LOSSES[self.current_epoch][batch_idx]
+
+    def on_after_backward(self) -> None:
+        if self.current_epoch == 0 and self.global_rank < 2 and self.trainer.fit_loop.batch_idx == 1:
+            self.layer.weight.grad.fill_(torch.inf)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        scale = self.trainer.precision_plugin.scaler.get_scale()
+        self.report.append((self.trainer.strategy.schemes[0].sync_every, self.layer.weight.item(), scale))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(16, 1))
+
+
+def trained_noisily(fit, path, replicas: bool, resumed: bool):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(path)
+
+    return fit(
+        Noisy(),
+        {"scheme": DASO(4, 1, 0, 0, threshold=0.0, patience=0), "checkpoint_replicas": replicas},
+        max_epochs=3,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        callbacks=[] if resumed else [Saves()],
+        fit_arguments={"ckpt_path": path} if resumed else {},
+    )
+
+
+@pytest.mark.parametrize("replicas", [True, False], ids=["companions", "plain checkpoint"])
+def test_the_loss_so_far_the_scale_and_numpys_stream_go_on(fit, tmp_path, replicas):
+    whole = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=False)
+    again = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=True)
+    for rank, (one, other) in enumerate(zip(whole, again, strict=True)):
+        periods, _, scales = zip(*one["report"], strict=True)
+        assert periods == (4,) * 7 + (2,) * 4 + (1,)
+        assert scales[-1] == (512.0 if rank < 2 else 1024.0)
+        if replicas:
+            assert other["report"] == one["report"][6:]
+        assert [period for period, _, _ in other["report"]] == [4, 2, 2, 2, 2, 1]
 
 
 # ---- without processes -----------------------------------------------------------------------------------------------

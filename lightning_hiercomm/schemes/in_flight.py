@@ -121,6 +121,7 @@ class InFlight:
                 "buckets": [move.index for move in exchange.moves],
                 "arrived": [move.flat.clone() for move in exchange.moves],
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
+                "is_sick": exchange.is_sick,
             }
             for exchange in self.exchanges
         ]
@@ -130,6 +131,7 @@ class InFlight:
         self.drop()
         for saved in state:
             exchange = self.start(saved["started"], saved["due"], saved["parts"])
+            exchange.is_sick = saved.get("is_sick", False)
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
             exchange.moves.extend(map(Move, saved["buckets"], arrived, sent))

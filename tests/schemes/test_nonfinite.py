@@ -344,3 +344,24 @@ def test_only_the_state_of_parameters_that_were_sick_begins_anew():
     assert torch.equal(optimizer.state[sick]["exp_avg_sq"], torch.zeros(2))
     assert optimizer.state[well]["step"] == 1
     assert optimizer.state[well]["exp_avg"].all()
+
+
+def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
+    scheme = with_policy(AGREEING["noloco, overlapped"](), "skip")
+    arguments = {"nodes": THREE, "shapes": SHAPES, "inner": partial(SGD, lr=0.1)}
+
+    def saving(rank: Rank) -> tuple[dict, torch.Tensor]:
+        falls_sick(rank, steps=5, at=4, victim=2)
+        state = rank.state()
+        return state, falls_sick(rank, steps=4, at=-1, victim=2).values
+
+    saved = on_nodes(saving, scheme, **arguments)
+    assert [state["scheme"]["in_flight"][0]["is_sick"] for state, _ in saved] == [False, False, True]
+
+    def resuming(rank: Rank) -> torch.Tensor:
+        rank.load(saved[rank.rank][0])
+        return falls_sick(rank, steps=4, at=-1, victim=2).values
+
+    for (_, whole), resumed in zip(saved, on_nodes(resuming, scheme, **arguments), strict=True):
+        assert whole.isfinite().all()
+        assert torch.equal(whole, resumed)
