@@ -79,11 +79,12 @@ class AgreedModel:
         Callbacks like StochasticWeightAveraging put averages of their own into the module, each node another, and no
         scheme knows of them.
         """
-        if self._topology.num_nodes > 1:
+        ranks_differ = not all(scheme.equal_in_node for scheme in self._schemes)
+        if self._topology.num_nodes > 1 or ranks_differ:
             whole = self._replicas.whole()
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
             nodes = self._topology.nodes if whole.shares else [[rank] for rank in range(len(prints))]
             if len({tuple(prints[rank] for rank in ranks) for ranks in nodes}) > 1:
-                Average(whole, self._topology)()
+                Average(whole, self._topology, equal_in_node=not ranks_differ)()
                 self._replicas.have_written()

@@ -59,12 +59,19 @@ class Checkpoints:
         checkpoint[_KEY] = state
 
     def average_foreign_weights(self, checkpoint: dict[str, Any], run: TrainingRun) -> None:
-        """Average what ``WeightAveraging`` put in the place of the agreed model, each node its own; collective."""
-        if _lightning.holds_averaged_weights(checkpoint):
-            state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
-            floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
-            Average(Replica((), floats, run.replicas.bucket_bytes), run.topology)()
-            checkpoint["state_dict"] = state_dict
+        """Average what ``WeightAveraging`` put in the place of the agreed model, each rank its own; collective.
+
+        When the run is over, the module holds that average already.
+        """
+        if not _lightning.holds_averaged_weights(checkpoint):
+            return
+        if run.is_closed:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
+            return
+        state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
+        floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        Average(Replica((), floats, run.replicas.bucket_bytes), run.topology, equal_in_node=False)()
+        checkpoint["state_dict"] = state_dict
 
     @contextmanager
     def companions(

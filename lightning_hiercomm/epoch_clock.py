@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,12 +19,20 @@ class EpochClock(pl.Callback):
         run: Of the ``fit`` that is being set up.
         batches: Gets to know of steps, too, if there is one.
         control: Gets to know of exceptions, and of what this rank is doing.
+        begin_validation: Called when a validation starts.
     """
 
-    def __init__(self, run: TrainingRun, batches: HeterogeneousBatches | None, control: RunControl) -> None:
+    def __init__(
+        self,
+        run: TrainingRun,
+        batches: HeterogeneousBatches | None,
+        control: RunControl,
+        begin_validation: Callable[[], None],
+    ) -> None:
         self._run = run
         self._batches = batches
         self._control = control
+        self._begin_validation = begin_validation
         self._epoch_has_ended = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -52,6 +61,10 @@ class EpochClock(pl.Callback):
             self._batches.end_step()
         if trainer.is_last_batch:
             self._end_epoch()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation starts: strategies hear of it only after the callbacks that may swap weights for it."""
+        self._begin_validation()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -134,7 +134,7 @@ class HierarchicalHooks(ParallelStrategy):
         super().setup(trainer)
         if is_fitting:
             self._run_or_none = self._new_run()
-            self._epoch_clock = EpochClock(self._run, self.batches, self._control)
+            self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             _lightning.put_callback_first(trainer, self._epoch_clock)
             self._control.watch_over(trainer)
             self._announce()  # here, or it would end up in the line of a progress bar
@@ -237,7 +237,7 @@ class HierarchicalHooks(ParallelStrategy):
         return self._run.step(raw, lambda: step(optimizer, closure, model, **kwargs), last=last)
 
     def on_train_end(self) -> None:
-        if self.schemes:  # callbacks have put their own averages into the module
+        if self._may_communicate:  # callbacks have put their own averages into the module
             self._run.agreed_model.average_module()
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
@@ -245,29 +245,31 @@ class HierarchicalHooks(ParallelStrategy):
     @contextmanager
     def agreed_model(self) -> Iterator[None]:
         """Inside, every rank's module holds the agreed parameters; afterwards training goes on from its own."""
-        if not self.schemes or not self._ranks_are_together:
+        if not self._may_communicate:
             yield
             return
         with self._run.agreed_model():
             yield
 
-    def on_validation_start(self) -> None:
+    def begin_validation(self) -> None:
+        """Put the agreed model into the module; before any callback hears of the validation, and may swap weights."""
         if self.batches is not None:
             self.batches.pause()
-        if self._evaluates_agreed_model and self._ranks_are_together:
+        if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.agreed_model.enter()
 
-    def on_validation_end(self) -> None:
-        if self._evaluates_agreed_model:
+    def on_validation_end(self) -> None:  # callbacks have heard of it, and put back what they took out
+        if self._run_or_none is not None and self._settings.evaluate == "consensus":
             self._run.agreed_model.leave()
 
     @property
-    def _evaluates_agreed_model(self) -> bool:
-        return bool(self.schemes) and self._settings.evaluate == "consensus"
+    def _may_communicate(self) -> bool:
+        """Whether there is a run that is not over, and all ranks are there."""
+        return self._run_or_none is not None and not self._run.is_closed and self._ranks_are_together
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self.schemes or self._run.agreed_model.is_in_module:
+        if not self._may_communicate or self._run.agreed_model.is_in_module:
             return super().lightning_module_state_dict()
         with self.agreed_model():
             return {
@@ -292,8 +294,8 @@ class HierarchicalHooks(ParallelStrategy):
         self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        together, run, checkpoints = self._ranks_are_together, self._run, self._checkpoints
-        if together:
+        together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
+        if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         checkpoints.add_to(checkpoint, run, self.batches, together)
         io = self.checkpoint_io
@@ -329,7 +331,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.schemes or not self._ranks_are_together:
+        if not self._may_communicate:
             return super().optimizer_state(optimizer)
         return self._run.scheme_of(_lightning.raw_optimizer(optimizer)).optimizer_state(only_on=0)  # which writes
 

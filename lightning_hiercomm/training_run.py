@@ -41,6 +41,7 @@ class TrainingRun:
         schemes: One per optimizer, in their order.
         gradients: The way of the module's gradients, whichever optimizer uses them.
         agreed_model: What all ranks agree on, while they differ.
+        is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class TrainingRun:
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
+        self._last_schedules: list[dict[str, Any]] | None = None
+        self.is_closed = False
         for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
             own.averages_optimizer_state = average_optimizer_state
             own.on_nonfinite, own.verify_replicas = on_nonfinite, verify_replicas
@@ -174,9 +177,10 @@ class TrainingRun:
             scheme.end_epoch(loss)
 
     def finish(self) -> None:
-        """The run is over: every rank holds the agreed parameters."""
+        """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         for scheme in self.schemes:
             scheme.finish()
+        self._last_schedules = self.schedules()
         self.replicas.have_written()
 
     def begin_anew(self) -> None:
@@ -186,11 +190,15 @@ class TrainingRun:
 
     def schedules(self) -> list[dict[str, Any]]:
         """The state that all replicas share, one per scheme; of a sharded module, for whole parameters. Collective."""
+        if self._last_schedules is not None:
+            return self._last_schedules
         schedules = [scheme.schedule() for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 state = self.replicas.whole_state(optimizer, scheme.replica, schedule["outer"]["state"])
                 schedule["outer"] = {**schedule["outer"], "state": state}
+            if "kept" in schedule:
+                schedule["kept"] = self.replicas.whole_state(optimizer, scheme.replica, schedule["kept"])
         return schedules
 
     def load_schedules(self, schedules: Sequence[Mapping[str, Any]]) -> None:
@@ -208,6 +216,8 @@ class TrainingRun:
             if outer is not None:
                 outer = {**outer, "state": self.replicas.held_state(optimizer, outer["state"])}
                 schedule = {**schedule, "outer": outer}
+            if "kept" in schedule:
+                schedule = {**schedule, "kept": self.replicas.held_state(optimizer, schedule["kept"])}
             scheme.load_schedule(schedule)
 
     def close(self, timeout: float) -> None:
@@ -216,6 +226,7 @@ class TrainingRun:
         Args:
             timeout: Seconds to wait for each.
         """
+        self.is_closed = True
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
@@ -62,8 +63,9 @@ class Agreement(Scheme):
 
         sent after step t - staleness;  x := merge(x, what arrived)
 
-    **The agreed model** is the mean over all nodes; with an outer optimizer, the outer parameters; with any merge that
-    :attr:`~lightning_hiercomm.schemes.merging.Merge.keeps_agreed` values, those.
+    **The agreed model** is the mean of the nodes' present parameters, whatever the merge. One that
+    :attr:`~lightning_hiercomm.schemes.merging.Merge.keeps_agreed` values (an outer optimizer) keeps them beside that:
+    a plain checkpoint holds the former as its model and the latter for the run that goes on from it.
 
     Float buffers (BatchNorm statistics) agree when all parts do at once and training waits for it.
 
@@ -410,23 +412,7 @@ class Agreement(Scheme):
     def settle(self) -> None:
         self._in_flight.settle()
 
-    def agree(self) -> None:
-        """Write the agreed parameters to the replica: those the merge keeps, or the weighted mean over all ranks."""
-        if not self._merge.keeps_agreed or isinstance(self.through, Graph) or self.is_alone:
-            super().agree()
-            return
-        self.settle()
-        if self.unagreed_steps:
-            for index, (bucket, anchor) in enumerate(zip(self._carrier.buckets, self._carrier.anchors, strict=True)):
-                bucket.unpack(self._carrier.whole(index, anchor))
-            self._average_buffers()
-
     def finish(self) -> None:
-        if self._merge.keeps_agreed and self.unagreed_steps and not self.is_alone:
-            for exchange in self._in_flight.take_all():  # the agreed values have moved: not to be done twice
-                exchange.wait()
-                self._merge_up_to(None, exchange)
-            self._agree_now(self.all_parts)  # or the steps since the last agreement would count for nothing
         super().finish()
         self._in_flight.drop()
         if self.tuner is not None and not self.is_alone and self.topology.rank == 0:
@@ -460,11 +446,40 @@ class Agreement(Scheme):
         if self.outer is not None:
             self.settle()
             state["outer"] = self.outer.state_dict(self.replica.parameters)
+        if self._keeps_common_values:
+            self.settle()
+            state["kept"] = self._kept_values()
         return state
+
+    @property
+    def _keeps_common_values(self) -> bool:
+        """Whether there are values beside the nodes' own that are equal on all nodes."""
+        return self._merge.keeps_agreed and not isinstance(self.through, Graph) and not self.is_alone
+
+    @torch.no_grad()
+    def _kept_values(self) -> list[dict[str, Tensor]]:
+        """What the merge keeps of every parameter, in the order of the replica. Collective over the node."""
+        kept = {id(parameter): torch.empty_like(parameter) for parameter in self.replica.parameters}
+        for index, anchor in enumerate(self._carrier.anchors):
+            for piece, values in self._carrier.buckets[index].split(self._carrier.whole(index, anchor)):
+                kept[id(piece.tensor)].view(-1)[piece.start :][: piece.length] = values
+        return [{"values": kept[id(parameter)]} for parameter in self.replica.parameters]
+
+    @torch.no_grad()
+    def _keep_values(self, kept: Sequence[Mapping[str, Tensor]]) -> None:
+        """Undo :meth:`_kept_values`, on any number of nodes and ranks."""
+        of_tensor = {id(p): saved["values"] for p, saved in zip(self.replica.parameters, kept, strict=True)}
+        for index, anchor in enumerate(self._carrier.anchors):
+            bucket = self._carrier.buckets[index]
+            flat = bucket.empty(self._carrier.parts_of(index))
+            for piece, values in bucket.split(flat):
+                values.copy_(of_tensor[id(piece.tensor)].reshape(-1)[piece.start :][: piece.length])
+            anchor.copy_(self._carrier.carried(flat, index))
 
     def state_dict(self) -> dict[str, Any]:
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
         state = super().state_dict()
+        state.pop("kept", None)  # the carrier's own values say the same
         if not self.is_alone:
             state["carrier"] = self._carrier.state_dict()
             state["in_flight"] = self._in_flight.state_dict()
@@ -490,5 +505,7 @@ class Agreement(Scheme):
             self._carrier.anchor()
             if self._merge.keeps_agreed:
                 self._merge.attach(self._carrier)
+            if self._keeps_common_values and "kept" in state:
+                self._keep_values(state["kept"])
         if self.outer is not None and "outer" in state:
             self.outer.load_state_dict(state["outer"], self.replica.parameters)

@@ -29,12 +29,11 @@ class DiLoCo(Agreement):
     model per *node*. Between nodes ``2 (M - 1) / M`` of the model travel per node and period, or an eighth of that with
     ``wire_dtype="int4"``.
 
-    **The agreed model** is a. So a validation or a checkpoint in mid-run knows nothing of the steps that the nodes have
-    taken since they sent what was merged last, of each fragment up to ``sync_every + staleness - 1``. A run that goes
-    on from a plain checkpoint does so without them (``checkpoint_replicas=True`` keeps them); a run that ends has them
-    all, for it ends with an agreement on all fragments. A plain checkpoint keeps the outer optimizer's state, laid out
-    as one process would have it, so a run goes on from it on any number of nodes. Schedulers of the outer learning rate
-    count periods.
+    **The agreed model** is the mean of the present x_m, as for every scheme that averages: what is validated, saved and
+    left at the end has all steps that the nodes have taken. Right after an agreement on everything (the papers' moment
+    of evaluation) that is a, if ``keep_local=0``. A plain checkpoint keeps a and the outer optimizer's state beside it,
+    laid out as one process would have them, so a run goes on from it on any number of nodes. Schedulers of the outer
+    learning rate count periods.
 
     NoLoCo exchanges with one random other node instead of all: see
     :class:`~lightning_hiercomm.schemes.agreement.Agreement`.

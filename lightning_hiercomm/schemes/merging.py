@@ -20,9 +20,9 @@ class Merge(ABC):
     Attributes:
         needs_sent: Whether what the node sent must be kept apart from what arrives.
         ends_in_agreement: Whether nodes that merge what they have just sent all hold the same values.
-        keeps_agreed: Whether the agreed values are neither the nodes' own nor their mean, but kept beside them, each
-            rank keeping its part of the model. Then differences from them travel, :meth:`land` moves them, and they are
-            the agreed model.
+        keeps_agreed: Whether the values that the nodes agree on are neither their own nor their mean, but kept beside
+            them, each rank keeping its part of the model. Then differences from them travel, and :meth:`land` moves
+            them.
     """
 
     needs_sent: bool = False

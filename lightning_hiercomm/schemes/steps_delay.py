@@ -349,7 +349,10 @@ class StepsDelay(Scheme):
             self.unagreed_steps = 0
 
     def finish(self) -> None:
+        # a checkpoint that is saved after the run finds it where that of any other optimizer is
+        state = {} if self._server is None else self._whole_optimizer_state(self._server, only_on=0)
         super().finish()
+        self.required_optimizer.state.update(state)
         self._holds_final_weights = True
 
     @property
@@ -516,7 +519,7 @@ class StepsDelay(Scheme):
         return values if relative is None else {**values, "disagreement": relative}
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
-        if self._server is None:
+        if self._server is None or self._holds_final_weights:
             return super().optimizer_state(only_on)
         whole = self._whole_optimizer_state(self._server, only_on)
         state = self.required_optimizer.state_dict()

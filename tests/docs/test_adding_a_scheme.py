@@ -167,7 +167,7 @@ def elastic(page, **arguments) -> Agreement:
 
 def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
     # with alpha = 1/4 and beta = 1/2, by local steps to (0, 4) and (0, 5.5):
-    # x = (0, 4) - (0, 4) / 4, c = 0 + 2 / 2;  then x = (0, 5.5) - (-1, 4.5) / 4, c = 1 + (2.75 - 1) / 2
+    # x = (0, 4) - (0, 4) / 4, c = 0 + 2 / 2;  then x = (0, 5.5) - (-1, 4.5) / 4; what is seen are the means of x
     def work(rank: Rank) -> list[float]:
         seen = []
         for _ in range(2):
@@ -175,7 +175,10 @@ def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
             seen += [rank.values.item(), rank.agreed().item()]
         return seen
 
-    assert on_nodes(work, elastic(page, when=1), targets=(0.0, 8.0)) == [[0, 1, 0.25, 1.875], [3, 1, 4.375, 1.875]]
+    assert on_nodes(work, elastic(page, when=1), targets=(0.0, 8.0)) == [
+        [0, 1.5, 0.25, 2.3125],
+        [3, 1.5, 4.375, 2.3125],
+    ]
 
 
 @pytest.mark.parametrize("words", [{"when": 2}, {"when": 4, "staleness": 3}, {"when": Staggered(4), "what": 2}])
@@ -200,9 +203,16 @@ def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
     assert len(saved) == 4
 
 
-def test_the_centre_is_what_a_trainer_saves_and_ends_on(page, fit):
+def centre(rank: Rank) -> float:
+    rank.train()
+    rank.train()
+    return rank.scheme.schedule()["kept"][0]["values"].item()
+
+
+def test_the_mean_of_the_nodes_is_what_a_trainer_ends_on_and_the_centre_is_kept_beside_it(page, fit):
     scheme = elastic(page, when=1)
     reports = fit(Oracle(2, targets=(0.0, 8.0)), {"scheme": scheme, "ranks_per_node": 1}, devices=2)
     assert [report["report"] for report in reports] == [[0.0, 0.25], [3.0, 4.375]]
-    # the run ends with one more pull: c = 1.875 + (mean of (0.25, 4.375) - 1.875) / 2
-    assert [report["state_dict"]["x"].item() for report in reports] == [2.09375] * 2
+    assert [report["state_dict"]["x"].item() for report in reports] == [2.3125] * 2
+    kept = on_nodes(centre, elastic(page, when=1), targets=(0.0, 8.0))
+    assert kept == [1.875, 1.875]  # 1 + (2.75 - 1) / 2
