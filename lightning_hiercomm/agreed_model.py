@@ -82,9 +82,10 @@ class AgreedModel:
         ranks_differ = not all(scheme.equal_in_node for scheme in self._schemes)
         if self._topology.num_nodes > 1 or ranks_differ:
             whole = self._replicas.whole()
+            whole = whole.of_ranks_that_differ() if ranks_differ else whole
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
             nodes = self._topology.nodes if whole.shares else [[rank] for rank in range(len(prints))]
             if len({tuple(prints[rank] for rank in ranks) for ranks in nodes}) > 1:
-                Average(whole, self._topology, equal_in_node=not ranks_differ)()
+                Average(whole, self._topology)()
                 self._replicas.have_written()

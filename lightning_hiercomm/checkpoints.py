@@ -70,7 +70,8 @@ class Checkpoints:
             return
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
-        Average(Replica((), floats, run.replicas.bucket_bytes), run.topology, equal_in_node=False)()
+        ranks_are_equal = all(scheme.equal_in_node for scheme in run.schemes)
+        Average(Replica((), floats, run.replicas.bucket_bytes, equal_in_node=ranks_are_equal), run.topology)()
         checkpoint["state_dict"] = state_dict
 
     @contextmanager

@@ -192,8 +192,10 @@ class Replica:
         named: Names of tensors, as ``module.named_parameters()`` gives them; others' names do no harm.
         shares: Of tensors that are parts of others, by the tensor's ``id``. Shares that are held by different ranks lie
             in different buckets; this rank's share may be empty.
+        equal_in_node: Whether the ranks of a node hold the same parameters at every step.
 
     Attributes:
+        equal_in_node: As above.
         names: The names, by the tensor's ``id``.
         buckets_of_parameters: All parameters.
         buckets_of_buffers: All buffers.
@@ -206,7 +208,9 @@ class Replica:
         bucket_bytes: int = 4 * 2**20,
         named: Iterable[tuple[str, Tensor]] = (),
         shares: Mapping[int, Share] | None = None,
+        equal_in_node: bool = True,
     ) -> None:
+        self.equal_in_node = equal_in_node
         self._all = list({id(tensor): tensor for tensor in parameters}.values())
         self.parameters = [tensor for tensor in self._all if tensor.numel()]
         self.buffers = list({id(tensor): tensor for tensor in buffers if tensor.numel()}.values())
@@ -216,14 +220,19 @@ class Replica:
         self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
         self.buckets_of_buffers = _buckets(self.buffers, bucket_bytes, equal_in_node=False)
 
+    def of_ranks_that_differ(self) -> Replica:
+        """The same tensors, where every rank of a node trains parameters of its own."""
+        names = [(self.names[id(t)], t) for t in (*self._all, *self.buffers) if id(t) in self.names]
+        return Replica(self._all, self.buffers, self.bucket_bytes, names, self.shares, equal_in_node=False)
+
     def in_buckets_of(self, nbytes: int) -> list[Bucket]:
         """The parameters in buckets of at most so many bytes, those that most ranks of the node hold first."""
         if not self.shares:
-            return _buckets(self.parameters, nbytes, equal_in_node=True)
+            return _buckets(self.parameters, nbytes, self.equal_in_node)
         return [
             bucket
             for held_by, tensors in self._by_holders(self.parameters).items()
-            for bucket in _buckets(tensors, nbytes, equal_in_node=True, held_by=held_by)
+            for bucket in _buckets(tensors, nbytes, self.equal_in_node, held_by=held_by)
         ]
 
     @property
@@ -302,17 +311,17 @@ class Replica:
             largest = max((parameter.element_size() for parameter in self.parameters), default=1)
             elements = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters) / largest
             part_bytes = -int(-elements // into) * largest
-            parts = [[bucket] for bucket in _buckets(self.parameters, part_bytes, equal_in_node=True)]
+            parts = [[bucket] for bucket in _buckets(self.parameters, part_bytes, self.equal_in_node)]
         else:
             groups = self._below(into)
-            parts = [_buckets(tensors, _UNBOUNDED, equal_in_node=True) for tensors in groups if tensors]
+            parts = [_buckets(tensors, _UNBOUNDED, self.equal_in_node) for tensors in groups if tensors]
         if bucket_bytes is None:
             return parts
         return [
             [
                 smaller
                 for bucket in part
-                for smaller in _filled(bucket.pieces, bucket_bytes, equal_in_node=True, held_by=bucket.held_by)
+                for smaller in _filled(bucket.pieces, bucket_bytes, bucket.equal_in_node, held_by=bucket.held_by)
             ]
             for part in parts
         ]
@@ -354,9 +363,10 @@ class Replica:
         for held_by, tensors in self._by_holders([piece.tensor for piece in pieces]).items():
             ids = set(map(id, tensors))
             for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-                own = [p for p in pieces if id(p.tensor) in ids and p.length and p.tensor.dtype == dtype]
+                held = [p for p in pieces if id(p.tensor) in ids and p.length]
+                own = tuple(p for p in held if (p.tensor.dtype, p.tensor.device) == (dtype, device))
                 numel = sum(piece.length for piece in own)
-                buckets.append(Bucket(tuple(own), numel, dtype, device, equal_in_node=True, held_by=held_by))
+                buckets.append(Bucket(own, numel, dtype, device, self.equal_in_node, held_by))
         return buckets
 
     def _by_holders(self, tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:

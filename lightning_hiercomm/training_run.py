@@ -197,8 +197,6 @@ class TrainingRun:
             if "outer" in schedule:
                 state = self.replicas.whole_state(optimizer, scheme.replica, schedule["outer"]["state"])
                 schedule["outer"] = {**schedule["outer"], "state": state}
-            if "kept" in schedule:
-                schedule["kept"] = self.replicas.whole_state(optimizer, scheme.replica, schedule["kept"])
         return schedules
 
     def load_schedules(self, schedules: Sequence[Mapping[str, Any]]) -> None:
@@ -216,8 +214,6 @@ class TrainingRun:
             if outer is not None:
                 outer = {**outer, "state": self.replicas.held_state(optimizer, outer["state"])}
                 schedule = {**schedule, "outer": outer}
-            if "kept" in schedule:
-                schedule = {**schedule, "kept": self.replicas.held_state(optimizer, schedule["kept"])}
             scheme.load_schedule(schedule)
 
     def close(self, timeout: float) -> None:

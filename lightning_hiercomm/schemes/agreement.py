@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -156,6 +156,7 @@ class Agreement(Scheme):
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
+        replica = self.replica
         self._in_flight.drop()
         if self.is_alone:
             return
@@ -179,7 +180,6 @@ class Agreement(Scheme):
             self._beside,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            equal_in_node=self.equal_in_node,
             land=land,
             on_nonfinite=self.on_nonfinite,
         )
@@ -300,7 +300,8 @@ class Agreement(Scheme):
     def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
         void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
-        self._recover(self._carrier, void, self._carrier.is_sick)
+        landed = self._carrier.landed if isinstance(self._carrier, Average) else ()
+        self._recover(self._carrier, void, landed, self._carrier.is_sick)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._end_round(parts)
@@ -310,10 +311,10 @@ class Agreement(Scheme):
             self.agreements += 1
 
     def _take(self, bucket: Bucket, arrived: Tensor) -> None:
-        if bucket.equal_in_node:
-            self._merge.at_once(bucket, arrived)
-        else:
+        if any(bucket is of_buffers for of_buffers in self.replica.buckets_of_buffers):
             bucket.unpack(arrived)
+        else:
+            self._merge.at_once(bucket, arrived)
 
     def _turn(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next."""
@@ -348,7 +349,7 @@ class Agreement(Scheme):
             self.agreements += 1
         self._send(waiting, sent)
         if arrived is not None:
-            self._recover(self._carrier_beside_training, arrived.void, arrived.is_sick)
+            self._recover(self._carrier_beside_training, arrived.void, arrived.landed, arrived.is_sick)
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
@@ -369,12 +370,13 @@ class Agreement(Scheme):
                 bucket.unpack(move.flat)
             elif self._carrier_beside_training.is_void(move):
                 arrived.void.append(move.index)
+                arrived.landed |= move.landed
             else:
                 self._merge(bucket, move, arrived.staleness, self.topology.num_nodes)
             if move.index == last:
                 return
 
-    def _recover(self, carrier: Carrier, void: Sequence[int], is_sick: bool) -> None:
+    def _recover(self, carrier: Carrier, void: Sequence[int], landed: Collection[int], is_sick: bool) -> None:
         """See that the healthy agree on what could not be merged, on their present values and at once."""
         self._was_sick = is_sick
         if is_sick:  # healed by its peers
@@ -383,7 +385,7 @@ class Agreement(Scheme):
             if void and not self._merge.keeps_agreed:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
             land = self._merge.land if self._merge.keeps_agreed else None
-            self._was_sick = self.repair(carrier, void, self._take, land)
+            self._was_sick = self.repair(carrier, void, landed, self._take, land)
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
@@ -443,13 +445,29 @@ class Agreement(Scheme):
 
     def schedule(self) -> dict[str, Any]:
         state = {**super().schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
-        if self.outer is not None:
+        if self._merge.keeps_agreed:
             self.settle()
-            state["outer"] = self.outer.state_dict(self.replica.parameters)
-        if self._keeps_common_values:
-            self.settle()
-            state["kept"] = self._kept_values()
+            state["outer"] = self._outer_state()
         return state
+
+    def _outer_state(self) -> dict[str, Any]:
+        """What lies beside the parameters, for each of them: the outer optimizer's state, and values kept. Collective.
+
+        The latter are ``"agreed"``, where they are equal on all nodes.
+        """
+        parameters = self.replica.parameters
+        state = {"state": [{} for _ in parameters]} if self.outer is None else self.outer.state_dict(parameters)
+        if self._keeps_common_values:
+            for of_parameter, values in zip(state["state"], self._kept_values(), strict=True):
+                of_parameter["agreed"] = values
+        return state
+
+    def _load_outer_state(self, outer: Mapping[str, Any], with_values: bool) -> None:
+        if self.outer is not None:
+            state = [{name: v for name, v in own.items() if name != "agreed"} for own in outer["state"]]
+            self.outer.load_state_dict({**outer, "state": state}, self.replica.parameters)
+        if with_values and self._keeps_common_values and all("agreed" in own for own in outer["state"]):
+            self._keep_values([own["agreed"] for own in outer["state"]])
 
     @property
     def _keeps_common_values(self) -> bool:
@@ -457,18 +475,18 @@ class Agreement(Scheme):
         return self._merge.keeps_agreed and not isinstance(self.through, Graph) and not self.is_alone
 
     @torch.no_grad()
-    def _kept_values(self) -> list[dict[str, Tensor]]:
+    def _kept_values(self) -> list[Tensor]:
         """What the merge keeps of every parameter, in the order of the replica. Collective over the node."""
         kept = {id(parameter): torch.empty_like(parameter) for parameter in self.replica.parameters}
         for index, anchor in enumerate(self._carrier.anchors):
             for piece, values in self._carrier.buckets[index].split(self._carrier.whole(index, anchor)):
                 kept[id(piece.tensor)].view(-1)[piece.start :][: piece.length] = values
-        return [{"values": kept[id(parameter)]} for parameter in self.replica.parameters]
+        return [kept[id(parameter)] for parameter in self.replica.parameters]
 
     @torch.no_grad()
-    def _keep_values(self, kept: Sequence[Mapping[str, Tensor]]) -> None:
+    def _keep_values(self, kept: Sequence[Tensor]) -> None:
         """Undo :meth:`_kept_values`, on any number of nodes and ranks."""
-        of_tensor = {id(p): saved["values"] for p, saved in zip(self.replica.parameters, kept, strict=True)}
+        of_tensor = {id(p): saved for p, saved in zip(self.replica.parameters, kept, strict=True)}
         for index, anchor in enumerate(self._carrier.anchors):
             bucket = self._carrier.buckets[index]
             flat = bucket.empty(self._carrier.parts_of(index))
@@ -479,7 +497,6 @@ class Agreement(Scheme):
     def state_dict(self) -> dict[str, Any]:
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
         state = super().state_dict()
-        state.pop("kept", None)  # the carrier's own values say the same
         if not self.is_alone:
             state["carrier"] = self._carrier.state_dict()
             state["in_flight"] = self._in_flight.state_dict()
@@ -505,7 +522,5 @@ class Agreement(Scheme):
             self._carrier.anchor()
             if self._merge.keeps_agreed:
                 self._merge.attach(self._carrier)
-            if self._keeps_common_values and "kept" in state:
-                self._keep_values(state["kept"])
-        if self.outer is not None and "outer" in state:
-            self.outer.load_state_dict(state["outer"], self.replica.parameters)
+        if "outer" in state:
+            self._load_outer_state(state["outer"], with_values="carrier" not in state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,23 @@ _BUCKETS_IN_FLIGHT = 3
 _STEPS_TOLD_APART = 4096
 
 
+@dataclass(frozen=True)
+class _Way:
+    """Who carries a bucket, and with which weight, decided when it is launched: its sums end later, on other threads.
+
+    Attributes:
+        part: The part of the packed bucket that this rank takes to the other nodes, as a view; empty if it takes none.
+        share: Gives every rank of the node all of it, in place.
+        rank_weight: Of this rank.
+        node_weight: Of this node.
+    """
+
+    part: Callable[[Tensor], Tensor]
+    share: Callable[[Tensor], Handle]
+    rank_weight: float
+    node_weight: float
+
+
 class Average(Carrier):
     """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
 
@@ -54,14 +72,13 @@ class Average(Carrier):
             run beside training. Default: the topology itself.
         second: Another twin, for the second round of codes that do not add, if sums end beside training.
         buckets: What of the replica agrees, in place of all its buckets.
-        equal_in_node: Whether the ranks of a node hold the same parameters.
         land: Says where the last agreed values go when the nodes' mean has arrived, and what every rank gets in place
             of the mean. Differences travel in any case. Default: to the mean.
         on_nonfinite: Unless ``"ignore"``, buckets are void for which a rank sent anything that is not finite, or for
             which the wire has no finite number.
 
     Attributes:
-        landed: The buckets whose last agreed values have moved, on this lane, in their last exchange.
+        landed: The buckets whose last agreed values have moved, on this lane, in the last exchange that was waited for.
     """
 
     def __init__(
@@ -73,7 +90,6 @@ class Average(Carrier):
         second: Topology | None = None,
         *,
         buckets: Sequence[Bucket] | None = None,
-        equal_in_node: bool = True,
         land: Land | None = None,
         on_nonfinite: OnNonfinite = "ignore",
     ) -> None:
@@ -85,7 +101,8 @@ class Average(Carrier):
         self.topology = topology
         self.through = through or topology
         self.wire = wire or Wire()
-        self.equal_in_node = equal_in_node
+        self._turn = 0
+        self._is_alone = topology.num_nodes == 1 and replica.equal_in_node
         self._device = replica.device
         self._land = land
         self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
@@ -109,6 +126,9 @@ class Average(Carrier):
     def _present(self, index: int) -> Tensor:
         return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
 
+    def _differ_in_node(self, indexes: Sequence[int]) -> bool:
+        return not all(self.buckets[index].equal_in_node for index in indexes)
+
     # ---- waited for ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -119,10 +139,11 @@ class Average(Carrier):
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> list[int]:
-        if self.topology.num_nodes == 1 and self.equal_in_node:
-            return []
         indexes = range(len(self.buckets)) if only is None else only
-        self._take_turn(turn)
+        if self._is_alone:
+            return []
+        self._turn = turn
+        self.landed = set()
         self._look_at(indexes)
         void: list[int] = []
         carries_step = bool(indexes) and self._can_carry_step(self.buckets[indexes[-1]])
@@ -143,8 +164,11 @@ class Average(Carrier):
             if carries_step and is_last:
                 flat[-1] = step % _STEPS_TOLD_APART
             self._put_mark(index, flat)
-            summed_in_node = self._sum_in_node(index, flat, self.through.intra)
-            in_flight.append((index, flat, self._between_nodes(index, flat, summed_in_node, waiting=True)))
+            way = self._way(index)
+            summed_in_node = self._sum_in_node(index, flat, self.through.intra, way)
+            in_flight.append(
+                (index, flat, self._between_nodes(index, flat, summed_in_node, way, self.landed, waiting=True))
+            )
             if len(in_flight) == _BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -157,9 +181,10 @@ class Average(Carrier):
     # ---- beside training -----------------------------------------------------------------------------------------
 
     def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
-        self._take_turn(turn)
-        self._look_at(range(len(self.buckets)) if only is None else only)
-        return same_step(self.through if self.equal_in_node else self.topology, step, self._device)
+        indexes = range(len(self.buckets)) if only is None else only
+        self._turn = turn
+        self._look_at(indexes)
+        return same_step(self.topology if self._differ_in_node(indexes) else self.through, step, self._device)
 
     @torch.no_grad()
     def start(
@@ -170,27 +195,31 @@ class Average(Carrier):
         flat = sent.clone() if keep_sent else sent
         self._put_mark(index, flat)
         background.uses(flat)
+        way, landed = self._way(index), set[int]()
         # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
-        summed_in_node = self._sum_in_node(index, flat, self.topology.intra)
+        summed_in_node = self._sum_in_node(index, flat, self.topology.intra, way)
         if summed_in_node is None:
-            return Move(index, flat, sent, background.submit(self._between_nodes(index, flat, None)))
+            complete_now = self._between_nodes(index, flat, None, way, landed)
+            return Move(index, flat, sent, background.submit(complete_now), landed)
         if outbound is None:
             raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
         outbound.uses(flat)
         launched: list[Callable[[], None]] = []
-        has_left = outbound.submit(lambda: launched.append(self._between_nodes(index, flat, summed_in_node)))
+        has_left = outbound.submit(
+            lambda: launched.append(self._between_nodes(index, flat, summed_in_node, way, landed))
+        )
 
         def complete() -> None:
             has_left.wait()
             launched.pop()()
 
-        return Move(index, flat, sent, background.submit(complete))
+        return Move(index, flat, sent, background.submit(complete), landed)
 
     # ---- what is not finite ------------------------------------------------------------------------------------------
 
     def _look_at(self, indexes: Sequence[int]) -> None:
         """See whether what leaves is finite."""
-        if self.on_nonfinite == "ignore" or (self.topology.num_nodes == 1 and self.equal_in_node):
+        if self.on_nonfinite == "ignore" or self._is_alone:
             return
         self._mark = mark_of_buckets(self.buckets[index] for index in indexes)
         if self._is_sharded:  # the ranks of a node hold different parts: what is wrong with one is wrong with all
@@ -201,10 +230,9 @@ class Average(Carrier):
         if self._mark is not None and self.buckets[index].numel:
             put_mark(self._mark, flat, self.parts_of(index))
 
-    def _land_in(self, index: int, anchor: Tensor, part: Tensor) -> None:
+    def _land_in(self, index: int, anchor: Tensor, part: Tensor, landed: set[int]) -> None:
         """Move the last agreed values, unless nothing finite has arrived; leave in ``part`` what every rank gets."""
         assert self._land is not None
-        self.landed.discard(index)
         if self._mark is None or not part.numel():
             part.copy_(self._land(index, anchor, part))
         elif is_asynchronous(part):  # it takes the way zero, and so does not wait to know
@@ -213,12 +241,14 @@ class Average(Carrier):
             put_mark(mark.abs().neg(), part)
         elif not is_marked(part):
             part.copy_(self._land(index, anchor, part))
-            self.landed.add(index)
+            landed.add(index)
 
     # ---- who carries what ----------------------------------------------------------------------------------------
 
-    def _take_turn(self, turn: int) -> None:
-        """Whose turn it is to carry; here, always everyone's."""
+    def _way(self, index: int) -> _Way:
+        """The way of a bucket that is launched now; by the training thread, which alone knows what now is."""
+        holders = self._holders(index)
+        return _Way(holders.part, holders.share, self.topology.rank_weight, self.topology.node_weight)
 
     def parts_of(self, index: int) -> int:
         return self._holders(index).lanes
@@ -229,10 +259,6 @@ class Average(Carrier):
     def share(self, flat: Tensor, index: int) -> Handle:
         return self._holders(index).share(flat)
 
-    def sharing(self, index: int) -> Callable[[Tensor], Handle]:
-        """What shares a packed bucket that is launched now."""
-        return self._holders(index).share
-
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
         return self.carried(flat, index)
@@ -240,17 +266,17 @@ class Average(Carrier):
     def _holders(self, index: int) -> Holders:
         return self.through.holders[self.buckets[index].held_by]
 
-    def _sum_in_node(self, index: int, flat: Tensor, intra: Communicator) -> Callable[[], None] | None:
+    def _sum_in_node(self, index: int, flat: Tensor, intra: Communicator, way: _Way) -> Callable[[], None] | None:
         """Start to sum values that differ inside the node, each rank's with its weight; None if they do not.
 
         Returns:
             A function that waits, and leaves the sum in the part of ``flat`` that this rank carries.
         """
-        if self.buckets[index].equal_in_node and self.equal_in_node:
+        if self.buckets[index].equal_in_node:
             return None
         topology = self.topology
-        flat.mul_(topology.rank_weight)
-        part = self.carried(flat, index)
+        flat.mul_(way.rank_weight)
+        part = way.part(flat)
         if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
             node_sum = torch.empty_like(part)
             summed = intra.reduce_scatter(node_sum, flat)
@@ -263,14 +289,20 @@ class Average(Carrier):
         return intra.all_reduce(flat).wait
 
     def _between_nodes(
-        self, index: int, flat: Tensor, summed_in_node: Callable[[], None] | None, waiting: bool = False
+        self,
+        index: int,
+        flat: Tensor,
+        summed_in_node: Callable[[], None] | None,
+        way: _Way,
+        landed: set[int],
+        waiting: bool = False,
     ) -> Callable[[], None]:
         """Send a packed bucket on its way between the nodes.
 
         Returns:
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
-        part, share, weight = self.carried(flat, index), self.sharing(index), self.topology.node_weight
+        part, weight = way.part(flat), way.node_weight
         has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
         if summed_in_node is not None:
@@ -296,10 +328,10 @@ class Average(Carrier):
                 arrived.add_(sample(anchor[: part.numel()][: self.buckets[index].numel]))
             self.disagreement.compare(index, sent, arrived)
             if anchor is not None and self._land is not None:
-                self._land_in(index, anchor, part)
+                self._land_in(index, anchor, part, landed)
             elif anchor is not None:
                 part.add_(anchor[: part.numel()])
-            share(flat).wait()
+            way.share(flat).wait()
             if anchor is not None and self._land is None:
                 anchor.copy_(self.remembered(flat, index))
 
@@ -340,21 +372,16 @@ class RotatingAverage(Average):
     """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
 
     With a wire that is not exact every rank keeps the last agreed values of all parameters, for its turn will come.
-
-    Attributes:
-        carrier: Local rank that carries the next exchange; below the number of lanes.
     """
 
-    carrier = 0
+    def _way(self, index: int) -> _Way:
+        topology, carrier = self.topology, self._turn % self.topology.lanes
 
-    def _take_turn(self, turn: int) -> None:
-        self.carrier = turn % self.topology.lanes
+        def part(flat: Tensor) -> Tensor:
+            return flat if topology.local_rank == carrier else flat[:0]
 
-    def carried(self, flat: Tensor, index: int) -> Tensor:
-        return flat if self.topology.local_rank == self.carrier else flat[:0]
-
-    def sharing(self, index: int) -> Callable[[Tensor], Handle]:
-        return partial(self.through.intra.broadcast, source=self.carrier)
+        share = partial(self.through.intra.broadcast, source=carrier)
+        return _Way(part, share, topology.rank_weight, topology.node_weight)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
@@ -390,7 +417,7 @@ def average_optimizer_state(optimizer: Optimizer, replica: Replica, topology: To
             f"average_optimizer_state=True needs the same optimizer state on every rank, but they hold {count} tensors:"
             " some parameters had no gradient on some ranks. Set average_optimizer_state=False."
         )
-    Average(Replica(state, bucket_bytes=replica.bucket_bytes), topology)()
+    Average(Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node), topology)()
 
 
 class _SameStep(Handle):

@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -145,7 +145,7 @@ class Scheme(ABC):
         Args:
             replica: All of them; their values are equal on all ranks, so the nodes begin anew from them.
         """
-        self.replica = replica
+        self.replica = replica if replica.equal_in_node == self.equal_in_node else replica.of_ranks_that_differ()
         self.unagreed_steps = 0
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
@@ -339,8 +339,8 @@ class Scheme(ABC):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with: one node, whose ranks share their gradients."""
-        return self.topology.num_nodes == 1 and self.equal_in_node
+        """Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients."""
+        return self.topology.num_nodes == 1 and (self.equal_in_node or self.topology.ranks_on_node == 1)
 
     def average(self) -> None:
         """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""
@@ -353,19 +353,21 @@ class Scheme(ABC):
 
     def average_exactly(self, buckets: Sequence[Bucket]) -> None:
         """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks."""
+        if self.is_alone:
+            return
         average = Average(
             self.replica,
             self.topology,
             buckets=buckets,
-            equal_in_node=self.equal_in_node,
             on_nonfinite=self.on_nonfinite,
         )
-        self.repair(average, average(self.steps))
+        self.repair(average, average(self.steps), average.landed)
 
     def repair(
         self,
         spoilt: Average,
         void: Sequence[int],
+        landed: Collection[int] = (),
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
         land: Land | None = None,
     ) -> bool:
@@ -374,6 +376,7 @@ class Scheme(ABC):
         Args:
             spoilt: Whose exchange it was.
             void: Its buckets for which nothing finite has arrived.
+            landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
             take: Gets every bucket and what takes the mean's place.
             land: Lands the mean in the last agreed values.
 
@@ -396,6 +399,7 @@ class Scheme(ABC):
             self.topology,
             spoilt,
             void,
+            landed,
             policy=self.on_nonfinite,
             step=self.steps,
             take=take,

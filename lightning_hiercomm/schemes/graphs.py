@@ -213,7 +213,7 @@ class Round:
 
 
 def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
-    """What ``graph`` says for this step and segment, checked.
+    """What ``graph`` says for this step and segment, checked; one rank has nobody to exchange with.
 
     Raises:
         ValueError: If the answer leaves out a rank, or a rank sends to itself, twice to the same, to one that does not
@@ -223,6 +223,8 @@ def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
     def refuse(what: str) -> ValueError:
         return ValueError(f"{graph!r} at step {step}, segment {segment}, for {size} ranks: {what}")
 
+    if size == 1:
+        return Round(((),), ((),))
     answer = graph.send_to(size, step, segment)
     if len(answer) < size:
         raise refuse(f"nothing is said about rank {len(answer)}")

@@ -24,12 +24,14 @@ class Move:
         arrived: What to wait for before ``flat`` is touched.
         flat: What arrives, packed.
         sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
+        landed: Has its index once the last agreed values of this rank's part have moved.
     """
 
     index: int
     flat: Tensor
     sent: Tensor
     arrived: Handle = finished
+    landed: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Exchange:
         moves: Its buckets, in the order in which they arrive.
         is_sick: Whether this node sent values that are not finite, and others go on without it.
         void: Buckets that could not be merged, because nothing finite has arrived.
+        landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
     """
 
     started: int
@@ -53,6 +56,7 @@ class Exchange:
     moves: deque[Move] = field(default_factory=deque)
     is_sick: bool = False
     void: list[int] = field(default_factory=list)
+    landed: set[int] = field(default_factory=set)
 
     @property
     def staleness(self) -> int:

@@ -92,15 +92,12 @@ def describe(replica: Replica, gradients: bool = False) -> str | None:
     return None
 
 
-def find_healthy(
-    replica: Replica, topology: Topology, equal_in_node: bool, policy: OnNonfinite, step: int, wire: Wire
-) -> frozenset[int]:
+def find_healthy(replica: Replica, topology: Topology, policy: OnNonfinite, step: int, wire: Wire) -> frozenset[int]:
     """The ranks whose values are finite, now that something was not. Collective over the world; blocks.
 
     Args:
-        replica: What agrees.
+        replica: What agrees; ranks of a node that hold the same parameters are sick together.
         topology: The nodes.
-        equal_in_node: Whether the ranks of a node hold the same parameters: then they are sick together.
         policy: What is to be done.
         step: Optimizer steps that were taken, for people.
         wire: What travelled, likewise.
@@ -117,7 +114,7 @@ def find_healthy(
         if sick
         else f"after {step} optimizer steps all parameters are finite, but not what {wire.codec} makes of them"
     )
-    if equal_in_node:
+    if replica.equal_in_node:
         sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
     healthy = frozenset(range(topology.world_size)) - sick
     if not sick and not wire.is_lossy:  # it was only their sum that is too large

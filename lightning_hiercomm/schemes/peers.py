@@ -107,13 +107,16 @@ class Peers:
             node is sick.
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
-        if not self.carries(index) or inter is None:
+        is_alone = self._topology.num_nodes == 1
+        if not self.carries(index) or inter is None or is_alone:
             flat = bucket.empty(spares=self._spares)
+            if is_alone:
+                flat.zero_()  # what arrives from nobody
             background.uses(flat)
 
             def receive() -> None:
                 if then is not None:
-                    then(flat[:0])
+                    then(flat if is_alone and self.carries(index) else flat[:0])
                 self.share(flat, index).wait()
 
             return Move(index, flat, flat, background.submit(receive))
@@ -215,7 +218,8 @@ class Peers:
 class PeerMean(Carrier):
     """The mean of this node's and its peers' parts, for a graph in which everyone sends as much as it receives.
 
-    All nodes count alike, whatever their weights.
+    All nodes count alike, whatever their weights. Where the ranks of a node train alone, the node's mean takes the
+    place of what they hold when it leaves.
 
     Args:
         buckets: What is carried, each as a whole.
@@ -256,9 +260,20 @@ class PeerMean(Carrier):
 
     def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
         self._step = step
-        self._sick = self._look(self.buckets if only is None else [self.buckets[index] for index in only])
+        leaving = self.buckets if only is None else [self.buckets[index] for index in only]
+        self._average_in_node(leaving)
+        self._sick = self._look(leaving)
         self.is_sick = bool(self._sick)
         return finished  # ranks that come after different numbers of steps wait for others than those that come
+
+    @torch.no_grad()
+    def _average_in_node(self, leaving: Sequence[Bucket]) -> None:
+        """Let ranks of a node that train alone agree first: it is nodes that the graph knows."""
+        for bucket in leaving:
+            if not bucket.equal_in_node:
+                flat = bucket.pack()
+                self.topology.intra.all_reduce(flat, weight=self.topology.weight_in_node).wait()
+                bucket.unpack(flat)
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None

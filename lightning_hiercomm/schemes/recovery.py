@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ def agree_without_sick(
     topology: Topology,
     spoilt: Average,
     void: Sequence[int],
+    landed: Collection[int] = (),
     *,
     policy: OnNonfinite,
     step: int,
@@ -37,6 +38,7 @@ def agree_without_sick(
         topology: The nodes.
         spoilt: What was to bring the mean, and knows the last agreed values. This time all travels as it is.
         void: The buckets for which it did not.
+        landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
         policy: What is to be done about values that are not finite.
         step: Optimizer steps that were taken.
         take: Gets every bucket and the mean.
@@ -48,7 +50,7 @@ def agree_without_sick(
     Raises:
         NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
     """
-    healthy = find_healthy(replica, topology, spoilt.equal_in_node, policy, step, spoilt.wire)
+    healthy = find_healthy(replica, topology, policy, step, spoilt.wire)
     share = 1.0 if len(healthy) == topology.world_size else sum(topology.weights[rank] for rank in healthy)
     buckets = [spoilt.buckets[index] for index in void]
     for index, bucket in zip(void, buckets, strict=True):
@@ -59,7 +61,7 @@ def agree_without_sick(
         return healthy
 
     def land_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-        if land is None or void[index] in spoilt.landed:  # on this lane all had arrived, or the wire was large enough
+        if land is None or void[index] in landed:  # on this lane all had arrived, or the wire was large enough
             return agreed
         return land(void[index], agreed, difference.div_(share))
 
@@ -70,7 +72,6 @@ def agree_without_sick(
         replica,
         topology,
         buckets=buckets,
-        equal_in_node=spoilt.equal_in_node,
         land=None if land is None else land_healthy,
     )
     if land is not None:

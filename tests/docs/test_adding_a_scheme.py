@@ -206,7 +206,7 @@ def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
 def centre(rank: Rank) -> float:
     rank.train()
     rank.train()
-    return rank.scheme.schedule()["kept"][0]["values"].item()
+    return rank.scheme.schedule()["outer"]["state"][0]["agreed"].item()
 
 
 def test_the_mean_of_the_nodes_is_what_a_trainer_ends_on_and_the_centre_is_kept_beside_it(page, fit):

@@ -1,0 +1,177 @@
+"""Agreements of ranks that share gradients with their node and of ranks that do not, against means in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from harness import on_nodes
+
+from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
+from lightning_hiercomm.schemes import Agreement
+from lightning_hiercomm.schemes.graphs import DirectedExponential, Full, RandomPermutation, Ring
+
+PERIOD, STEPS, LR = 3, 14, 0.1
+NODES = {
+    "one device": ((0,),),
+    "one node": ((0, 1),),
+    "2x2": ((0, 1), (2, 3)),
+    "3+1": ((0, 1, 2), (3,)),
+    "1+2+1": ((0,), (1, 2), (3,)),
+}
+WAYS = {
+    "mean": "mean",
+    "rotating": "rotating",
+    "ring": Ring(),
+    "full": Full(),
+    "exponential": DirectedExponential(),
+    "random": RandomPermutation(),
+}
+INNER = partial(torch.optim.SGD, lr=LR)
+
+
+def target_of(rank: int) -> torch.Tensor:
+    return torch.arange(7, dtype=torch.float64) * (rank + 1) - 3.0 * rank
+
+
+def plainly(nodes, weights, through, staleness, gradients):
+    """Every rank's values after each step, with nothing but means."""
+    total = sum(weights)
+    w = [weight / total for weight in weights]
+    of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+
+    def mean(values, ranks):
+        return sum(w[r] * values[r] for r in ranks) / sum(w[r] for r in ranks)
+
+    def received(sent, round_):
+        """What comes of what everybody sent, by rank."""
+        if isinstance(through, str):
+            everyone = mean(sent, range(len(sent)))
+            return [everyone] * len(sent)
+        of_node = [mean(sent, ranks) for ranks in nodes]
+        if len(nodes) == 1:
+            return [of_node[0]] * len(sent)
+        peers = through.send_to(len(nodes), round_ - 1, 0)
+        means = []
+        for node in range(len(nodes)):
+            sources = [node, *(other for other, to in enumerate(peers) if node in to)]
+            means.append(sum(of_node[source] for source in sources) / len(sources))
+        return [means[of[r]] for r in range(len(sent))]
+
+    x = [torch.zeros(7, dtype=torch.float64) for _ in of]
+    trace, on_the_way = [], None
+    for step in range(1, STEPS + 1):
+        slopes = [x[r] - target_of(r) for r in range(len(x))]
+        if gradients == "node":
+            slopes = [mean(slopes, nodes[of[r]]) for r in range(len(x))]
+        x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]
+        sends = (step + staleness) % PERIOD == 0
+        if len(nodes) > 1 or (gradients == "none" and len(x) > 1):  # else there is nobody to agree with
+            if sends and not isinstance(through, str):
+                x = [mean(x, nodes[of[r]]) for r in range(len(x))]
+            if staleness and step % PERIOD == 0 and on_the_way is not None:
+                x, on_the_way = on_the_way, None
+            if sends:
+                arrives = received(x, step)
+                if staleness:
+                    on_the_way = arrives
+                else:
+                    x = arrives
+        trace.append([own.clone() for own in x])
+    return trace
+
+
+@pytest.mark.parametrize("gradients", ["node", "none"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("staleness", [0, 1, PERIOD])
+@pytest.mark.parametrize("place", NODES)
+def test_every_rank_holds_what_plain_means_say(gradients, way, staleness, place):
+    nodes, through = NODES[place], WAYS[way]
+    weights = [1.0 + 0.5 * rank for rank in range(sum(map(len, nodes)))] if isinstance(through, str) else None
+
+    def work(rank):
+        target = target_of(rank.rank)
+        for _ in range(STEPS):
+            rank.train(lambda x: x - target)
+        return torch.tensor(rank.trace, dtype=torch.float64)
+
+    scheme = Agreement(PERIOD, through=through, staleness=staleness, gradients=gradients)
+    arguments = {"shapes": [(4,), (3,)], "dtype": torch.float64, "inner": INNER, "bucket_bytes": 2**20}
+    expected = plainly(nodes, weights or [1.0] * sum(map(len, nodes)), through, staleness, gradients)
+    ranks = on_nodes(work, scheme, nodes, weights=weights, timeout=10.0, **arguments)
+    for number, trace in enumerate(ranks):
+        own = torch.stack([values[number] for values in expected])
+        torch.testing.assert_close(trace, own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "scheme", [PeriodicAveraging(2, at_epoch_end=False), Agreement(2)], ids=["periodic", "agreement"]
+)
+@pytest.mark.parametrize("gradients", ["node", "none"])
+@pytest.mark.parametrize("place", NODES)
+def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gradients, place):
+    nodes = NODES[place]
+    weights = [1.0 + rank for rank in range(sum(map(len, nodes)))]
+    scheme = type(scheme)(2, gradients=gradients, **({"at_epoch_end": False} if "Periodic" in repr(scheme) else {}))
+    scheme.averages_optimizer_state = True
+
+    def work(rank):
+        for _ in range(2):
+            rank.train(float(rank.rank + 1))
+        return rank.optimizer.state[rank.parameters[0]]["momentum_buffer"].item(), rank.values[0].item()
+
+    inner = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    found = on_nodes(work, scheme, nodes, weights=weights, dtype=torch.float64, inner=inner)
+    slope = sum(w * (rank + 1) for rank, w in enumerate(weights)) / sum(weights)
+    if gradients == "none" or len(nodes) > 1:
+        assert found == [(pytest.approx(1.9 * slope, abs=1e-12), pytest.approx(-0.29 * slope, abs=1e-12))] * len(found)
+
+
+def test_weights_that_change_while_an_exchange_leaves_do_not_move_anybody():
+    # nobody trains, so whatever the weights are, and whenever they change, parameters stay as they are
+    def work(rank):
+        for step in range(12):
+            rank.train(0.0)
+            rank.topology.set_weights([1.0 + step % 3, 2.0, 1.0, 3.0 - step % 2])
+        return rank.trace
+
+    scheme = Agreement(3, staleness=2, gradients="none")
+    arguments = {"shapes": [(5,)], "dtype": torch.float64, "start": 2.0, "wire": "bfloat16", "bucket_bytes": 16}
+    for trace in on_nodes(work, scheme, NODES["2x2"], **arguments):
+        torch.testing.assert_close(torch.tensor(trace), torch.full((12, 5), 2.0), rtol=0, atol=1e-14)
+
+
+def test_daso_that_has_adapted_to_every_step_goes_on_where_ranks_train_alone():
+    def work(rank):
+        for _ in range(20):
+            rank.train()
+        return rank.values.item()
+
+    scheme = DASO(1, 1, gradients="none", warmup_epochs=0, cooldown_epochs=0, adapt=False)
+    assert len(on_nodes(work, scheme, NODES["2x2"], timeout=5.0, epochs=1)) == 4
+
+
+@pytest.mark.parametrize("graph", [Ring(), Full(), DirectedExponential(2), *map(RandomPermutation, ("uniform", None))])
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_gossip_of_one_device_is_training_alone(graph, hierarchical):
+    def work(rank):
+        for _ in range(3):
+            rank.train()
+        rank.scheme.finish()
+        return rank.trace
+
+    (trace,) = on_nodes(work, Gossip(graph, hierarchical=hierarchical), ((0,),), targets=(8.0,))
+    assert trace == [[4.0], [6.0], [7.0]]
+
+
+@pytest.mark.parametrize("graph", [Ring(), Full(), DirectedExponential(), RandomPermutation()])
+def test_gossip_of_every_rank_on_one_node_agrees_in_the_end(graph):
+    def work(rank):
+        for _ in range(3):
+            rank.train()
+        rank.scheme.finish()
+        return rank.values.item()
+
+    one, other = on_nodes(work, Gossip(graph, hierarchical=False), NODES["one node"], targets=(0.0, 8.0))
+    assert one == other
