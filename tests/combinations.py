@@ -1,0 +1,1114 @@
+"""Random combinations of everything that goes together: ``python -m tests.combinations``, in a checkout.
+
+``--random 5000 --seed 1`` draws as many, each from a number of its own; ``--only 1234`` repeats that one. Every
+combination trains on ranks that are threads (milliseconds), and is compared with a calculation in float64 that is written
+from the methods' descriptions and shares no code with them: one process, lists of numbers, no buckets, no wires. Where
+numbers must differ from it (narrow types on the wire, sick nodes) what remains is that ranks of a node are equal at all
+times, and all ranks in the end. Looks at the agreed model and a resume through a file may not change a bit.
+
+What fails is told in the fewest words that still fail: features are dropped one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import torch  # noqa: E402
+from harness import Rank, attached, on_ranks, reloaded  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.optim import SGD, Adam, AdamW, Optimizer  # noqa: E402
+
+from lightning_hiercomm.comm.wire import Wire  # noqa: E402
+from lightning_hiercomm.schemes import (  # noqa: E402
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    DirectedExponential,
+    Every,
+    Full,
+    Gossip,
+    Graph,
+    OuterOptimizer,
+    PeriodicAveraging,
+    RandomPermutation,
+    Replace,
+    Ring,
+    Scheme,
+    Staggered,
+    StepsDelay,
+)
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError  # noqa: E402
+from lightning_hiercomm.topology import Topology  # noqa: E402
+
+Vectors = dict[int, Tensor]
+
+_NODES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "1+1": ((0,), (1,)),
+    "2x2": ((0, 1), (2, 3)),
+    "3+1": ((0, 1, 2), (3,)),
+    "1+1+1": ((0,), (1,), (2,)),
+    "4 of 1": ((0,), (1,), (2,), (3,)),
+    "1 of 2": ((0, 1),),
+    "1 of 1": ((0,),),
+}
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(SGD, lr=0.1),
+    "momentum": partial(SGD, lr=0.03, momentum=0.9),
+    "nesterov and decay": partial(SGD, lr=0.03, momentum=0.8, nesterov=True, weight_decay=0.1),
+    # a large eps: a small gradient's sign decides nothing, which rounding may turn
+    "adam": partial(Adam, lr=0.05, eps=0.1),
+    "adamw": partial(AdamW, lr=0.05, eps=0.1, weight_decay=0.1),
+}
+_OUTER: dict[str, Callable[..., Optimizer]] = {
+    "nesterov": partial(SGD, lr=0.7, momentum=0.9, nesterov=True),
+    "sgd": partial(SGD, lr=1.0),
+    "momentum": partial(SGD, lr=0.5, momentum=0.5),
+    "adam": partial(Adam, lr=0.1, eps=0.1),
+}
+_GRAPHS: dict[str, Callable[[], Graph]] = {
+    "ring": Ring,
+    "full": Full,
+    "exponential": DirectedExponential,
+    "permutation": RandomPermutation,
+    "cyclic": partial(RandomPermutation, "cyclic"),
+    "roulette": partial(RandomPermutation, "roulette"),
+}
+_SHAPES = {"a": (3,), "b": (2, 2), "c": (4,)}
+_HANGS = 4.0  # seconds; a run takes milliseconds
+_HALVES = (("a", "b"), ("c",))
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run; the defaults are what is plainest.
+
+    Attributes:
+        scheme: Its kind.
+        arguments: Of the scheme, by name; what is no plain value has a name of its own.
+        nodes: Of how many ranks.
+        weights: Of the ranks.
+        reweight: Before which step the ranks get their weights in reversed order.
+        wire: What travels.
+        raw: Whether parameters themselves are narrowed.
+        bucket_bytes: Upper bound of a bucket.
+        dtype: Of the parameters.
+        optimizer: The user's.
+        two: Whether two optimizers have a half of the parameters each.
+        buffer: Float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf.
+        state: Whether the optimizer's state is averaged, too.
+        policy: ``on_nonfinite``.
+        sick: Step and rank of a gradient that is NaN.
+        thaw: Before which step a parameter that was frozen is trained.
+        freeze: Before which step one is frozen.
+        looks: After which steps somebody looks at the agreed model.
+        resume: After which step the run goes on from a file.
+        skip: Step and node whose gradient scaler leaves out the optimizer.
+        epochs: How many.
+        steps: Of every epoch.
+        knows_last: Whether an epoch's last step is known to be.
+    """
+
+    scheme: str = "all_reduce"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    nodes: str = "1+1"
+    weights: tuple[float, ...] | None = None
+    reweight: int | None = None
+    wire: str | None = None
+    raw: bool = False
+    bucket_bytes: int = 2**20
+    dtype: str = "float64"
+    optimizer: str = "sgd"
+    two: bool = False
+    buffer: str | None = None
+    state: bool = False
+    policy: str = "ignore"
+    sick: tuple[int, int] | None = None
+    thaw: int | None = None
+    freeze: int | None = None
+    looks: tuple[int, ...] = ()
+    resume: int | None = None
+    skip: tuple[int, int] | None = None
+    epochs: int = 2
+    steps: int = 7
+    knows_last: bool = True
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Combination({', '.join(said)})"
+
+    @property
+    def ranks(self) -> list[int]:
+        """All of them."""
+        return [rank for node in _NODES[self.nodes] for rank in node]
+
+    @property
+    def total(self) -> int:
+        """How many steps there are."""
+        return self.epochs * self.steps
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """One of the scheme's."""
+        return dict(self.arguments).get(name, default)
+
+    def make(self) -> Scheme:
+        """The scheme."""
+        arguments = dict(self.arguments)
+        for name, table in (("outer_optimizer", _OUTER), ("graph", _GRAPHS)):
+            if name in arguments:
+                chosen: Any = table[arguments[name]]
+                arguments[name] = chosen() if name == "graph" else chosen
+        if self.scheme == "agreement":
+            arguments["through"] = _GRAPHS[arguments["through"]]() if arguments["through"] in _GRAPHS else arguments["through"]
+            kind, period = arguments["when"]
+            arguments["when"] = Staggered(period) if kind == "staggered" else Every(period, kind)
+            keep = arguments.pop("keep_local", 0.0)
+            if arguments["merge"] in _OUTER:
+                arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], keep_local=keep)
+            elif keep:
+                arguments["merge"] = Replace(keep)
+        scheme = _SCHEMES[self.scheme](**arguments)
+        scheme.on_nonfinite = self.policy  # type: ignore[assignment]
+        scheme.averages_optimizer_state = self.state
+        return scheme
+
+    def weights_at(self, step: int) -> list[float]:
+        """Of the ranks, normalised, before a step."""
+        weights = list(self.weights or [1.0] * len(self.ranks))
+        if self.reweight is not None and step >= self.reweight:
+            weights.reverse()
+        return [weight / sum(weights) for weight in weights]
+
+    def frozen_at(self, step: int) -> list[str]:
+        """Names of the parameters that are not trained in a step."""
+        thawed = self.thaw is None or step >= self.thaw
+        return [*([] if thawed else ["b"]), *(["a"] if self.freeze is not None and step >= self.freeze else [])]
+
+
+_SCHEMES: dict[str, Callable[..., Scheme]] = {
+    "all_reduce": AllReduce,
+    "periodic": PeriodicAveraging,
+    "daso": DASO,
+    "steps_delay": StepsDelay,
+    "gossip": Gossip,
+    "diloco": DiLoCo,
+    "agreement": Agreement,
+}
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def drawn(number: int) -> Combination:
+    """The combination of a number, always the same."""
+    draw = random.Random(number)
+    chance = lambda probability: draw.random() < probability  # noqa: E731
+    name = draw.choice([*_NODES, "2x2", "3+1", "1+1+1"])
+    nodes = _NODES[name]
+    epochs, steps = draw.randint(1, 3), draw.randint(3, 8)
+    total = epochs * steps
+    kind = draw.choice(["all_reduce", "periodic", "daso", "steps_delay", "gossip", "diloco", "agreement", "agreement"])
+    arguments = _arguments(kind, draw, len(nodes))
+    ranks = sum(map(len, nodes))
+    wire = draw.choice([None, None, None, "float32", "bfloat16", "float16", "int8", "int4"])
+    combination = Combination(
+        kind,
+        tuple(arguments.items()),
+        name,
+        weights=tuple(float(draw.randint(1, 4)) for _ in range(ranks)) if chance(0.4) else None,
+        wire=wire,
+        raw=wire in ("bfloat16", "float16", "float32") and chance(0.3),
+        bucket_bytes=draw.choice([8, 16, 40, 2**20, 2**20]),
+        dtype=draw.choice(["float64", "float64", "float32", "bfloat16"]),
+        optimizer=draw.choice([*_OPTIMIZERS]),
+        two=chance(0.2),
+        buffer=draw.choice([None, None, "statistics", *_BUFFERS]),
+        looks=tuple(sorted(draw.sample(range(total), min(2, total)))) if chance(0.4) else (),
+        resume=draw.randrange(total) if chance(0.3) else None,
+        epochs=epochs,
+        steps=steps,
+        knows_last=chance(0.8),
+    )
+    if combination.weights is not None and chance(0.4):
+        combination = replace(combination, reweight=draw.randrange(total))
+    if kind == "periodic" or (kind == "daso" and combination.argument("staleness") == 0):
+        combination = replace(combination, state=chance(0.3))
+    if chance(0.2):
+        combination = replace(combination, thaw=draw.randrange(1, total))
+    elif chance(0.15):
+        combination = replace(combination, freeze=draw.randrange(1, total))
+    if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
+        combination = replace(combination, policy=draw.choice(["skip", "raise"]))
+        if chance(0.5):
+            combination = replace(combination, sick=(draw.randrange(total), draw.randrange(ranks)))
+    if kind != "all_reduce" and chance(0.2):
+        combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
+    return combination if _goes_together(combination) else drawn(number + 1_000_003)
+
+
+_BUFFERS: tuple[str, ...] = ()
+"""Those beside statistics."""
+
+
+def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
+    gradients = draw.choice(["node", "node", "none"])
+    if kind == "periodic":
+        period = draw.choice([1, 2, 3, 4, None])
+        arguments = {
+            "sync_every": period,
+            "at_epoch_end": period is None or draw.random() < 0.6,
+            "order": draw.choice(["after_step", "after_step", "before_step"]),
+            "gradients": gradients,
+        }
+        if gradients == "none" and draw.random() < 0.4:
+            arguments["node_sync_every"] = draw.randint(1, 3)
+        return arguments
+    if kind == "daso":
+        period = draw.randint(1, 4)
+        return {
+            "sync_every": period,
+            "staleness": draw.randint(0, period),
+            "warmup_epochs": draw.choice([0, 0, 1]),
+            "cooldown_epochs": draw.choice([0, 0, 1]),
+            "merge": draw.choice(["eq1", "delta"]),
+            "exchange": draw.choice(["rotating", "sharded"]),
+            "adapt": False,
+            "gradients": gradients,
+            "narrow_phases": draw.choice(["all", "all", "blocking"]),
+        }
+    if kind == "steps_delay":
+        delay = draw.randint(1, 4)
+        return {
+            "delay": delay,
+            "warmup_steps": delay * draw.randint(0, 2),
+            "local_update": draw.choice(["glu", "glu", "sgd"]),
+            "hold": draw.random() < 0.3,
+            "shard_on": draw.choice(["elements", "parameters"]),
+        }
+    if kind == "gossip":
+        return {
+            "graph": draw.choice([*_GRAPHS]),
+            "segments": draw.randint(1, 5),
+            "hierarchical": draw.random() < 0.6,
+            "overlap": draw.random() < 0.4,
+            "push_sum": draw.random() < 0.8,
+        }
+    if kind == "diloco":
+        fragments = draw.randint(1, 3)
+        period = draw.randint(fragments, 6)
+        return {
+            "sync_every": period,
+            "outer_optimizer": draw.choice([*_OUTER]),
+            "fragments": fragments,
+            "staleness": draw.randint(0, -(-period // fragments) - 1),
+            "keep_local": draw.choice([0.0, 0.0, 0.5]),
+            "gradients": gradients,
+        }
+    if kind == "agreement":
+        what = draw.randint(1, 3)
+        name, period = draw.choice(["run", "epoch", "staggered"]), draw.randint(1, 5)
+        when = Staggered(period) if name == "staggered" else Every(period, name)
+        merge = draw.choice(["replace", "eq1", "delta", *_OUTER])
+        through = draw.choice(["mean", "mean", "rotating", *_GRAPHS])
+        return {
+            "when": (name, period),
+            "what": what,
+            "through": "mean" if merge in _OUTER and through == "rotating" else through,
+            "merge": merge,
+            "keep_local": draw.choice([0.0, 0.5]) if merge in ("replace", *_OUTER) else 0.0,
+            "staleness": draw.randint(0, when.longest_staleness(what)),
+            "gradients": gradients,
+        }
+    return {}
+
+
+def _goes_together(c: Combination) -> bool:
+    """Whether no stated rule forbids it, and no known defect is in it that others are mending."""
+    if c.scheme == "steps_delay" and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"):
+        return False  # refused: GLU needs SGD
+    if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
+        return False  # refused: a server gets gradients
+    return all(not is_off(c) for is_off in OFF)
+
+
+OFF: list[Callable[[Combination], bool]] = [
+    # a graph of one node, or of one rank, has no end
+    lambda c: c.nodes == "1 of 1" and c.scheme == "gossip",
+    lambda c: len(_NODES[c.nodes]) == 1 and c.argument("through") in _GRAPHS,
+]
+"""What is known to be wrong and not mended yet."""
+
+
+# ---- running it ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Told:
+    """What a rank saw of one of its halves.
+
+    Attributes:
+        trace: All values after every step.
+        looks: Agreed values.
+        end: All values at the end.
+        buffer: The buffer at the end.
+    """
+
+    trace: list[Tensor] = field(default_factory=list)
+    looks: dict[int, Tensor] = field(default_factory=dict)
+    end: Tensor | None = None
+    buffer: Tensor | None = None
+
+
+def _halves(c: Combination) -> list[dict[str, tuple[int, ...]]]:
+    if not c.two:
+        return [_SHAPES]
+    return [{name: _SHAPES[name] for name in half} for half in _HALVES]
+
+
+def _target(rank: int, name: str, step: int) -> Tensor:
+    """Where a rank's loss of a step is least."""
+    numel = math.prod(_SHAPES[name])
+    index = torch.arange(numel, dtype=torch.float64) + 10 * [*_SHAPES].index(name)
+    return torch.sin(1.3 * index + 2.1 * rank) + 0.3 * torch.cos(index + 0.7 * step * (rank + 1))
+
+
+def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[Told]]:
+    """Train it on threads; what every rank saw, by half."""
+    scheme = c.make()
+    states: dict[int, Any] = {}
+
+    def body(first: int, end: int, topology: Topology) -> list[Told]:
+        told = [Told() for _ in _halves(c)]
+        with ExitStack() as stack:
+            if c.reweight is not None and first >= c.reweight:
+                topology.set_weights(c.weights_at(first))
+            halves = [stack.enter_context(_attached(c, scheme, topology, shapes, first)) for shapes in _halves(c)]
+            if first:
+                for half, state in zip(halves, states[topology.rank], strict=True):
+                    half.load(state)
+                    if "buffer" in state:
+                        half.module.get_buffer("buffer").copy_(state["buffer"])
+            for step in range(first, end):
+                _one_step(c, step, topology, halves, told, looks)
+            if end < c.total:
+                states[topology.rank] = [_state(half) for half in halves]
+            else:
+                for half, seen in zip(halves, told, strict=True):
+                    half.scheme.finish()
+                    seen.end = half.values
+                    seen.buffer = half.module.get_buffer("buffer") if c.buffer else None
+        return told
+
+    nodes, weights = _NODES[c.nodes], c.weights
+    if c.resume is None or not resumes:
+        return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
+    cut = c.resume + 1
+    before = on_ranks(partial(body, 0, cut), nodes, weights, timeout=_HANGS)
+    if cut == c.total:
+        return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
+    after = on_ranks(partial(body, cut, c.total), nodes, weights, timeout=_HANGS)
+    return [
+        [Told(b.trace + a.trace, {**b.looks, **a.looks}, a.end, a.buffer) for b, a in zip(old, new, strict=True)]
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
+def _attached(c: Combination, scheme: Scheme, topology: Topology, shapes: Any, first: int) -> Any:
+    return attached(
+        topology,
+        scheme,
+        shapes=shapes,
+        start=0.5,
+        inner=_OPTIMIZERS[c.optimizer],
+        wire=Wire.named(c.wire, c.raw),
+        bucket_bytes=c.bucket_bytes,
+        dtype=getattr(torch, c.dtype),
+        frozen=[name for name in c.frozen_at(first) if name in shapes],
+        buffer={None: None, "statistics": torch.ones(3), "mask": torch.full((3, 3), -math.inf).triu(1)}[c.buffer],
+        epochs=c.epochs,
+        steps=c.total,
+    )
+
+
+def _state(half: Rank) -> dict[str, Any]:
+    state = half.state()
+    if half.module.get_buffer("buffer") is not None:
+        state["buffer"] = half.module.get_buffer("buffer").clone()
+    return reloaded(state)
+
+
+def _one_step(
+    c: Combination, step: int, topology: Topology, halves: list[Rank], told: list[Told], looks: bool
+) -> None:
+    epoch, in_epoch = divmod(step, c.steps)
+    if in_epoch == 0 and epoch:
+        for half in halves:
+            half.scheme.begin_epoch(epoch, {})
+    if step == c.reweight:
+        topology.set_weights(c.weights_at(step))
+    for half, seen in zip(halves, told, strict=True):
+        if step and c.frozen_at(step) != c.frozen_at(step - 1):
+            _thaw(half, c.frozen_at(step))
+        names = [name for name, p in half.module.named_parameters() if p.requires_grad]
+        target = torch.cat([_target(topology.rank, name, step) for name in names])
+
+        def gradient(x: Tensor, target: Tensor = target) -> Tensor:
+            flat = x - target.to(x.dtype)
+            if (step, topology.rank) == c.sick:
+                flat[-1] = math.nan
+            return flat
+
+        last = c.knows_last and in_epoch == c.steps - 1
+        half.train(gradient, last=last, skip=(step, topology.node) == c.skip)
+        if c.buffer == "statistics":
+            shares = half.scheme.gradients != "none"  # then DDP gives a node one value
+            half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * (topology.node if shares else topology.rank))
+        if in_epoch == c.steps - 1:
+            half.scheme.end_epoch(None)
+        seen.trace.append(half.values.double())
+        if looks and step in c.looks:
+            seen.looks[step] = half.agreed().double()
+
+
+def _thaw(half: Rank, frozen: Sequence[str]) -> None:
+    changed = False
+    for name, parameter in half.module.named_parameters():
+        changed |= parameter.requires_grad == (name in frozen)
+        parameter.requires_grad_(name not in frozen)
+        if name in frozen:
+            parameter.grad = None
+    if changed:
+        half.scheme.agree()
+        half.scheme.follow(half.replica())
+
+
+# ---- the same, by itself, in float64 ---------------------------------------------------------------------------------
+
+
+class Reference:
+    """One half of a run, in one process: every rank's parameters are float64 tensors of its own.
+
+    Attributes:
+        trace: All values after every step, by rank.
+        looks: Agreed values.
+    """
+
+    def __init__(self, c: Combination, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.c, self.shapes = c, shapes
+        self.nodes = _NODES[c.nodes]
+        self.node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
+        self.parameters = {
+            rank: {name: torch.full(shape, 0.5, dtype=torch.float64) for name, shape in shapes.items()}
+            for rank in c.ranks
+        }
+        self.optimizers = {rank: _OPTIMIZERS[c.optimizer](list(self.parameters[rank].values())) for rank in c.ranks}
+        self.trace: list[Vectors] = []
+        self.looks: dict[int, Tensor] = {}
+        self.step = 0
+        self.names = [name for name in shapes if name not in c.frozen_at(0)]
+
+    # -- values --
+
+    @property
+    def x(self) -> Vectors:
+        """What is trained, flat, by rank."""
+        return {r: torch.cat([p[n].flatten() for n in self.names]) for r, p in self.parameters.items()}
+
+    def put(self, rank: int, flat: Tensor) -> None:
+        """Write what is trained."""
+        parts = flat.split([math.prod(self.shapes[name]) for name in self.names])
+        for name, part in zip(self.names, parts, strict=True):
+            self.parameters[rank][name].copy_(part.view(self.shapes[name]))
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the ranks."""
+        return self.c.weights_at(self.step)
+
+    def mean(self, values: Vectors) -> Tensor:
+        """Over all ranks."""
+        return sum((self.weights[r] * v for r, v in values.items()), torch.zeros(()))  # type: ignore[return-value]
+
+    def node_mean(self, values: Vectors, node: int) -> Tensor:
+        """Over the ranks of a node."""
+        ranks = self.nodes[node]
+        total = sum(self.weights[r] for r in ranks)
+        return sum((self.weights[r] / total * values[r] for r in ranks), torch.zeros(()))  # type: ignore[return-value]
+
+    def pieces(self, into: int) -> list[slice]:
+        """So many equal parts."""
+        numel = self.x[0].numel()
+        length = -(-numel // into)
+        return [slice(start, min(numel, start + length)) for start in range(0, numel, length)]
+
+    # -- the run --
+
+    @torch.no_grad()
+    def run(self) -> Reference:
+        """All of it."""
+        c = self.c
+        self.begin()
+        for step in range(c.total):
+            self.step = step
+            names = [name for name in self.shapes if name not in c.frozen_at(step)]
+            if names != self.names:
+                agreed = self.agreed()
+                for rank in c.ranks:
+                    self.put(rank, agreed)
+                    for name in set(self.names) - set(names):
+                        for index, each in enumerate(self.shapes):
+                            if each == name:
+                                list(self.parameters[rank].values())[index].grad = None
+                self.names = names
+                self.begin()
+            epoch, in_epoch = divmod(step, c.steps)
+            last = in_epoch == c.steps - 1
+            self.one_step(step + 1, in_epoch + 1, epoch, last)
+            self.trace.append({r: torch.cat([p.flatten() for p in ps.values()]) for r, ps in self.parameters.items()})
+            if step in c.looks:
+                kept = self.x
+                agreed = self.agreed()
+                for rank in c.ranks:
+                    self.put(rank, agreed)
+                self.looks[step] = torch.cat([p.flatten().clone() for p in self.parameters[0].values()])
+                for rank, values in kept.items():
+                    self.put(rank, values)
+        return self
+
+    def gradients(self) -> Vectors:
+        """Every rank's own, or its node's mean."""
+        x = self.x
+        own = {r: x[r] - torch.cat([_target(r, name, self.step) for name in self.names]) for r in self.c.ranks}
+        if self.c.scheme == "all_reduce":
+            mean = self.mean(own)
+            return {r: mean for r in own}
+        is_alone = self.c.argument("gradients") == "none" or not self.c.argument("hierarchical", True)
+        return own if is_alone else {r: self.node_mean(own, self.node_of[r]) for r in own}
+
+    def optimize(self, rank: int, gradient: Tensor) -> None:
+        """One step of a rank's own optimizer."""
+        parts = gradient.split([math.prod(self.shapes[name]) for name in self.names])
+        for name, part in zip(self.names, parts, strict=True):
+            self.parameters[rank][name].grad = part.view(self.shapes[name]).clone()
+        if not self.skips(rank):
+            self.optimizers[rank].step()
+
+    def skips(self, rank: int) -> bool:
+        """Whether a rank's scaler leaves out the step."""
+        return self.c.skip == (self.step, self.node_of[rank])
+
+    def average_state(self) -> None:
+        """Replace what the optimizers remember by its mean."""
+        for index, name in enumerate(self.shapes):
+            if name not in self.names:
+                continue
+            states = {r: o.state.get(list(self.parameters[r].values())[index], {}) for r, o in self.optimizers.items()}
+            for key, value in states[0].items():
+                if isinstance(value, Tensor) and value.shape == self.shapes[name]:
+                    mean = self.mean({r: state[key] for r, state in states.items()})
+                    for state in states.values():
+                        state[key].copy_(mean)
+
+    # -- for methods --
+
+    def begin(self) -> None:
+        """All ranks are equal."""
+
+    def agreed(self) -> Tensor:
+        """The agreed values of what is trained."""
+        return self.mean(self.x)
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        """The next one; both numbers count from 1."""
+        for rank, gradient in self.gradients().items():
+            self.optimize(rank, gradient)
+
+
+class Averaging(Reference):
+    """Agreement in all its words, periodic averaging, DASO and DiLoCo."""
+
+    def begin(self) -> None:
+        c, args = self.c, dict(self.c.arguments)
+        self.through = args.get("through", "mean")
+        self.merge = args.get("merge", "replace")
+        self.keep = args.get("keep_local", 0.0)
+        self.staleness = args.get("staleness", 0)
+        self.gradients_kind = args.get("gradients", "node")
+        self.what = args.get("what", args.get("fragments", 1))
+        if c.scheme == "diloco":
+            self.merge, self.when = args["outer_optimizer"], ("staggered", args["sync_every"])
+        elif c.scheme == "agreement":
+            self.when = args["when"]
+        else:
+            self.when = ("epoch", args["sync_every"])
+        self.is_alone = len(self.nodes) == 1 and self.gradients_kind == "node"
+        self.parts = self.pieces(self.what)
+        self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors]]] = []
+        self.anchors: dict[int, list[Tensor]] = {}
+        self.outer: dict[int, list[Optimizer]] = {}
+        if self.merge in _OUTER:
+            by_graph = self.through in _GRAPHS
+            for node in range(len(self.nodes) if by_graph else 1):
+                x = self.x[self.nodes[node][0]]
+                self.anchors[node] = [x[part].clone() for part in self.parts]
+                self.outer[node] = [_OUTER[self.merge]([anchor]) for anchor in self.anchors[node]]
+
+    def due(self, step: int, in_epoch: int) -> list[int]:
+        """The parts on which nodes agree after a step."""
+        kind, period = self.when
+        if period is None:
+            return []
+        parts = len(self.parts)
+        if kind == "staggered":
+            return [p for p in range(parts) if step % period == (p + 1) * period // parts % period]
+        return list(range(parts)) if (in_epoch if kind == "epoch" else step) % period == 0 else []
+
+    def means(self, values: Vectors, part: int, step: int) -> Vectors:
+        """For every node: with whom it takes the mean of a part."""
+        cut = {r: v[self.parts[part]] for r, v in values.items()}
+        if self.through not in _GRAPHS:
+            mean = self.mean(cut)
+            return {node: mean.clone() for node in range(len(self.nodes))}
+        nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
+        sends = _GRAPHS[self.through]().send_to(len(self.nodes), step - 1, part)
+        return {
+            n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes
+        }
+
+    def arrive(self, part: int, means: Vectors) -> Vectors:
+        """What nodes get to merge, from the means."""
+        if self.merge not in _OUTER:
+            return means
+        new: Vectors = {}
+        for node, mean in means.items():
+            key = node if self.through in _GRAPHS else 0
+            if key not in new:
+                anchor = self.anchors[key][part]
+                anchor.grad = anchor - mean
+                self.outer[key][part].step()
+                new[key] = anchor.clone()
+        return {node: new[node if self.through in _GRAPHS else 0] for node in means}
+
+    def write(self, part: int, values: Vectors) -> None:
+        """Give every rank its part."""
+        for rank, flat in self.x.items():
+            flat[self.parts[part]] = values[rank]
+            self.put(rank, flat)
+
+    def agree_now(self, parts: Sequence[int], step: int) -> None:
+        """And wait for it."""
+        for part in parts:
+            arrived = self.arrive(part, self.means(self.x, part, step))
+            x = self.x
+            keep = self.keep
+            self.write(part, {r: keep * x[r][self.parts[part]] + (1 - keep) * arrived[self.node_of[r]] for r in x})
+        is_all = len(parts) == len(self.parts)
+        if is_all and self.c.state and not keep and self.through not in _GRAPHS:
+            self.average_state()
+
+    def turn(self, step: int, in_epoch: int, leaving: Sequence[int]) -> None:
+        """Merge what has come, and send."""
+        for exchange in [e for e in self.flying if e[0] == step]:
+            self.flying.remove(exchange)
+            _, parts, sent, arrived = exchange
+            for part in parts:
+                self.merge_part(part, sent, arrived[part])
+        if leaving:
+            x = self.x
+            landed = {part: self.arrive(part, self.means(x, part, step)) for part in leaving}
+            self.flying.append((step + self.staleness, list(leaving), x, landed))
+
+    def merge_part(self, part: int, sent: Vectors, arrived: Vectors) -> None:
+        """One part, a while after it was sent."""
+        here, x, s, nodes = self.parts[part], self.x, self.staleness, len(self.nodes)
+        new: Vectors = {}
+        for rank, flat in x.items():
+            mean = arrived[self.node_of[rank]]
+            if self.merge == "eq1":
+                new[rank] = (2 * s * flat[here] + nodes * mean) / (2 * s + nodes)
+            elif self.merge == "delta":
+                new[rank] = flat[here] + mean - sent[rank][here]
+            else:
+                new[rank] = self.keep * flat[here] + (1 - self.keep) * mean
+        self.write(part, new)
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        if self.is_alone:
+            super().one_step(step, in_epoch, epoch, last)
+        elif self.c.scheme == "periodic":
+            self.periodic_step(step, in_epoch, epoch, last)
+        else:
+            super().one_step(step, in_epoch, epoch, last)
+            if self.c.scheme == "daso":
+                self.daso_step(step, in_epoch, epoch, last)
+            elif self.staleness:
+                self.turn(step, in_epoch, self.due(step + self.staleness, in_epoch + self.staleness))
+            else:
+                due = self.due(step, in_epoch)
+                if due:
+                    self.agree_now(due, step)
+
+    def periodic_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        """Nodes agree every few steps of an epoch, and at its end."""
+        is_due, args = bool(self.due(step, in_epoch)), dict(self.c.arguments)
+        at_end = last and args["at_epoch_end"]
+        if args["order"] == "before_step":
+            gradients = self.gradients()
+            if is_due or (at_end and self.c.knows_last):
+                self.agree_now([0], step)
+            for rank, gradient in gradients.items():
+                self.optimize(rank, gradient)
+        else:
+            super().one_step(step, in_epoch, epoch, last)
+            if is_due:
+                self.agree_now([0], step)
+        node_every = args.get("node_sync_every")
+        if node_every and in_epoch % node_every == 0 and not (args["order"] == "after_step" and is_due):
+            x = self.x
+            for rank in x:
+                self.put(rank, self.node_mean(x, self.node_of[rank]))
+        if at_end and not (args["order"] == "before_step" and self.c.knows_last):
+            if not (args["order"] == "after_step" and is_due):
+                self.agree_now([0], step)
+
+    def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        """Three phases."""
+        args = dict(self.c.arguments)
+        waits = epoch < args["warmup_epochs"]
+        waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
+        leaves = (in_epoch - 1) % args["sync_every"] == 0
+        if waits or (not self.staleness and leaves and not (last and self.c.knows_last)):
+            self.flying.clear()
+            self.agree_now([0], step)
+        elif not (last and self.c.knows_last):
+            self.turn(step, in_epoch, [0] if leaves and self.staleness else [])
+        if last and not waits and (self.c.knows_last or not leaves or self.staleness):
+            self.flying.clear()
+            self.agree_now([0], step)
+
+
+class Delayed(Reference):
+    """A parameter server that every node sends to, and pulls from every few steps."""
+
+    def begin(self) -> None:
+        self.server = {name: self.parameters[0][name].clone() for name in self.shapes}
+        if not hasattr(self, "kept"):
+            self.kept = _OPTIMIZERS[self.c.optimizer](list(self.server.values()))
+        else:
+            state = [self.kept.state[p] for g in self.kept.param_groups for p in g["params"]]
+            self.kept = _OPTIMIZERS[self.c.optimizer](list(self.server.values()))
+            for parameter, of_parameter, name in zip(self.server.values(), state, self.shapes, strict=True):
+                if of_parameter and name in self.names:
+                    self.kept.state[parameter] = of_parameter
+        self.u = 0
+        self.arriving: Tensor | None = None
+        self.pre = self.w
+        self.guesses: Vectors = {}
+
+    @property
+    def w(self) -> Tensor:
+        """The server's weights."""
+        return torch.cat([self.server[name].flatten() for name in self.names])
+
+    def agreed(self) -> Tensor:
+        return self.mean(self.x) if len(self.nodes) == 1 else self.w
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        if len(self.nodes) == 1:
+            super().one_step(step, in_epoch, epoch, last)
+            return
+        c, args, x = self.c, dict(self.c.arguments), self.x
+        gradients = self.gradients()
+        sent = {r: torch.zeros_like(g) if self.skips(r) else g for r, g in gradients.items()}
+        parts = self.mean(sent).split([math.prod(self.shapes[name]) for name in self.names])
+        for name, part in zip(self.names, parts, strict=True):
+            self.server[name].grad = part.view(self.shapes[name]).clone()
+        self.kept.step()
+        if step <= args["warmup_steps"]:
+            for rank in x:
+                self.put(rank, self.w)
+            self.pre = self.w
+            return
+        group, k = self.kept.param_groups[0], args["delay"]
+        momentum, decay = group.get("momentum", 0.0), group["weight_decay"]
+        rate, arrived = group["lr"], self.arriving
+        scale = 1 / ((1 - momentum) * 2.5) if args["local_update"] == "glu" else 0.25
+        for rank, own in x.items():
+            weights = (own if arrived is None else arrived).clone()
+            if not self.skips(rank):
+                if args["local_update"] == "sgd":
+                    weights -= scale * rate * (gradients[rank] + decay * weights)
+                else:
+                    guess = (self.pre - weights) * (1 - momentum) / (rate * k)
+                    if args["hold"]:
+                        if arrived is not None or rank not in self.guesses:
+                            self.guesses[rank] = guess
+                        guess = self.guesses[rank]
+                    weights -= scale * rate * (2.0 * gradients[rank] + decay * weights + 0.5 * guess)
+            self.put(rank, weights)
+        self.pre = self.pre if arrived is None else arrived
+        self.arriving = self.w if self.u % k == k - 1 else None
+        self.u += 1
+        assert c is self.c
+
+
+class Gossiping(Reference):
+    """Push-sum; x and w of every node, or rank, by segment."""
+
+    def begin(self) -> None:
+        self.units = self.nodes if self.c.argument("hierarchical") else tuple((r,) for r in self.c.ranks)
+        self.parts = self.pieces(self.c.argument("segments"))
+        self.w = {u: [1.0] * len(self.parts) for u in range(len(self.units))}
+        self.pending: tuple[int, dict[int, Tensor], dict[int, list[float]]] | None = None
+
+    def scaled(self, unit: int, flat: Tensor, power: float) -> Tensor:
+        """By the unit's weights."""
+        new = flat.clone()
+        for part, weight in zip(self.parts, self.w[unit], strict=True):
+            new[part] *= weight**power
+        return new
+
+    def agreed(self) -> Tensor:
+        size = len(self.units)
+        if size == 1:
+            return self.mean(self.x)
+        x = self.x
+        return sum((self.scaled(u, x[ranks[0]], 1.0) for u, ranks in enumerate(self.units)), torch.zeros(())) / size  # type: ignore[return-value]
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        if len(self.units) == 1:
+            super().one_step(step, in_epoch, epoch, last)
+            return
+        gradients = self.gradients()
+        self.mix()
+        for unit, ranks in enumerate(self.units):
+            share = len(self.units) * sum(self.weights[r] for r in ranks)
+            for rank in ranks:
+                before = self.scaled(unit, self.x[rank], 1.0)
+                self.put(rank, before)
+                self.optimize(rank, gradients[rank])
+                self.put(rank, self.scaled(unit, before + share * (self.x[rank] - before), -1.0))
+        x = self.x
+        values = {u: self.scaled(u, x[ranks[0]], 1.0) for u, ranks in enumerate(self.units)}
+        change = {u: torch.zeros_like(v) for u, v in values.items()}
+        after = {u: list(self.w[u]) for u in self.w}
+        push_sum = self.c.argument("push_sum")
+        for index, part in enumerate(self.parts):
+            sends = _GRAPHS[self.c.argument("graph")]().send_to(len(self.units), step - 1, index)
+            receives = [[u for u, to in enumerate(sends) if unit in to] for unit in range(len(self.units))]
+            for unit in values:
+                sources = [unit, *receives[unit]]
+                shares = [1 / (len(sends[s]) + 1) if push_sum else 1 / len(sources) for s in sources]
+                mixed = sum(p * values[s][part] for p, s in zip(shares, sources, strict=True))
+                change[unit][part] = mixed - values[unit][part]
+                if push_sum:
+                    after[unit][index] = sum(p * self.w[s][index] for p, s in zip(shares, sources, strict=True))
+        self.pending = (step, change, after)
+        if not self.c.argument("overlap"):
+            self.mix()
+
+    def mix(self) -> None:
+        """Add what arrived."""
+        if self.pending is None:
+            return
+        _, change, after = self.pending
+        self.pending = None
+        for unit, ranks in enumerate(self.units):
+            for rank in ranks:
+                x = self.scaled(unit, self.x[rank], 1.0) + change[unit]
+                weights, self.w[unit] = self.w[unit], after[unit]
+                self.put(rank, self.scaled(unit, x, -1.0))
+                self.w[unit] = weights
+        self.w = after
+
+
+_REFERENCES: dict[str, type[Reference]] = {
+    "all_reduce": Reference,
+    "periodic": Averaging,
+    "daso": Averaging,
+    "diloco": Averaging,
+    "agreement": Averaging,
+    "steps_delay": Delayed,
+    "gossip": Gossiping,
+}
+
+
+# ---- what must hold --------------------------------------------------------------------------------------------------
+
+
+def check(c: Combination) -> None:
+    """Run a combination, and see that it is right.
+
+    Raises:
+        AssertionError: If it is not.
+    """
+    if c.sick is not None and c.policy == "raise":
+        try:
+            run(c, resumes=False)
+        except NonfiniteError:
+            return
+        raise AssertionError("a NaN was not noticed")
+    told = run(c, resumes=False)
+    _check_equalities(c, told)
+    if c.looks:
+        _check_same(told, run(c, looks=False, resumes=False), "a look at the agreed model changed the run")
+    if c.resume is not None:
+        _check_same(told, run(c), f"a resume after step {c.resume} changed the run")
+    tolerance = _tolerance(c)
+    if tolerance is not None:
+        for half, shapes in enumerate(_halves(c)):
+            _compare(c, [ranks[half] for ranks in told], Reference_of(c, shapes), tolerance)
+
+
+def Reference_of(c: Combination, shapes: Any) -> Reference:  # noqa: N802
+    """The independent calculation."""
+    return _REFERENCES[c.scheme](c, shapes).run()
+
+
+def _tolerance(c: Combination) -> float | None:
+    """How far a run may be from its reference; None: they are not to be compared."""
+    if c.sick is not None or c.dtype == "bfloat16":
+        return None
+    narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype == "float64")
+    if narrow:
+        return None
+    return 1e-9 if c.dtype == "float64" else 2e-4
+
+
+def _check_equalities(c: Combination, told: list[list[Told]]) -> None:
+    shares = c.argument("gradients", "node") == "node" and c.argument("hierarchical", True)
+    for half in range(len(told[0])):
+        ends = [ranks[half].end for ranks in told]
+        for rank, end in enumerate(ends):
+            assert end is not None
+            assert end.isfinite().all(), f"rank {rank} ends with {end.tolist()}"
+            assert torch.equal(end, ends[0]), f"rank {rank} ends with {end.tolist()}, rank 0 with {ends[0].tolist()}"
+            buffer, first = told[rank][half].buffer, told[0][half].buffer
+            if buffer is not None:
+                assert torch.equal(buffer, first), f"rank {rank} ends with the buffer {buffer}, rank 0 with {first}"
+        for node in _NODES[c.nodes] if shares else ():
+            for rank in node[1:]:
+                for step, (own, other) in enumerate(zip(told[rank][half].trace, told[node[0]][half].trace, strict=True)):
+                    assert torch.equal(own, other) or own.isnan().any(), (
+                        f"after step {step} rank {rank} of a node holds {own.tolist()}, rank {node[0]} {other.tolist()}"
+                    )
+
+
+def _check_same(told: list[list[Told]], other: list[list[Told]], message: str) -> None:
+    for rank, (one, two) in enumerate(zip(told, other, strict=True)):
+        for a, b in zip(one, two, strict=True):
+            for step, (x, y) in enumerate(zip([*a.trace, a.end], [*b.trace, b.end], strict=True)):
+                assert x is not None
+                assert y is not None
+                same = torch.equal(x.nan_to_num(nan=123.0), y.nan_to_num(nan=123.0))
+                assert same, f"{message}: rank {rank} after step {step}: {x.tolist()} and {y.tolist()}"
+
+
+def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: float) -> None:
+    for step, expected in enumerate(reference.trace):
+        for rank, seen in enumerate(told):
+            _close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
+    for step, values in reference.looks.items():
+        for rank, seen in enumerate(told):
+            if _knows_agreed(c):
+                _close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
+
+
+def _knows_agreed(c: Combination) -> bool:
+    return c.scheme != "diloco" and c.argument("merge") not in _OUTER
+
+
+def _close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> None:
+    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), (
+        f"{message} {actual.tolist()} in place of {expected.tolist()}"
+    )
+
+
+# ---- the smallest that fails, and all of them ------------------------------------------------------------------------
+
+
+def failure(c: Combination) -> str | None:
+    """What is wrong with a combination, in one line."""
+    try:
+        check(c)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, AssertionError) else f" ({Path(last.filename).name}:{last.lineno})"
+        return f"{type(error).__name__}: {error}{where}"
+    return None
+
+
+def smallest(c: Combination) -> Combination:
+    """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
+    deadline = time.monotonic() + 60.0
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for each in _simpler(c):
+            if time.monotonic() > deadline:
+                return c
+            if _goes_together(each) and failure(each) is not None:
+                c, goes_on = each, True
+                break
+    return c
+
+
+def _simpler(c: Combination) -> Iterator[Combination]:
+    for each in fields(c):
+        if each.name not in ("scheme", "arguments", "nodes") and getattr(c, each.name) != each.default:
+            yield replace(c, **{each.name: each.default})
+    plain = {"staleness": 0, "keep_local": 0.0, "gradients": "node", "through": "mean", "overlap": False, "what": 1}
+    arguments = dict(c.arguments)
+    for name, value in plain.items():
+        if arguments.get(name, value) != value:
+            yield replace(c, arguments=tuple({**arguments, name: value}.items()))
+    if c.nodes != "1+1" and c.weights is None and c.sick is None and (c.skip is None or c.skip[1] < 2):
+        yield replace(c, nodes="1+1")
+    for name in ("epochs", "steps"):
+        smaller = replace(c, **{name: getattr(c, name) - 1})
+        events = [c.reweight, c.thaw, c.freeze, c.resume, *(s and s[0] for s in (c.sick, c.skip)), *c.looks]
+        if smaller.total and max((e for e in events if e is not None), default=0) < smaller.total:
+            yield smaller
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--random", type=int, default=200, metavar="RUNS", help="so many combinations")
+    parser.add_argument("--seed", type=int, default=0, help="of the first million of numbers")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these alone, by the numbers that were printed")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable()
+    first = arguments.seed * 10_000_000
+    began, failed, done = time.monotonic(), 0, 0
+    for number in arguments.only or range(first, first + arguments.random):
+        if time.monotonic() - began > arguments.seconds:
+            break
+        done += 1
+        combination = drawn(number)
+        message = failure(combination)
+        if message is not None:
+            failed += 1
+            small = smallest(combination)
+            print(f"{number}: {small}\n    {failure(small)}\n    python -m tests.combinations --only {number}", flush=True)
+    print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
