@@ -155,7 +155,7 @@ class DASO(Agreement):
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
         if not self.is_alone and self.narrow_phases == "blocking":
-            self._exact_carrier = self._carrier_of(replica.buckets_of_parameters, Wire())
+            self._exact_carrier = self._carrier_of(self.replica.buckets_of_parameters, Wire())
 
     @property
     def _carrier_beside_training(self) -> Carrier:

@@ -636,3 +636,12 @@ def test_waiting_every_few_batches_averages_at_those_and_at_the_end(run_oracle):
 def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
     (trace, *_) = run_oracle(cycling(4, 2, adapt=False, patience=0), epochs=4, losses=[1.0] * 4)
     assert (trace.scheme.sync_every, trace.scheme.staleness) == (4, 2)
+
+
+def test_without_gradients_narrow_phases_make_no_difference_where_nothing_is_narrowed():
+    def train(narrow_phases: str) -> list[list[list[float]]]:
+        cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "exchange": "sharded", "gradients": "none"}
+        scheme = DASO(3, 2, narrow_phases=narrow_phases, **cycle)
+        return [rank.trace for rank in on_nodes(steps(8), scheme, TWO_BY_TWO)]
+
+    assert train("blocking") == train("all")
