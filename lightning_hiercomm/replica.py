@@ -394,8 +394,9 @@ class Replica:
             return name == module or name.startswith(module + ".")
 
         for module in modules:
-            if not any(is_below(name, module) for name in self.names.values()):
-                names = ", ".join(list(self.names.values())[:20]) or "not named"
+            known = [self.names[id(parameter)] for parameter in self._all if id(parameter) in self.names]
+            if not any(is_below(name, module) for name in known):
+                names = ", ".join(known[:20]) or "not named"
                 raise ValueError(
                     f"cannot cut the model into {list(modules)!r}: no parameter lies below {module!r}. The parameters"
                     f" are {names}"

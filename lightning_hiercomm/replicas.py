@@ -24,6 +24,9 @@ class Replicas:
 
     Where the module is sharded over the node, a replica holds this rank's shards.
 
+    A float buffer that holds infinities, NaN, or a number beyond half of what its type can hold, when this is made and
+    all ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not agree.
+
     Args:
         module: What trains.
         optimizers: The user's own, outside of any wrapper.
@@ -45,6 +48,9 @@ class Replicas:
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
         self._node = node or {}
+        # decided once, by name: later, ranks might decide differently
+        named = module.named_buffers(remove_duplicate=False)
+        self._without_mean = {name for name, buffer in named if not _has_mean(local(buffer))}
 
     @property
     def device(self) -> torch.device:
@@ -61,13 +67,13 @@ class Replicas:
             map(local, trained),
             buffers.get(own, ()),
             self.bucket_bytes,
-            [(name, local(parameter)) for name, parameter in self.module.named_parameters()],
+            [(name, local(t)) for name, t in (*self.module.named_parameters(), *self.module.named_buffers())],
             shares_of(trained, self._node),
         )
 
     def whole(self) -> Replica:
         """The module itself, whatever trains it: all parameters, frozen ones too, and the float buffers that agree."""
-        floats = [b for b in self.module.buffers() if b.is_floating_point()] if self.average_buffers else []
+        floats = [buffer for _, buffer in self._buffers_that_agree()] if self.average_buffers else []
         self.have_written()
         parameters = list(self.module.parameters())
         shares = shares_of(parameters, self._node)
@@ -129,10 +135,16 @@ class Replicas:
         """Float buffers, each under the optimizer that trains the layer it belongs to (else the first)."""
         owner = {id(p): index for index, optimizer in enumerate(self.optimizers) for p in trained_by(optimizer)}
         buffers: dict[int, list[Tensor]] = {}
+        agreeing = {id(buffer) for _, buffer in self._buffers_that_agree()}
         for layer in self.module.modules():
             index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
-            buffers.setdefault(index, []).extend(b for b in layer.buffers(recurse=False) if b.is_floating_point())
+            buffers.setdefault(index, []).extend(b for b in layer.buffers(recurse=False) if id(b) in agreeing)
         return buffers
+
+    def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
+        """Float buffers that have a mean, with their names."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        return [(name, b) for name, b in named if b.is_floating_point() and name not in self._without_mean]
 
 
 def check_initialized(module: nn.Module) -> None:
@@ -147,6 +159,12 @@ def check_initialized(module: nn.Module) -> None:
             f"Modules with uninitialized parameters ({', '.join(names)}) can't be used with a hierarchical strategy."
             " Run a dummy forward pass to correctly initialize the modules, or give lazy layers their sizes"
         )
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    if not buffer.is_floating_point():
+        return False
+    return bool((buffer.double().abs() <= torch.finfo(buffer.dtype).max / 2).all())
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
-from problems import Quadratic, same_bits
+from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm import AllReduce, PeriodicAveraging
+from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm.schemes import SCHEMES
 
 
 class Lazy(Quadratic):
@@ -87,3 +91,72 @@ def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, sc
         fit(PartlyUsed(), {"scheme": scheme})
     assert "DDPStrategy" not in str(told.value)
     same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
+
+
+class Masked(Quadratic):
+    """With what people register as float buffers, and a statistic among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("causal", torch.full((4, 4), -math.inf).triu(1))
+        self.register_buffer("filled", torch.full((4,), torch.finfo(torch.float32).min))
+        self.register_buffer("best", torch.tensor(math.inf))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        self.seen += self.global_rank
+        self.norm(batch[0])
+        return self.loss(batch[0], self.backbone, self.head)
+
+    def on_train_end(self):
+        self.report = self.seen.item(), float(sum(p.detach().double().sum() for p in self.parameters()))
+
+
+SHORT = {
+    "periodic": {"sync_every": 2},
+    "daso": {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0},
+    "steps_delay": {"delay": 2, "warmup_steps": 2},
+    "gossip": {"segments": 2},
+    "diloco": {"sync_every": 2},
+}
+WIRES = [(None, False), ("bfloat16", False), ("bfloat16", True)]
+
+
+def _masked(folder):
+    """What a rank reports of every scheme, policy and wire."""
+    reports = {}
+    for name, policy, (wire, raw) in itertools.product(SCHEMES, ["raise", "skip", "ignore"], WIRES):
+        scheme = SCHEMES[name](**SHORT.get(name, {}))
+        arguments = {"ranks_per_node": 1, "on_nonfinite": policy, "wire_dtype": wire, "wire_raw": raw}
+        if policy == "raise" or name in ("periodic", "diloco"):
+            strategy = HierarchicalStrategy(scheme, **arguments)
+            reports[name, policy, wire, raw] = fitted(folder, Masked(), strategy, devices=2, max_epochs=1)
+    return reports
+
+
+def test_masks_and_bounds_that_are_not_finite_stay_as_they_are_and_end_no_run(launch):
+    one, other = launch(_masked, ranks=2)
+    assert len(one) == 30
+    masks = Masked().state_dict()
+    for how, report in one.items():
+        same_bits([report, other[how]])
+        for name in ("causal", "filled", "best"):
+            assert torch.equal(report["state_dict"][name], masks[name]), how
+        assert report["report"][0] > 0.0  # a statistic agrees: rank 0 has counted none itself
+        assert math.isfinite(report["report"][1]), how
+
+
+class Sick(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moving", torch.zeros(3))
+
+    def training_step(self, batch, batch_idx):
+        self.moving[self.global_rank] = math.nan
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_becomes_sick_is_named(fit):
+    with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)"):
+        fit(Sick(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2)
