@@ -143,6 +143,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._backward_sync_control = _lightning.FabricSyncControl()
         self.topology: Topology | None = None
         self._runs: list[TrainingRun] = []
+        self._without_optimizer: list[nn.Module] = []
         self._has_begun = False
         self._is_saving = False
         self._steps_of_epoch: int | None = None
@@ -224,29 +225,58 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
-        raise TypeError(self._err_msg_joint_setup_required())
+        """``fabric.setup(module)``, whose one optimizer ``fabric.setup_optimizers`` brings later."""
+        self._begin_equal(module)
+        self._without_optimizer.append(module)
+        return self._wrapped(module)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
-        raise TypeError(self._err_msg_joint_setup_required())
+        """``fabric.setup_optimizers(optimizer)``, after ``fabric.setup(module)``.
+
+        Raises:
+            TypeError: If it trains no module that is waiting for an optimizer.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in self._without_optimizer:
+            if any(id(parameter) in trained for parameter in module.parameters()):
+                self._without_optimizer.remove(module)
+                self._start_run(module, [optimizer])
+                return optimizer
+        raise TypeError(
+            f"{type(optimizer).__name__} trains no module that was set up without an optimizer: call"
+            " fabric.setup(module, optimizer), with all optimizers of a module that has several"
+        )
 
     @override
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
-        topology, settings = self._topology, self._settings
+        self._begin_equal(module)
+        self._start_run(module, optimizers)
+        return self._wrapped(module), optimizers, scheduler
+
+    def _begin_equal(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's values; collective."""
+        world = self._topology.world
         check_initialized(module)
-        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
+        broadcast_values([*module.parameters(), *module.buffers()], world)
+
+    def _start_run(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        settings = self._settings
         replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        run = settings.new_run(replicas, topology)
-        self._runs.append(run)
-        group = {"node": topology.intra, "world": topology.world, "none": None}[settings.scheme.gradients]
+        self._runs.append(settings.new_run(replicas, self._topology))
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        """The module in DDP over whoever shares gradients, if DDP has anything to do."""
+        topology = self._topology
+        group = {"node": topology.intra, "world": topology.world, "none": None}[self._settings.scheme.gradients]
         if group is None or group.size == 1 or not any(p.requires_grad for p in module.parameters()):
-            return module, optimizers, scheduler  # DDP has nothing to do
+            return module
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
         wrapped = super().setup_module(module)
-        _lightning.register_bucket_hook(wrapped, run.gradients.reduce_bucket)
-        return wrapped, optimizers, scheduler
+        _lightning.register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
+        return wrapped
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -269,6 +299,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def _begin(self, epochs: int | None, steps: int | None) -> None:
         self._has_begun = True
         for run in self._runs:
+            if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
+                self._begin_equal(run.module)
+                run.begin_from_module()
             run.begin(epochs, steps)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -304,6 +337,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
             for run, schedules in zip(self._runs, self._loaded, strict=True):
                 run.load_schedules(schedules)
             self._loaded = []
+        for run in self._runs:
+            run.remember_values()
         self._has_begun = False
         return rest
 
@@ -322,6 +357,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
         if self.topology is None:
             raise RuntimeError("there are no nodes yet: call fabric.launch() before fabric.setup(...)")
         return self.topology
+
+    def _run_with(self, module: nn.Module) -> TrainingRun:
+        for run in self._runs:
+            if run.module is module:
+                return run
+        raise RuntimeError(
+            f"{type(module).__name__} has no optimizer yet: call fabric.setup(module, optimizer), or"
+            " fabric.setup_optimizers(optimizer) before the first backward pass"
+        )
 
     def _run_of(self, optimizer: Optimizer) -> TrainingRun:
         for run in self._runs:

@@ -163,6 +163,7 @@ class TrainingRun:
         Returns:
             What ``run`` returns.
         """
+        self._last_schedules = None
         scheme = self.scheme_of(optimizer)
         if self.replicas.has_changed(scheme.replica, optimizer):
             scheme.agree()
@@ -182,6 +183,7 @@ class TrainingRun:
             scheme.finish()
         self._last_schedules = self.schedules()
         self.replicas.have_written()
+        self.remember_values()
 
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""

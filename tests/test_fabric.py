@@ -188,6 +188,49 @@ def two_modules(fabric, strategy):
         assert (weights == weights[0]).all()
 
 
+def one_after_the_other(fabric, strategy):
+    learned = []
+    for together in (True, False):
+        torch.manual_seed(fabric.global_rank)
+        module = nn.Linear(3, 1)
+        if together:
+            model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+        else:
+            model = fabric.setup(module)
+            optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(3):
+            fabric.backward(model(torch.full((2, 3), step + fabric.global_rank / 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        learned.append(module.weight.detach().clone())
+    strategy.finish()
+    assert torch.equal(*learned)
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)])
+def test_a_module_may_be_set_up_before_its_optimizer(scheme):
+    launched(scheme, one_after_the_other)
+
+
+def pretrained(fabric, strategy):
+    module = nn.Linear(3, 2)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.0))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(10.0)
+    for _ in strategy.epochs(2):
+        for _ in range(3):
+            fabric.backward(model(torch.ones(2, 3)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all((parameter == 10.0).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES.values(), DiLoCo(2)], ids=[*SCHEMES, "diloco"])
+def test_weights_that_are_loaded_after_the_setup_are_trained(scheme):
+    launched(scheme, pretrained)
+
+
 def test_every_module_has_a_scheme_of_its_own():
     launched(PeriodicAveraging(2), two_modules)
 
@@ -258,8 +301,9 @@ def test_what_is_set_up_in_another_order_is_refused_by_name():
         strategy.setup_module_and_optimizers(nn.Linear(1, 1), [])
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
-    with pytest.raises(TypeError, match="does not support setting up the module and optimizer"):
-        fabric.setup_module(nn.Linear(1, 1))
+    fabric.setup_module(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"SGD trains no module .* call fabric.setup\(module, optimizer\)"):
+        fabric.setup_optimizers(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
     with pytest.raises(RuntimeError, match="set it up together with its module"):
         strategy.optimizer_step(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
 
