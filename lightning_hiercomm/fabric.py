@@ -144,6 +144,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self.topology: Topology | None = None
         self._runs: list[TrainingRun] = []
         self._without_optimizer: list[nn.Module] = []
+        self._losses: list[Tensor] = []
+        self._losses_have_stepped = False
         self._has_begun = False
         self._is_saving = False
         self._steps_of_epoch: int | None = None
@@ -282,8 +284,10 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        for run in self._runs:
-            run.watch_loss(tensor)
+        if any(scheme.watches_loss for scheme in self.schemes):
+            if self._losses_have_stepped:
+                self._losses, self._losses_have_stepped = [], False
+            self._losses.append(tensor.detach())
         super().backward(tensor, module, *args, **kwargs)
 
     @override
@@ -293,6 +297,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
             for run in self._runs:
                 run.begin_epoch(0, {})
         step, run = super().optimizer_step, self._run_of(optimizer)
+        for loss in self._losses:  # a loss is that of the optimizers that step before the next backward pass
+            run.watch_loss(loss)
+        self._losses_have_stepped = True
         last = run.scheme_of(optimizer).step_in_epoch + 1 == self._steps_of_epoch
         return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
 

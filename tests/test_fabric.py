@@ -231,6 +231,32 @@ def test_weights_that_are_loaded_after_the_setup_are_trained(scheme):
     launched(scheme, pretrained)
 
 
+def turns(fabric, strategy):
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    one, sgd = fabric.setup(first, torch.optim.SGD(first.parameters(), 0.1))
+    two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
+    seen = []
+    for run in strategy._runs:
+        run.watch_loss = lambda loss, run=run: seen.append((strategy._runs.index(run), float(loss)))
+
+    def backward(model, value):
+        fabric.backward(0.0 * model(torch.ones(1, 1)).sum() + value)
+
+    backward(one, 1.0)
+    sgd.step()
+    backward(two, 2.0)
+    backward(two, 3.0)  # accumulated
+    adam.step()
+    backward(lambda x: one(x) + two(x), 4.0)
+    sgd.step()
+    adam.step()
+    assert seen == [(0, 1.0), (1, 2.0), (1, 3.0), (0, 4.0), (1, 4.0)]
+
+
+def test_a_loss_is_that_of_the_optimizers_that_step_before_the_next():
+    launched(DASO(2, 1, warmup_epochs=1, cooldown_epochs=0), turns)
+
+
 def test_every_module_has_a_scheme_of_its_own():
     launched(PeriodicAveraging(2), two_modules)
 

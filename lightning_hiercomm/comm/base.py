@@ -84,10 +84,11 @@ class Completion:
         return future
 
     def _complete(self, future: Future[Tensor], value: Tensor) -> None:
-        if isinstance(self.error, Exception):
-            future.set_exception(self.error)  # type: ignore[arg-type]  # torch annotates it so
-        else:
+        if self.error is None:
             future.set_result(value)
+            return
+        error = self.error if isinstance(self.error, Exception) else RuntimeError(f"the move ended by {self.error!r}")
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so, and takes no BaseException
 
 
 class _Finished(Handle):

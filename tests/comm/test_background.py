@@ -59,6 +59,15 @@ def test_an_error_reaches_every_waiter_and_the_background_goes_on(background):
     after.wait()
 
 
+def test_a_future_fails_also_with_what_torch_takes_for_no_error(background):
+    def leave() -> None:
+        raise SystemExit(1)
+
+    handle = background.submit(leave)
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        handle.future(torch.zeros(1)).wait()
+
+
 def test_a_future_completes_with_its_job_whenever_it_was_asked_for(background):
     may_end, value = threading.Event(), torch.zeros(1)
 
