@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
+from lightning_hiercomm.replica import Replica
 from lightning_hiercomm.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.averaging import Average
+from lightning_hiercomm.schemes.verification import print_of
 from lightning_hiercomm.topology import Topology
 
 
@@ -17,6 +20,10 @@ class AgreedModel:
     """Puts the agreed parameters into the module, and this rank's own ones back.
 
     Evaluating changes nothing: a rank goes on from where it was. All methods that say so are collective.
+
+    No optimizer trains frozen parameters, but the user may move them: a teacher follows its student (BYOL, DINO, MoCo).
+    Those that differ between ranks are part of the agreed model by their mean; to see whether anybody has written to
+    them takes a few bytes.
 
     Args:
         schemes: They know what is agreed, each for the parameters of its optimizer.
@@ -29,12 +36,23 @@ class AgreedModel:
         self._replicas = replicas
         self._topology = topology
         self._own: list[list[Tensor] | None] = []  # where the module holds the agreed parameters in their place
+        self._own_frozen: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, by the tensor's id
+        self._versions = [tensor._version for tensor in replicas.frozen()]
         self._depth = 0
 
     @property
     def is_in_module(self) -> bool:
-        """Whether the module holds the agreed parameters at the moment."""
-        return self._depth > 0 or all(scheme.is_agreed for scheme in self._schemes)
+        """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
+        return self._depth > 0 or (all(scheme.is_agreed for scheme in self._schemes) and not self._versions)
+
+    @property
+    def holds_own_values(self) -> bool:
+        """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
+        return any(snapshot is not None for snapshot in self._own) or bool(self._own_frozen)
+
+    def begin(self) -> None:
+        """All ranks hold the same frozen parameters, or those that a companion has restored."""
+        self._versions = [tensor._version for tensor in self._replicas.frozen()]
 
     def enter(self) -> None:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
@@ -44,7 +62,28 @@ class AgreedModel:
                 scheme.settle()  # may give back memory, before a copy takes some
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
                 scheme.agree()
+            self._average_moved()
             self._replicas.have_written()
+
+    def _average_moved(self) -> None:
+        """Write the mean of those frozen parameters in which ranks differ; collective, if there are any frozen ones."""
+        frozen = self._replicas.frozen()
+        if not frozen or self._topology.world_size == 1:
+            return
+        world, known = self._topology.world, len(self._versions)
+        moved = [i >= known or tensor._version != self._versions[i] for i, tensor in enumerate(frozen)]
+        anywhere = torch.tensor(moved, dtype=torch.int32, device=self._replicas.device)
+        world.all_reduce(anywhere, op="max").wait()
+        suspects = [tensor for tensor, is_moved in zip(frozen, anywhere.tolist(), strict=True) if is_moved]
+        if not suspects:
+            return
+        prints = torch.stack([print_of(tensor).to(self._replicas.device, torch.int64) for tensor in suspects])
+        most, least = prints.clone(), -prints
+        world.all_reduce(most, op="max").wait()
+        world.all_reduce(least, op="max").wait()
+        differing = [t for t, is_equal in zip(suspects, (most == -least).tolist(), strict=True) if not is_equal]
+        self._own_frozen = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
+        Average(Replica((), differing, self._replicas.bucket_bytes, equal_in_node=False), self._topology)()
 
     def leave(self) -> None:
         """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
@@ -53,6 +92,10 @@ class AgreedModel:
             for scheme, snapshot in zip(self._schemes, self._own, strict=False):
                 if snapshot is not None:
                     scheme.replica.restore(snapshot)
+            with torch.no_grad():
+                for tensor, values in self._own_frozen.values():
+                    tensor.copy_(values)
+            self._own_frozen = {}
             self._replicas.have_written()
             self._own = []
 
@@ -71,7 +114,7 @@ class AgreedModel:
         for scheme, snapshot in zip(self._schemes, self._own, strict=False):
             if snapshot is not None:
                 own.update(zip(map(id, scheme.replica.tensors), snapshot, strict=True))
-        return own
+        return {**own, **{key: values for key, (_, values) in self._own_frozen.items()}}
 
     def average_module(self) -> None:
         """Average the module itself over all ranks, if it differs; collective.

@@ -272,6 +272,8 @@ class HierarchicalHooks(ParallelStrategy):
         if not self._may_communicate or self._run.agreed_model.is_in_module:
             return super().lightning_module_state_dict()
         with self.agreed_model():
+            if not self._run.agreed_model.holds_own_values:
+                return super().lightning_module_state_dict()
             return {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
                 for name, value in super().lightning_module_state_dict().items()

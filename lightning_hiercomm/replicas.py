@@ -81,6 +81,13 @@ class Replicas:
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
         return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
 
+    def frozen(self) -> list[Tensor]:
+        """The floating parameters that no optimizer trains: if they move, the user moves them. None of a sharded module."""
+        if self._node:
+            return []
+        trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
+        return [p for p in self.module.parameters() if id(p) not in trained and p.is_floating_point() and p.numel()]
+
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Whether the optimizer trains other parameters by now than those of ``replica``."""
         trained = [tensor for tensor in map(local, trained_by(optimizer)) if tensor.numel()]

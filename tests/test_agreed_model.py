@@ -38,8 +38,12 @@ class Drifting(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.x = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        self.teacher = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64), requires_grad=False)
+        self.backbone = torch.nn.Parameter(torch.ones(6), requires_grad=False)
         self.own: list[torch.Tensor] = []
         self.seen: list[tuple[int, torch.Tensor]] = []
+        self.own_teacher: list[torch.Tensor] = []
+        self.seen_teacher: list[torch.Tensor] = []
 
     def training_step(self, batch, batch_idx):
         return 0.5 * (self.x - self.global_rank - 1).square().sum()
@@ -47,10 +51,14 @@ class Drifting(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         if batch_idx == 0:
             self.seen.append((len(self.own), self.x.detach().clone()))
+            self.seen_teacher.append(self.teacher.clone())
         self.log("val_loss", (self.x - 3.0).square().sum(), sync_dist=True)
 
     def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            self.teacher.lerp_(self.x, 0.5)
         self.own.append(self.x.detach().clone())
+        self.own_teacher.append(self.teacher.clone())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -107,6 +115,10 @@ def _program(folder):
             "own": module.own,
             "seen": list(module.seen),
             "after fit": module.x.detach().clone(),
+            "teacher": module.teacher.clone(),
+            "own teacher": module.own_teacher,
+            "seen teacher": list(module.seen_teacher),
+            "last teacher": torch.load(place / "last" / "last.ckpt", weights_only=True)["state_dict"]["teacher"],
             "last": _file(place / "last" / "last.ckpt"),
             "on the way": {step: _file(place / f"step={step}.ckpt") for step in (3, 6, 9, 12)},
         }
@@ -164,6 +176,16 @@ def test_the_last_file_of_a_run_holds_what_fit_ends_with(ranks, name):
         assert torch.equal(said["last"], said["after fit"])
         assert torch.equal(*said["default"])
     assert torch.equal(ranks[0][name]["after fit"], ranks[1][name]["after fit"])
+
+
+def test_a_teacher_that_follows_its_student_agrees_wherever_it_is_seen(ranks, name):
+    one, other = (rank[name] for rank in ranks)
+    for (step, _), seen, seen_by_other in zip(one["seen"], one["seen teacher"], other["seen teacher"], strict=True):
+        mean = (one["own teacher"][step - 1] + other["own teacher"][step - 1]) / 2
+        torch.testing.assert_close(seen, mean, rtol=1e-12, atol=0)
+        assert torch.equal(seen, seen_by_other)
+    assert torch.equal(one["teacher"], other["teacher"])
+    assert torch.equal(one["last teacher"], one["teacher"])
 
 
 def test_early_stopping_does_not_end_a_run_that_gets_better(ranks, name):
