@@ -82,7 +82,7 @@ class Replicas:
         return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
 
     def frozen(self) -> list[Tensor]:
-        """The floating parameters that no optimizer trains: if they move, the user moves them. None of a sharded module."""
+        """The floating parameters that no optimizer trains, so only the user moves them. None of a sharded module."""
         if self._node:
             return []
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
