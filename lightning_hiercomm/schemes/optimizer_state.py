@@ -40,6 +40,11 @@ def wraps_another(optimizer: Optimizer) -> bool:
     return "param_groups" not in held or any(isinstance(value, Optimizer) for value in held.values())
 
 
+def releases_gradients(optimizer: Optimizer) -> bool:
+    """Whether it steps each parameter inside the backward pass (torch-optimi's ``gradient_release``)."""
+    return bool(getattr(optimizer, "defaults", {}).get("gradient_release"))
+
+
 def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has one number per element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"

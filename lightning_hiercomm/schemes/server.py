@@ -279,7 +279,30 @@ class ShardedServer:
             if pull:
                 shard.start_pull(pull_lane)
 
+        for value in hyperparameters[shard.section.group].values():
+            if isinstance(value, Tensor) and value.is_cuda:
+                # a tensor learning rate was cloned on the stream of training: its memory must not be used again before
+                # the server's has read it (torch's documentation of Tensor.record_stream; by reading, not run)
+                self._background.uses(value)
         shard.stepped = self._background.submit(step)
+
+    @torch.no_grad()
+    def take_over(self, last: Sequence[Tensor]) -> None:
+        """Let this rank's shards take what somebody wrote to the parameters; not collective, and nothing is in flight.
+
+        Args:
+            last: What the parameters held before, as for :meth:`arrivals`: the shards' weights but for a narrow wire's
+                rounding, so that elements to which nobody wrote keep theirs.
+        """
+        if (inter := self._topology.inter) is None:
+            return
+        for shard, before in zip(self._shards, last, strict=True):
+            numel, was = shard.section.shard_numel, self._own(before)
+            begin = (self._topology.local_rank * inter.size + inter.rank) * numel
+            for overlap in shard.section.overlaps(begin, begin + numel):
+                here = slice(overlap.at, overlap.at + overlap.numel)
+                held = overlap.tensor.detach().reshape(-1)[overlap.start : overlap.end]
+                shard.values[here] = torch.where(held == was[here], shard.values[here], held)
 
     def _is_usable(self, mean: Tensor) -> bool:
         """Whether the shard may step with the sum of finite gradients; on CUDA it may, with zeros in their place."""

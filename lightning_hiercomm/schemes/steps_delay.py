@@ -19,7 +19,13 @@ from lightning_hiercomm.replica import Bucket, Replica
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.nonfinite import describe, is_marked, mark_of
-from lightning_hiercomm.schemes.optimizer_state import class_names, evaluates_loss, needs_whole_tensors, wraps_another
+from lightning_hiercomm.schemes.optimizer_state import (
+    class_names,
+    evaluates_loss,
+    needs_whole_tensors,
+    releases_gradients,
+    wraps_another,
+)
 from lightning_hiercomm.schemes.server import Section, ShardedServer, ShardOn
 
 
@@ -65,6 +71,9 @@ class LocalUpdate:
     hold: bool
     state: dict[str, Tensor] = field(default_factory=dict)
 
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element."""
 
 LocalRule: TypeAlias = Callable[[LocalUpdate], None]
 
@@ -189,6 +198,11 @@ class StepsDelay(Scheme):
     **Not finite.** With ``on_nonfinite="skip"`` a node whose mean gradient is NaN or infinite does the same, and gets
     the server's weights with its next pull. A shard whose gradients are too large for the wire leaves out that step.
 
+    **Weights that you write** outside of the optimizer's step (clamping, masks, a new head) reach the server in the
+    warm-up, as under plain SGD: every rank writes the same, and after the step, not in a hook on the optimizer's
+    ``step``. Afterwards a device's weights are temporary, and what was written to them says nothing about the server's:
+    the next step is refused.
+
     **The agreed model** is the server's weights, gathered on demand: for validation, checkpoints and at the end.
     Checkpoints hold the optimizer's state as if there were no shards, so they resume under plain DDP or on any number
     of ranks. The optimizer's ``state`` itself stays empty. Hooks on its ``step`` run once per iteration, before the
@@ -217,6 +231,7 @@ class StepsDelay(Scheme):
 
     Raises:
         ValueError: For arguments out of range; and, when bound, for optimizers that the scheme cannot serve.
+        RuntimeError: At a step after the warm-up before which somebody wrote to the weights.
     """
 
     @checked_arguments
@@ -264,6 +279,7 @@ class StepsDelay(Scheme):
         self._pulled: list[Tensor] = []  # pre
         self._parts: list[list[Bucket]] = []  # in which the local rule gets the section
         self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
+        self._left: Tensor | None = None  # the weights' bits after the last delayed step, as sums
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
         self._was_warming_up = False
@@ -308,7 +324,8 @@ class StepsDelay(Scheme):
     def update(self, optimizer_step: Callable[[], object] | None) -> None:
         if self._server is None:
             return
-        self._holds_final_weights = False
+        if self._holds_final_weights:
+            self._left, self._holds_final_weights = None, False
         if optimizer_step is not None:
             if hasattr(self.optimizer, "found_inf"):
                 raise ValueError(
@@ -373,6 +390,7 @@ class StepsDelay(Scheme):
         is_warming_up, has_arrived = self.phase == "warm-up", self._has_pulled
         pulls = is_warming_up or self._delayed_steps % self.delay == self.delay - 1
         hyperparameters = server.hyperparameters()
+        self._take_over_what_was_written(server)
         if pulls:
             self.verify()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
@@ -394,10 +412,40 @@ class StepsDelay(Scheme):
                 self._pulled[index] = weights
         else:
             self._delayed_steps += 1
+            self._left = self._bits()
         if has_arrived:
             self.unagreed_steps = 0
         if is_warming_up or has_arrived:
             self.agreements += 1
+
+    def _take_over_what_was_written(self, server: ShardedServer) -> None:
+        """Let the server take what somebody wrote to the weights since the last step, or refuse it.
+
+        In the warm-up the weights are the server's, so what was written is what the server is to hold. Later they are
+        not: taken over as they are, they would undo the other nodes' steps; as a difference, a new head would not be
+        what was written, nor a clamped weight within its bounds.
+
+        Raises:
+            RuntimeError: After the warm-up.
+        """
+        if self._left is None:
+            if not self._delayed_steps and not self._has_pulled:
+                server.take_over(self._pulled)
+        elif not torch.equal(self._left, self._bits()):
+            raise RuntimeError(
+                "somebody wrote to the weights outside of the optimizer's step (clamping, a mask, a new head), which"
+                " StepsDelay takes over in its warm-up only: afterwards the server's weights are not those of a device."
+                f" Give StepsDelay(warmup_steps=...) more steps than the {self.warmup_steps} it has, write only within"
+                " them, or use another scheme, such as strategy='diloco'"
+            )
+
+    def _bits(self) -> Tensor:
+        """A sum over each parameter's bits: versions do not count what is written through ``parameter.data``."""
+        sums = [
+            parameter.detach().view(_INTEGERS[parameter.element_size()]).sum(dtype=_INTEGERS[parameter.element_size()])
+            for parameter in self.replica.parameters
+        ]
+        return torch.stack([each.long() for each in sums])
 
     def _update_locally(
         self, index: int, section: Section, has_gradient: bool, arrived: Tensor | None, spares: Spares
@@ -469,6 +517,7 @@ class StepsDelay(Scheme):
             return
         self._delayed_steps = 0
         self._has_pulled = False
+        self._left = None
         self._pulled = [section.pack() for section in self._server.sections]
         self._parts = [section.bucket.in_cache_sized() for section in self._server.sections]
         self._rule_state = [[{} for _ in parts] for parts in self._parts]
@@ -487,6 +536,8 @@ class StepsDelay(Scheme):
         server = self._server
         if server is None or self._holds_final_weights:
             return
+        if self._left is None:
+            self._take_over_what_was_written(server)
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
         self.average_exactly(self.replica.buckets_of_buffers)
@@ -580,6 +631,11 @@ class StepsDelay(Scheme):
         if "sparseadam" in class_names(optimizer):
             raise ValueError(
                 f"StepsDelay makes sparse gradients dense, which {kind} does not take: use another optimizer, or scheme"
+            )
+        if releases_gradients(optimizer):
+            raise ValueError(
+                f"StepsDelay cannot serve {kind} with gradient_release, which steps inside the backward pass, before"
+                " the node's mean gradient is there: make it without gradient_release"
             )
         if any("lr" not in group for group in optimizer.param_groups):
             raise ValueError(f"StepsDelay reads the learning rate from param_groups[...]['lr'], which {kind} lacks")

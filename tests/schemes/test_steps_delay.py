@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, on_ranks, steps
+from harness import Rank, on_nodes, on_ranks, run_to_end, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import STEPS_DELAY_TABLE as TABLE
@@ -515,3 +515,74 @@ def test_a_plain_sgd_module_trains_with_the_defaults():
 
     (largest, _) = train(work, StepsDelay(4, 0), inner=lambda p: torch.optim.SGD(p, lr=0.4), targets=(1, 3))
     assert largest < 5
+
+
+# ---- what is written outside of the step ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,))])
+def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on_from(nodes, through_data, shard_on):
+    def write(parameters: list[torch.Tensor], step: int) -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                values = parameter.data if through_data else parameter
+                values.clamp_(-0.5, 0.5)
+                if step == 3:
+                    values.fill_(0.25)
+
+    def work(rank: Rank) -> Rank:
+        for step in range(6):
+            rank.train()
+            write(rank.parameters, step)
+            rank.agreed()
+        return rank
+
+    inner = {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5)}
+    scheme = StepsDelay(2, warmup_steps=8, shard_on=shard_on)
+    arguments = {"nodes": nodes, "targets": (0.0, 4.0, 8.0), "shapes": ((3,), (2, 2)), "dtype": torch.float64}
+    runs = run_to_end(work, scheme, **arguments, **inner)
+
+    plain = [torch.zeros(7, dtype=torch.float64, requires_grad=True)]
+    optimizer = torch.optim.SGD(plain, lr=0.125, momentum=0.5)
+    goal = {2: 2.0, 3: 4.0}[sum(map(len, nodes))]
+    for step in range(6):
+        plain[0].grad = plain[0].detach() - goal
+        optimizer.step()
+        write(plain, step)
+        for run in runs:
+            assert run.looks[step] == pytest.approx(plain[0].tolist(), abs=1e-12)
+    for run in runs:
+        assert run.trace[2][0] > 0.5  # there was something to clamp
+        assert run.values.tolist() == pytest.approx(plain[0].tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_step(warmup, through_data):
+    def work(rank: Rank) -> int:
+        for _ in range(warmup + 1):
+            rank.train()
+        rank.agreed()  # which puts back what it found
+        rank.train()
+        with torch.no_grad():
+            parameter = rank.parameters[0]
+            (parameter.data if through_data else parameter).fill_(0.25)
+        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
+            rank.train()
+        return rank.scheme.steps
+
+    assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 2] * 2
+
+
+def test_an_optimizer_that_releases_gradients_is_refused():
+    def work(topology: Topology) -> None:
+        parameters = [torch.nn.Parameter(torch.zeros(1))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.defaults["gradient_release"] = True
+        scheme = StepsDelay(2, warmup_steps=0)
+        with pytest.raises(ValueError, match="make it without gradient_release"):
+            scheme.attach(Replica(parameters), topology, optimizer)
+
+    on_ranks(work, ((0,), (1,)))
