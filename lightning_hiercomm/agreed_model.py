@@ -22,8 +22,8 @@ class AgreedModel:
     Evaluating changes nothing: a rank goes on from where it was. All methods that say so are collective.
 
     No optimizer trains frozen parameters, but the user may move them: a teacher follows its student (BYOL, DINO, MoCo).
-    Those that differ between ranks are part of the agreed model by their mean; to see whether anybody has written to
-    them takes a few bytes.
+    Those that differ between ranks are part of the agreed model by their mean. To see whether they do takes one read of
+    them and a few bytes.
 
     Args:
         schemes: They know what is agreed, each for the parameters of its optimizer.
@@ -37,22 +37,17 @@ class AgreedModel:
         self._topology = topology
         self._own: list[list[Tensor] | None] = []  # where the module holds the agreed parameters in their place
         self._own_frozen: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, by the tensor's id
-        self._versions = [tensor._version for tensor in replicas.frozen()]
         self._depth = 0
 
     @property
     def is_in_module(self) -> bool:
         """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
-        return self._depth > 0 or (all(scheme.is_agreed for scheme in self._schemes) and not self._versions)
+        return self._depth > 0 or (all(scheme.is_agreed for scheme in self._schemes) and not self._replicas.frozen())
 
     @property
     def holds_own_values(self) -> bool:
         """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
         return any(snapshot is not None for snapshot in self._own) or bool(self._own_frozen)
-
-    def begin(self) -> None:
-        """All ranks hold the same frozen parameters, or those that a companion has restored."""
-        self._versions = [tensor._version for tensor in self._replicas.frozen()]
 
     def enter(self) -> None:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
@@ -62,26 +57,22 @@ class AgreedModel:
                 scheme.settle()  # may give back memory, before a copy takes some
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
                 scheme.agree()
-            self._average_moved()
+            self._average_frozen()
             self._replicas.have_written()
 
-    def _average_moved(self) -> None:
+    def _average_frozen(self) -> None:
         """Write the mean of those frozen parameters in which ranks differ; collective, if there are any frozen ones."""
         frozen = self._replicas.frozen()
         if not frozen or self._topology.world_size == 1:
             return
-        world, known = self._topology.world, len(self._versions)
-        moved = [i >= known or tensor._version != self._versions[i] for i, tensor in enumerate(frozen)]
-        anywhere = torch.tensor(moved, dtype=torch.int32, device=self._replicas.device)
-        world.all_reduce(anywhere, op="max").wait()
-        suspects = [tensor for tensor, is_moved in zip(frozen, anywhere.tolist(), strict=True) if is_moved]
-        if not suspects:
+        # by their values: `parameter.data = ...`, as most teachers are moved, leaves no trace
+        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in frozen])
+        bounds = torch.cat([prints, ~prints])
+        self._topology.world.all_reduce(bounds, op="max").wait()
+        most, least = bounds.chunk(2)
+        differing = [t for t, is_equal in zip(frozen, (most == ~least).tolist(), strict=True) if not is_equal]
+        if not differing:
             return
-        prints = torch.stack([print_of(tensor).to(self._replicas.device, torch.int64) for tensor in suspects])
-        most, least = prints.clone(), -prints
-        world.all_reduce(most, op="max").wait()
-        world.all_reduce(least, op="max").wait()
-        differing = [t for t, is_equal in zip(suspects, (most == -least).tolist(), strict=True) if not is_equal]
         self._own_frozen = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
         Average(Replica((), differing, self._replicas.bucket_bytes, equal_in_node=False), self._topology)()
 

@@ -109,7 +109,6 @@ class TrainingRun:
             epochs: The number of epochs the run will have, or None if that is not known.
             steps: The number of optimizer steps after which the run ends, or None if that is not known.
         """
-        self.agreed_model.begin()
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
 

@@ -56,7 +56,7 @@ class Drifting(pl.LightningModule):
 
     def on_train_batch_end(self, *_):
         with torch.no_grad():
-            self.teacher.lerp_(self.x, 0.5)
+            self.teacher.data = 0.5 * (self.teacher.data + self.x.data)  # as MoCo's authors and lightly write it
         self.own.append(self.x.detach().clone())
         self.own_teacher.append(self.teacher.clone())
 

@@ -267,3 +267,13 @@ def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
     by_name = replica.cut(["b"])
     assert [[bucket.numel for bucket in part] for part in by_name] == [[0], [2]]
     assert by_name[0][0].pack().tolist() == []
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_a_fragment_of_one_dtype_on_two_devices_counts_every_tensor_once(is_sharded):
+    here, there = torch.ones(4), torch.ones(6, device="meta")
+    shares = {id(here): Share("rank", 8, 0), id(there): Share("rank", 12, 0)} if is_sharded else None
+    replica = Replica([here, there], named=[("a.x", here), ("a.y", there)], shares=shares)
+    (part,) = (buckets for buckets in replica.cut(["a"]) if buckets)
+    assert [(bucket.device.type, bucket.numel) for bucket in part] == [("cpu", 4), ("meta", 6)]
+    assert all(piece.tensor.device == bucket.device for bucket in part for piece in bucket.pieces)

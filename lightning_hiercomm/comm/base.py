@@ -84,11 +84,13 @@ class Completion:
         return future
 
     def _complete(self, future: Future[Tensor], value: Tensor) -> None:
-        if self.error is None:
+        error = self.error
+        if error is None:
             future.set_result(value)
             return
-        error = self.error if isinstance(self.error, Exception) else RuntimeError(f"the move ended by {self.error!r}")
-        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so, and takes no BaseException
+        if not isinstance(error, Exception):  # torch's futures take no other: what was interrupted has failed, too
+            error = CommunicationError(f"a move between ranks was ended by {error!r}")
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
 class _Finished(Handle):

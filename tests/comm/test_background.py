@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Handle
+from lightning_hiercomm.comm.base import CommunicationError, Handle
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
@@ -57,15 +57,6 @@ def test_an_error_reaches_every_waiter_and_the_background_goes_on(background):
     with pytest.raises(ValueError, match="lost"):
         handle.future(torch.zeros(1)).wait()
     after.wait()
-
-
-def test_a_future_fails_also_with_what_torch_takes_for_no_error(background):
-    def leave() -> None:
-        raise SystemExit(1)
-
-    handle = background.submit(leave)
-    with pytest.raises(RuntimeError, match="SystemExit"):
-        handle.future(torch.zeros(1)).wait()
 
 
 def test_a_future_completes_with_its_job_whenever_it_was_asked_for(background):
@@ -128,3 +119,16 @@ def test_backgrounds_of_several_ranks_match_their_moves_up():
 
     expected = [4.0 * (6 + 4 * i) for i in range(10)]
     assert ThreadWorld(4).run(work) == [expected] * 4
+
+
+def test_a_future_of_a_job_that_ended_with_no_ordinary_error_has_not_succeeded(background):
+    def interrupted() -> None:
+        raise KeyboardInterrupt("Ctrl-C")
+
+    before = background.submit(interrupted).future(torch.ones(1))
+    after = background.submit(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        after.wait()
+    for future in (before, after.future(torch.ones(1))):
+        with pytest.raises(CommunicationError, match=r"KeyboardInterrupt.*Ctrl-C"):
+            future.wait()
