@@ -353,13 +353,6 @@ OFF: list[Callable[[Combination], bool]] = [
     # a graph of one node, or of one rank, has no end
     lambda c: c.nodes == "1 of 1" and c.scheme == "gossip",
     lambda c: len(_NODES[c.nodes]) == 1 and c.argument("through") in _GRAPHS,
-    # ranks of a node are not averaged
-    lambda c: c.argument("through") in _GRAPHS and c.argument("gradients") == "none",
-    # who carries, and what ranks of a node hold, is read at two moments
-    lambda c: "rotating" in dict(c.arguments).values() and c.argument("gradients") == "none",
-    lambda c: c.state and c.argument("gradients") == "none",
-    # what an outer optimizer holds, and not what the nodes do, is agreed upon between agreements
-    lambda c: _is_outer(c) and not (c.thaw is c.freeze is None),
     # Adam's number of steps is kept by tensor, and not by part of one
     lambda c: "adam" in dict(c.arguments).values() and not (c.thaw is c.freeze is c.resume is None),
 ]
@@ -1049,8 +1042,7 @@ def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: 
             _close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
     for step, values in reference.looks.items():
         for rank, seen in enumerate(told):
-            if not _is_outer(c):
-                _close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
+            _close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
 
 
 def _is_outer(c: Combination) -> bool:
