@@ -350,9 +350,6 @@ def _goes_together(c: Combination) -> bool:
 
 
 OFF: list[Callable[[Combination], bool]] = [
-    # a graph of one node, or of one rank, has no end
-    lambda c: c.nodes == "1 of 1" and c.scheme == "gossip",
-    lambda c: len(_NODES[c.nodes]) == 1 and c.argument("through") in _GRAPHS,
     # Adam's number of steps is kept by tensor, and not by part of one
     lambda c: "adam" in dict(c.arguments).values() and not (c.thaw is c.freeze is c.resume is None),
 ]
@@ -709,6 +706,8 @@ class Averaging(Reference):
             mean = self.mean(cut)
             return {node: mean.clone() for node in range(len(self.nodes))}
         nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
+        if len(nodes) == 1:
+            return nodes
         sends = _GRAPHS[self.through]().send_to(len(self.nodes), step - 1, part)
         return {n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes}
 
@@ -734,6 +733,7 @@ class Averaging(Reference):
 
     def agree_now(self, parts: Sequence[int], step: int) -> None:
         """And wait for it."""
+        self.nodes_meet(parts)
         for part in parts:
             arrived = self.arrive(part, self.means(self.x, part, step))
             x = self.x
@@ -743,6 +743,14 @@ class Averaging(Reference):
         if is_all and self.c.state and not keep and self.through not in _GRAPHS:
             self.average_state()
 
+    def nodes_meet(self, parts: Sequence[int]) -> None:
+        """It is nodes that a graph knows: ranks that train alone go on with their node's mean when it leaves."""
+        if self.through in _GRAPHS and self.gradients_kind == "none":
+            x = self.x
+            for part in parts:
+                cut = {r: flat[self.parts[part]] for r, flat in x.items()}
+                self.write(part, {r: self.node_mean(cut, self.node_of[r]) for r in x})
+
     def turn(self, step: int, in_epoch: int, leaving: Sequence[int]) -> None:
         """Merge what has come, and send."""
         for exchange in [e for e in self.flying if e[0] == step]:
@@ -751,6 +759,7 @@ class Averaging(Reference):
             for part in parts:
                 self.merge_part(part, sent, arrived[part])
         if leaving:
+            self.nodes_meet(leaving)
             x = self.x
             landed = {part: self.arrive(part, self.means(x, part, step)) for part in leaving}
             self.flying.append((step + self.staleness, list(leaving), x, landed))
