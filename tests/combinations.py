@@ -351,7 +351,7 @@ def _goes_together(c: Combination) -> bool:
 
 OFF: list[Callable[[Combination], bool]] = [
     # Adam's number of steps is kept by tensor, and not by part of one
-    lambda c: "adam" in dict(c.arguments).values() and not (c.thaw is c.freeze is c.resume is None),
+    lambda c: "adam" in dict(c.arguments).values() and not (c.thaw is c.freeze is None),
 ]
 """What is known to be wrong and not mended yet."""
 

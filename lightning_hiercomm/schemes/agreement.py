@@ -500,6 +500,8 @@ class Agreement(Scheme):
         if not self.is_alone:
             state["carrier"] = self._carrier.state_dict()
             state["in_flight"] = self._in_flight.state_dict()
+            if self.outer is not None:  # fragments cut tensors, so the state by tensor has one step where parts differ
+                state["outer_parts"] = self.outer.part_states()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -524,3 +526,5 @@ class Agreement(Scheme):
                 self._merge.attach(self._carrier)
         if "outer" in state:
             self._load_outer_state(state["outer"], with_values="carrier" not in state)
+        if self.outer is not None and "outer_parts" in state:
+            self.outer.load_part_states(state["outer_parts"])

@@ -135,6 +135,24 @@ class OuterOptimizer(Merge):
         held = {id(parameter): saved for parameter, saved in zip(parameters, state["state"], strict=True)}
         self._load(held, state)
 
+    def part_states(self) -> list[dict[str, Any]]:
+        """The optimizer's state for this rank's part of every bucket, as it is: one step for each part, say."""
+        if self.optimizer is None:
+            return []
+        held: list[Mapping[str, Any]] = [self.optimizer.state.get(part, {}) for part in self._parts]
+        return [{n: v.clone() if isinstance(v, Tensor) else v for n, v in own.items()} for own in held]
+
+    def load_part_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore :meth:`part_states` (of a run with the same topology and buckets)."""
+        if self.optimizer is None:
+            return
+        for part, saved in zip(self._parts, states, strict=True):
+            self.optimizer.state[part].clear()
+            for name, value in saved.items():
+                if isinstance(value, Tensor):  # a step may live on the CPU
+                    value = value.to(part.device if value.shape == part.shape else value.device, copy=True)
+                self.optimizer.state[part][name] = value
+
     def _schedule(self) -> dict[str, Any]:
         if self.optimizer is None:
             return {}

@@ -566,3 +566,28 @@ def test_a_run_ends_with_an_outer_step_over_what_was_not_agreed_on_yet(on_nodes,
 
     plain = DiLoCo(6, partial(SGD, lr=1.0), staleness=staleness)
     assert on_nodes(work, plain, TWO) == [pytest.approx(1 - steps * 0.2, abs=1e-6)] * 2
+
+
+@pytest.mark.parametrize("nodes", [TWO, TWO_OF_TWO], ids=str)
+def test_fragments_of_one_tensor_resume_with_the_outer_steps_that_each_has_taken(on_nodes, nodes):
+    # after three steps the first fragment has taken one outer step, and the second, of the same tensor, none
+    scheme = DiLoCo(4, partial(Adam, lr=0.1), fragments=2)
+    arguments = {"shapes": {"x": 12}, "dtype": torch.float64, "bucket_bytes": 2**20}
+    states = {}
+
+    def saving(rank):
+        target = target_of(rank.rank, 12)
+        for step in range(8):
+            if step == 3:
+                states[rank.rank] = rank.state()
+            rank.train(lambda x: x - target)
+        return rank.trace[3:]
+
+    def resuming(rank):
+        rank.load(states[rank.rank])
+        target = target_of(rank.rank, 12)
+        for _ in range(5):
+            rank.train(lambda x: x - target)
+        return rank.trace
+
+    assert on_nodes(saving, scheme, nodes, **arguments) == on_nodes(resuming, scheme, nodes, **arguments)
