@@ -112,8 +112,8 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], list[pl
     "a head that begins anew": (Reborn, list),
     "weights swapped for validation": (Validated, lambda: [Swaps()]),
 }
-OFF = {("steps_delay", "clamped weights"), ("steps_delay", "a head that begins anew")}
-"""What is known to be wrong and not mended yet."""
+REFUSED = {("steps_delay", "clamped weights"), ("steps_delay", "a head that begins anew")}
+"""Servers hold the weights, and what is written to a device's own would be lost: tests of StepsDelay have the error."""
 
 
 def _fit(make_trainer: Callable[..., pl.Trainer], name: str) -> tuple[pl.Trainer, dict[str, Any]]:
@@ -134,6 +134,8 @@ def test_real_modules_train_as_on_one_device(on_ranks, plain, tmp_path, scheme_n
     def main(make_trainer: Callable[..., pl.Trainer], rank: int) -> dict[str, Any]:
         reports = {}
         for name in PROGRAMS:
+            if (scheme_name, name) in REFUSED:
+                continue
             trainer, reports[name] = _fit(make_trainer, name)
             path = tmp_path / f"{name}.ckpt"
             trainer.save_checkpoint(path)
@@ -144,7 +146,7 @@ def test_real_modules_train_as_on_one_device(on_ranks, plain, tmp_path, scheme_n
 
     ranks = on_ranks(main)
     for name, expected in plain.items():
-        if (scheme_name, name) in OFF:
+        if (scheme_name, name) in REFUSED:
             continue
         same_bits([rank[name] for rank in ranks])
         for key, value in expected["state_dict"].items():
