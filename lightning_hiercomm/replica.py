@@ -394,7 +394,8 @@ class Replica:
             return name == module or name.startswith(module + ".")
 
         for module in modules:
-            known = [self.names[id(parameter)] for parameter in self._all if id(parameter) in self.names]
+            of_buffers = set(map(id, self.buffers))
+            known = [name for tensor, name in self.names.items() if tensor not in of_buffers]
             if not any(is_below(name, module) for name in known):
                 names = ", ".join(known[:20]) or "not named"
                 raise ValueError(

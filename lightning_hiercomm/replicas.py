@@ -63,11 +63,14 @@ class Replicas:
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
         trained = trained_by(optimizer)
         self.have_written()  # or the module's parameters may be gathered ones
+        names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
+        own_buffers = set(map(id, buffers.get(own, ())))
+        names += [(name, buffer) for name, buffer in self.module.named_buffers() if id(buffer) in own_buffers]
         return Replica(
             map(local, trained),
             buffers.get(own, ()),
             self.bucket_bytes,
-            [(name, local(t)) for name, t in (*self.module.named_parameters(), *self.module.named_buffers())],
+            names,
             shares_of(trained, self._node),
         )
 

@@ -201,7 +201,7 @@ class StepsDelay(Scheme):
     **Weights that you write** outside of the optimizer's step (clamping, masks, a new head) reach the server in the
     warm-up, as under plain SGD: every rank writes the same, and after the step, not in a hook on the optimizer's
     ``step``. Afterwards a device's weights are temporary, and what was written to them says nothing about the server's:
-    the next step is refused.
+    the next step that asks for those ends the run with an error.
 
     **The agreed model** is the server's weights, gathered on demand: for validation, checkpoints and at the end.
     Checkpoints hold the optimizer's state as if there were no shards, so they resume under plain DDP or on any number
@@ -280,6 +280,7 @@ class StepsDelay(Scheme):
         self._parts: list[list[Bucket]] = []  # in which the local rule gets the section
         self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
         self._left: Tensor | None = None  # the weights' bits after the last delayed step, as sums
+        self._written = torch.tensor(False)  # whether anybody wrote to them since
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
         self._was_warming_up = False
@@ -392,7 +393,8 @@ class StepsDelay(Scheme):
         hyperparameters = server.hyperparameters()
         self._take_over_what_was_written(server)
         if pulls:
-            self.verify()
+            self.verify()  # first: a fault that makes one rank differ is to be named as such
+            self._refuse_what_was_written()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
             arrived = next(arrivals)
@@ -419,19 +421,25 @@ class StepsDelay(Scheme):
             self.agreements += 1
 
     def _take_over_what_was_written(self, server: ShardedServer) -> None:
-        """Let the server take what somebody wrote to the weights since the last step, or refuse it.
+        """Let the server take what somebody wrote to the weights since the last step; after the warm-up, remember it.
 
         In the warm-up the weights are the server's, so what was written is what the server is to hold. Later they are
         not: taken over as they are, they would undo the other nodes' steps; as a difference, a new head would not be
         what was written, nor a clamped weight within its bounds.
-
-        Raises:
-            RuntimeError: After the warm-up.
         """
         if self._left is None:
             if not self._delayed_steps and not self._has_pulled:
                 server.take_over(self._pulled)
-        elif not torch.equal(self._left, self._bits()):
+        else:
+            self._written = self._written | (self._left != self._bits()).any()  # nobody waits here to know
+
+    def _refuse_what_was_written(self) -> None:
+        """Where the server is about to take the place of weights that somebody wrote, say so.
+
+        Raises:
+            RuntimeError: After the warm-up.
+        """
+        if bool(self._written) and not self._has_warned_of_difference:
             raise RuntimeError(
                 "somebody wrote to the weights outside of the optimizer's step (clamping, a mask, a new head), which"
                 " StepsDelay takes over in its warm-up only: afterwards the server's weights are not those of a device."
@@ -517,7 +525,7 @@ class StepsDelay(Scheme):
             return
         self._delayed_steps = 0
         self._has_pulled = False
-        self._left = None
+        self._left, self._written = None, torch.tensor(False)
         self._pulled = [section.pack() for section in self._server.sections]
         self._parts = [section.bucket.in_cache_sized() for section in self._server.sections]
         self._rule_state = [[{} for _ in parts] for parts in self._parts]

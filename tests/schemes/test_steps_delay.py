@@ -560,7 +560,7 @@ def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on
 
 @pytest.mark.parametrize("through_data", [True, False])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_step(warmup, through_data):
+def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull(warmup, through_data):
     def work(rank: Rank) -> int:
         for _ in range(warmup + 1):
             rank.train()
@@ -569,11 +569,12 @@ def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_step
         with torch.no_grad():
             parameter = rank.parameters[0]
             (parameter.data if through_data else parameter).fill_(0.25)
+        rank.train()
         with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
             rank.train()
         return rank.scheme.steps
 
-    assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 2] * 2
+    assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 3] * 2
 
 
 def test_an_optimizer_that_releases_gradients_is_refused():
