@@ -6,6 +6,7 @@ import difflib
 import gc
 import inspect
 import multiprocessing
+import multiprocessing.context
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -159,7 +161,13 @@ class WatchfulLauncher(_MultiProcessingLauncher):
                 thread, is_over = self._watcher
                 is_over.set()
                 thread.join()
-                self._watcher = None  # the next launch pickles this, if it spawns
+                self._watcher = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if multiprocessing.context.get_spawning_popen() is None:  # else a rank that starts inherits what it shares
+            state["_has_finished"] = None
+        return {**state, "_watcher": None}
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         leave_garbage_of_parent(self._start_method)
@@ -250,14 +258,15 @@ def check_ranks_of_node(environment: ClusterEnvironment) -> None:
     else:
         return
 
-    def validate(num_devices: int, num_nodes: int) -> None:
-        if num_devices != ranks:
-            raise ValueError(
-                f"Trainer(devices={num_devices}), but {ranks} ranks were started on this node: give devices={ranks}"
-                " here. Nodes may have unequal numbers of ranks."
-            )
+    environment.validate_settings = partial(_check_devices, ranks)  # type: ignore[method-assign]
 
-    environment.validate_settings = validate  # type: ignore[method-assign]
+
+def _check_devices(ranks: int, num_devices: int, num_nodes: int) -> None:
+    if num_devices != ranks:
+        raise ValueError(
+            f"Trainer(devices={num_devices}), but {ranks} ranks were started on this node: give devices={ranks}"
+            " here. Nodes may have unequal numbers of ranks."
+        )
 
 
 def check_program_can_run_again() -> None:

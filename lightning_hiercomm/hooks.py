@@ -65,10 +65,17 @@ class HierarchicalHooks(ParallelStrategy):
         self._checkpoints = Checkpoints(settings.checkpoint_replicas)
         self._control = RunControl()
         self._means = WeightedMeans()
-        # these exist only inside a process that trains: a strategy is pickled by spawn
+        # these exist only inside a process that trains, and go into no pickle and no copy
         self.topology = None
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # spawn pickles a strategy before it trains, and programs copy and pickle Trainers, and what they gave them, at
+        # any time
+        state: dict[str, Any] = super().__getstate__()
+        alone = {"topology": None, "_run_or_none": None, "_epoch_clock": None, "_control": RunControl()}
+        return {**state, **alone}
 
     def __repr__(self) -> str:
         # the Trainer of the other tree of classes prints this when it refuses the strategy

@@ -162,6 +162,12 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         self._frozen: list[torch.nn.Parameter] = []
         self._last_bucket: Mark | None = None
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
+        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None}
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
