@@ -317,7 +317,7 @@ def litgpt(folder: Path, how: str) -> dict[str, Any]:
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.config import Config
     from litgpt.model import GPT
-    from litgpt.pretrain import fit, initialize_weights, save_checkpoint
+    from litgpt.pretrain import fit, initialize_weights
 
     from lightning_hiercomm import HierarchicalFabricStrategy
 
@@ -347,7 +347,7 @@ def litgpt(folder: Path, how: str) -> dict[str, Any]:
         state = {"model": model, "optimizer": optimizer, "train_dataloader": loader, "iter_num": 0, "step_count": 0}
         evaluation = EvalArgs(interval=8, max_iters=4, initial_validation=False, final_validation=True)
         fit(fabric, RANKS, state, loader, loader, folder, None, config_of_training, evaluation)
-        save_checkpoint(fabric, state, None, folder / "final" / "lit_model.pth")
+        fabric.save(folder / "final" / "lit_model.pth", state)  # its own save also reads the command line of litgpt
 
     fabric.launch(main)
     model = GPT(config)
