@@ -48,13 +48,14 @@ class DASO(Agreement):
     Float buffers (BatchNorm statistics), which no training step reads, take part only in the means that are waited for.
 
     Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; parameters are sent as bfloat16 in
-    the blocking phases, by ``wire_dtype="bfloat16", wire_raw=True`` and ``narrow_phases="blocking"`` here.
+    the blocking phases, by ``wire_dtype="bfloat16", wire_raw=True`` and ``narrow_phases="blocking"`` here, which is not
+    the default. It names no lengths of warm-up and cool-down, no threshold and no patience: those defaults are ours.
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: a few when it
             begins, which is timed; then as few as ``overhead_target`` allows.
         staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits
-            for a mean every ``sync_every`` batches (half of the rows of the paper's Table 2).
+            for a mean every ``sync_every`` batches (6 of the 20 rows of the paper's Table 2).
         warmup_epochs: Epochs of warm-up.
         cooldown_epochs: Epochs of cool-down; needs ``Trainer(max_epochs=...)``.
         merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.

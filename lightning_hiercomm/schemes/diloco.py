@@ -42,7 +42,9 @@ class DiLoCo(Agreement):
 
     Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", Algorithm 1;
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", Algorithm 2. Paper settings:
-    ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads.
+    ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads (of
+    floating point; ``"int4"`` is a linear code with a scale per block). ``keep_local=0`` with staleness, and the first
+    paper's outer learning rate for streaming, are defaults of ours.
 
     Args:
         sync_every: H, optimizer steps between two agreements on the same fragment. ``"auto"``: a few steps at first,

@@ -34,7 +34,8 @@ class PeriodicAveraging(Agreement):
             ``"auto"``: nodes agree every 4 steps at first, which is timed; then as often as ``overhead_target`` allows.
         at_epoch_end: Also agree after the last step of an epoch.
         order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after an agreement.
-            ``"before_step"`` averages before it, as Algorithm 2 is printed; replicas then differ by one local step.
+            That default is ours. ``"before_step"`` averages before it, as Algorithm 2 is printed; replicas then differ
+            by one local step.
             With manual optimization the last step of an epoch is not known beforehand, so it is averaged after it.
         gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged at all, so every rank trains alone
             between agreements.

@@ -12,8 +12,10 @@ class Plateau:
     with the value that makes more than ``patience`` in a row no improvement; then counting starts anew, against the
     same best. A value that is not a number is no improvement.
 
-    Source: DASO, Section 3: a loss "not decreasing by more than a set percentage threshold". The same rule as torch's
-    ``ReduceLROnPlateau(threshold_mode="rel")``, except that a negative loss must fall too to improve.
+    Source: DASO, Section 3, lets B and S change "when the training loss plateaus"; Section 4.2 says of its learning
+    rates' scheduler that a plateau is a loss "not decreasing by more than a set percentage threshold". The numbers are
+    ours. The same rule as torch's ``ReduceLROnPlateau(threshold_mode="rel")``, except that a negative loss must fall
+    too to improve.
 
     Args:
         threshold: The relative improvement that counts, from 0 to below 1.
