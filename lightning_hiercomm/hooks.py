@@ -189,14 +189,16 @@ class HierarchicalHooks(ParallelStrategy):
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
         _check_period(self.scheme, trainer, self._topology.num_nodes)
-        _warn_of_short_run(self.scheme, trainer)
+        epochs, steps = _length(trainer)
+        _warn_of_short_run(self.scheme, trainer, steps)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
             self._begin_equal()
             self._run.begin_from_module()
-        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-        self._run.begin(epochs, trainer.max_steps if trainer.max_steps >= 0 else None)
+        if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
+            steps = trainer.max_steps if trainer.max_steps >= 0 else None
+        self._run.begin(epochs, steps)
 
     def _announce(self) -> None:
         """Say once what runs."""
@@ -468,13 +470,25 @@ def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
         )
 
 
-def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer) -> None:
+def _length(trainer: pl.Trainer) -> tuple[int | None, int | None]:
+    """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+    steps = trainer.max_steps if trainer.max_steps >= 0 else None
+    per_epoch = _steps_of_epoch(trainer)
+    if not 0 < per_epoch < math.inf:
+        return epochs, steps
+    whole = math.ceil(per_epoch)
+    if steps is not None and trainer.lightning_module.automatic_optimization:
+        needed = math.ceil(steps / whole)
+        epochs = needed if epochs is None else min(epochs, needed)
+    if epochs is not None:
+        steps = epochs * whole if steps is None else min(steps, epochs * whole)
+    return epochs, steps
+
+
+def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer, run: int | None) -> None:
     """Warn of a run that ends before the scheme has done what it is for."""
-    limits = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
-    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
-        steps = _steps_of_epoch(trainer)
-        limits.append(trainer.max_epochs * (steps if steps == math.inf else math.ceil(steps)))
-    steps = min(limits, default=math.inf)
+    steps = math.inf if run is None else run
     if isinstance(scheme, StepsDelay) and 0 < steps <= scheme.warmup_steps:
         rank_zero_warn(
             f"StepsDelay(warmup_steps={scheme.warmup_steps}) trains synchronously that long, but the run ends after"

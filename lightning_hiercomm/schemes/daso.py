@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,41 @@ from lightning_hiercomm.schemes.when import Every
 log = logging.getLogger(__name__)
 
 _PHASES = ("warm-up", "cycling", "cool-down")
+_EPOCHS = 4
+_LARGEST_SHARE = 1 / 4  # of a short run, or it would have nothing but warm-up and cool-down
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """When a phase changes: before an epoch, or before a step of the run. As a length: so much from the beginning."""
+
+    epoch: int | None = None
+    step: int | None = None
+
+    def has_come(self, epoch: int, step: int) -> bool:
+        return step >= self.step if self.step is not None else epoch >= (self.epoch or 0)
+
+    def before(self, epochs: int | None, steps: int | None) -> _Moment | None:
+        """So long before the end of the run; None if nobody knows when that is, or there is nothing before it."""
+        if self.step is not None:
+            return None if steps is None or not self.step else _Moment(step=steps - self.step)
+        return None if epochs is None or not self.epoch else _Moment(epoch=epochs - self.epoch)
+
+    def share(self, epochs: int | None, steps: int | None) -> float | None:
+        """Of the run, as far as one can tell."""
+        moment, length = (self.epoch, epochs) if self.step is None else (self.step, steps)
+        return None if moment is None or not length else moment / length
+
+
+def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> _Moment:
+    """How long warm-up, or cool-down, takes in a run, as the user has set it or by default."""
+    if in_steps is not None:
+        return _Moment(step=in_steps)
+    if in_epochs is not None:
+        return _Moment(epoch=in_epochs)
+    if steps is not None and (epochs is None or epochs * _LARGEST_SHARE < 1):
+        return _Moment(step=int(steps * _LARGEST_SHARE))
+    return _Moment(epoch=_EPOCHS if epochs is None else min(_EPOCHS, int(epochs * _LARGEST_SHARE)))
 
 
 class DASO(Agreement):
@@ -56,13 +92,16 @@ class DASO(Agreement):
             begins, which is timed; then as few as ``overhead_target`` allows.
         staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits
             for a mean every ``sync_every`` batches (6 of the 20 rows of the paper's Table 2).
-        warmup_epochs: Epochs of warm-up.
-        cooldown_epochs: Epochs of cool-down; needs ``Trainer(max_epochs=...)``.
+        warmup_epochs: Epochs of warm-up. None: 4, or a quarter of a run of fewer than 16 epochs, rounded down; where
+            that is less than one, a quarter of the run's optimizer steps.
+        cooldown_epochs: Epochs of cool-down, for which the run's end must be known (``Trainer(max_epochs=...)``). None:
+            as for ``warmup_epochs``, and none at all where the end is not known.
         merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.
         threshold: How much, relative to the best so far, an epoch's loss must fall to count as falling.
         patience: How many epochs in a row it may fail to before B and S change. Only cycling epochs are judged.
         warmup_steps: Optimizer steps of warm-up, in place of ``warmup_epochs``.
-        cooldown_steps: Optimizer steps of cool-down, in place of ``cooldown_epochs``; needs ``Trainer(max_steps=...)``.
+        cooldown_steps: Optimizer steps of cool-down, in place of ``cooldown_epochs``, for which the run's end must be
+            known, too (``Trainer(max_steps=...)``, or epochs whose length is known).
         exchange: Who carries the parameters between nodes. ``"rotating"``: one rank per node carries all of them, the
             next rank the next time (the paper). ``"sharded"``: all ranks carry equal parts, which is faster where every
             rank has a network link of its own. The numbers are the same.
@@ -84,8 +123,8 @@ class DASO(Agreement):
         self,
         sync_every: int | Literal["auto"] = 4,
         staleness: int = 1,
-        warmup_epochs: int = 4,
-        cooldown_epochs: int = 4,
+        warmup_epochs: int | None = None,
+        cooldown_epochs: int | None = None,
         merge: Literal["eq1", "delta"] = "eq1",
         threshold: float = 0.05,
         patience: int = 2,
@@ -140,8 +179,8 @@ class DASO(Agreement):
         self.plateau = Plateau(threshold, patience)
         self.watches_loss = monitor is None and adapt
         self._phase = ""
-        self._cooldown_begins_at_epoch: int | None = None
-        self._cooldown_begins_at_step: int | None = None
+        self._warmup_ends = _Moment(epoch=0)
+        self._cooldown_begins: _Moment | None = None
         self._awaits_metric = False
         self._has_resumed = False
         self._has_missed_a_loss = False
@@ -164,34 +203,36 @@ class DASO(Agreement):
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
-        self._cooldown_begins_at_epoch = self._cooldown_begins_at_step = None
-        if self.cooldown_steps is not None:
-            if self.cooldown_steps and steps is None:
-                raise ValueError(
-                    f"cooldown_steps={self.cooldown_steps} needs to know when the run ends: set Trainer(max_steps=...),"
-                    " use cooldown_epochs with max_epochs, or cooldown_steps=0 to leave the cool-down out"
-                )
-            self._cooldown_begins_at_step = steps - self.cooldown_steps if steps is not None else None
-        elif self.cooldown_epochs:
-            if epochs is None:
-                raise ValueError(
-                    f"cooldown_epochs={self.cooldown_epochs} needs to know when the run ends: set"
-                    " Trainer(max_epochs=...), use cooldown_steps with max_steps, or cooldown_epochs=0 to leave the"
-                    " cool-down out"
-                )
-            self._cooldown_begins_at_epoch = epochs - self.cooldown_epochs
+        if self.cooldown_steps and steps is None:
+            raise ValueError(
+                f"cooldown_steps={self.cooldown_steps} needs to know when the run ends: set Trainer(max_steps=...),"
+                " use cooldown_epochs with max_epochs, or cooldown_steps=0 to leave the cool-down out"
+            )
+        if self.cooldown_epochs and self.cooldown_steps is None and epochs is None:
+            raise ValueError(
+                f"cooldown_epochs={self.cooldown_epochs} needs to know when the run ends: set"
+                " Trainer(max_epochs=...), use cooldown_steps with max_steps, or cooldown_epochs=0 to leave the"
+                " cool-down out"
+            )
+        self._warmup_ends = _length_of_phase(self.warmup_epochs, self.warmup_steps, epochs, steps)
+        cooldown = _length_of_phase(self.cooldown_epochs, self.cooldown_steps, epochs, steps)
+        self._cooldown_begins = cooldown.before(epochs, steps)
         self._warn_if_nothing_cycles(epochs, steps)
 
     def _warn_if_nothing_cycles(self, epochs: int | None, steps: int | None) -> None:
-        first = self.warmup_epochs if self.warmup_steps is None else None
-        end = epochs if self._cooldown_begins_at_epoch is None else self._cooldown_begins_at_epoch
-        if first is not None and end is not None and first >= end:
-            self._announce(
-                logging.WARNING, f"{epochs} epochs leave none between warm-up and cool-down: {_ALL_BLOCKING}"
-            )
-        end = steps if self._cooldown_begins_at_step is None else self._cooldown_begins_at_step
-        if self.warmup_steps is not None and end is not None and self.warmup_steps >= end:
-            self._announce(logging.WARNING, f"{steps} steps leave none between warm-up and cool-down: {_ALL_BLOCKING}")
+        first = self._warmup_ends.share(epochs, steps)
+        end = 1.0 if self._cooldown_begins is None else self._cooldown_begins.share(epochs, steps)
+        if first is None or end is None or first < end:
+            return
+        lengths = {
+            "warmup_steps": self.warmup_steps,
+            "warmup_epochs": self.warmup_epochs if self.warmup_steps is None else None,
+            "cooldown_steps": self.cooldown_steps,
+            "cooldown_epochs": self.cooldown_epochs if self.cooldown_steps is None else None,
+        }
+        given = " and ".join(f"{name}={length}" for name, length in lengths.items() if length is not None)
+        run = f"{epochs} epochs" if epochs is not None else f"{steps} steps"
+        self._announce(logging.WARNING, f"{given} leave nothing between them of a run of {run}: {_ALL_BLOCKING}")
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
@@ -242,11 +283,9 @@ class DASO(Agreement):
         return self._phase
 
     def _phase_of_next_step(self) -> str:
-        if self.steps < self.warmup_steps if self.warmup_steps is not None else self.epoch < self.warmup_epochs:
+        if not self._warmup_ends.has_come(self.epoch, self.steps):
             return "warm-up"
-        if self._cooldown_begins_at_step is not None and self.steps >= self._cooldown_begins_at_step:
-            return "cool-down"
-        if self._cooldown_begins_at_epoch is not None and self.epoch >= self._cooldown_begins_at_epoch:
+        if self._cooldown_begins is not None and self._cooldown_begins.has_come(self.epoch, self.steps):
             return "cool-down"
         return "cycling"
 
@@ -341,4 +380,6 @@ _NO_LOSS = (
     "without one, sync_every and staleness stay as they are; return the loss from training_step, or set monitor to a"
     " metric that is logged in every epoch"
 )
-_ALL_BLOCKING = "every step will average all nodes and wait for it; shorten warmup or cooldown to train asynchronously"
+_ALL_BLOCKING = (
+    "every step will average all nodes and wait for it; shorten them, or leave them out, to train asynchronously"
+)

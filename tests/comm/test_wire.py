@@ -13,8 +13,8 @@ from lightning_hiercomm.schemes import DASO, PeriodicAveraging
 
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(1),
-    "daso, blocking": DASO,
-    "daso, sharded": lambda: DASO(exchange="sharded"),
+    "daso, blocking": lambda: DASO(warmup_epochs=1),
+    "daso, sharded": lambda: DASO(warmup_epochs=1, exchange="sharded"),
     "daso, cycling": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, delta": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
 }

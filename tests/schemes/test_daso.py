@@ -62,7 +62,7 @@ def test_a_cycling_epoch_follows_the_table_to_the_digit(run_oracle, exchange, st
 
 @pytest.mark.parametrize("exchange", ["rotating", "sharded"])
 def test_blocking_phases_follow_the_table_and_equal_averaging_at_every_step(run_oracle, exchange):
-    traces = run_oracle(lambda: DASO(exchange=exchange))
+    traces = run_oracle(lambda: DASO(warmup_epochs=1, exchange=exchange))
     assert traces[0].after_step[:4] == [2, 3, 3.5, 3.75]
     assert [t.after_step for t in traces] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1))]
 
@@ -100,7 +100,7 @@ def test_unequal_nodes_weigh_by_their_ranks(run_oracle):
 
 
 def test_rank_weights_reach_blocking_phases_and_merges(run_oracle):
-    blocking = run_oracle(DASO, weights=(1, 3, 2, 2), steps_per_epoch=3)
+    blocking = run_oracle(partial(DASO, warmup_epochs=1), weights=(1, 3, 2, 2), steps_per_epoch=3)
     assert blocking[0].after_step == [2.125, 3.1875, 3.71875]
     # node targets 1 and 8, node weights 1/4 and 3/4: sent 0.5 and 4, weighted mean 3.125, local 0.75 and 6
     traces = run_oracle(cycling(2, 1), weights=(1, 1, 2, 4), steps_per_epoch=4)
@@ -355,8 +355,8 @@ def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
 @pytest.mark.parametrize(
     ("arguments", "run", "message"),
     [
-        ({}, (None, None), r"cooldown_epochs=4 .*max_epochs"),
-        ({}, (None, 100), r"cooldown_epochs=4 .*max_epochs"),
+        ({"cooldown_epochs": 4}, (None, None), r"cooldown_epochs=4 .*max_epochs"),
+        ({"cooldown_epochs": 4}, (None, 100), r"cooldown_epochs=4 .*max_epochs"),
         ({"cooldown_steps": 10}, (5, None), r"cooldown_steps=10 .*max_steps"),
     ],
 )
@@ -370,21 +370,71 @@ def test_a_cool_down_without_an_end_to_count_from_is_refused(arguments, run, mes
     on_ranks(work)
 
 
+FOUR_AND_FOUR = {"warmup_epochs": 4, "cooldown_epochs": 4}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "run", "warns"),
+    ("arguments", "run", "said"),
     [
-        ({}, (8, None), True),
-        ({}, (9, None), False),
-        ({"cooldown_epochs": 0}, (4, None), True),
-        ({"cooldown_epochs": 0}, (None, None), False),
-        ({"warmup_steps": 50, "cooldown_steps": 50}, (None, 100), True),
-        ({"warmup_steps": 50, "cooldown_steps": 49}, (None, 100), False),
+        (FOUR_AND_FOUR, (8, None), "warmup_epochs=4 and cooldown_epochs=4 leave nothing"),
+        (FOUR_AND_FOUR, (9, None), None),
+        ({"warmup_epochs": 4, "cooldown_epochs": 0}, (4, None), "warmup_epochs=4 and cooldown_epochs=0"),
+        ({"warmup_epochs": 4, "cooldown_epochs": 0}, (None, None), None),
+        ({"warmup_steps": 50, "cooldown_steps": 50}, (None, 100), "warmup_steps=50 and cooldown_steps=50"),
+        ({"warmup_steps": 50, "cooldown_steps": 49}, (None, 100), None),
+        ({"warmup_steps": 60, "cooldown_epochs": 4}, (10, 100), "warmup_steps=60 and cooldown_epochs=4"),
+        ({"warmup_epochs": 6}, (8, None), "warmup_epochs=6 leave nothing"),
+        *(({}, run, None) for run in [(1, None), (2, 20), (4, None), (8, None), (8, 80), (None, 100), (None, None)]),
     ],
 )
-def test_phases_that_leave_nothing_to_cycle_are_warned_of_once(caplog, arguments, run, warns):
+def test_phases_that_leave_nothing_to_cycle_are_warned_of_once_by_their_arguments(caplog, arguments, run, said):
     epochs, steps = run
     on_four_ranks(lambda rank: None, DASO(**arguments), epochs=epochs, steps=steps, begins_epoch=False)
-    assert [r.message.count("every step will average all nodes") for r in caplog.records] == [1] * warns
+    warned = [r.message for r in caplog.records if "every step will average all nodes" in r.message]
+    assert len(warned) == (said is not None)
+    assert all(said in message for message in warned)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "waiting"),
+    [(1, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (15, 3), (16, 4), (17, 4), (40, 4)],
+)
+def test_warm_up_and_cool_down_take_four_epochs_each_or_a_quarter_of_a_short_run(epochs, waiting):
+    def work(rank):
+        phases = []
+        for epoch in range(epochs):
+            rank.scheme.begin_epoch(epoch, {})
+            phases.append(rank.scheme.phase)
+        return phases
+
+    expected = ["warm-up"] * waiting + ["cycling"] * (epochs - 2 * waiting) + ["cool-down"] * waiting
+    (phases, *_) = on_four_ranks(work, DASO(), epochs=epochs, begins_epoch=False)
+    assert phases == expected
+
+
+@pytest.mark.parametrize("epochs", [None, 1, 3])
+def test_where_a_quarter_of_the_epochs_is_none_it_is_a_quarter_of_the_steps(epochs):
+    def work(rank):
+        phases = []
+        for step in range(13):
+            rank.train(last=step == 12)
+            phases.append(rank.scheme.phase)
+        return phases
+
+    (phases, *_) = on_four_ranks(work, DASO(), epochs=epochs, steps=13)
+    assert phases == ["warm-up"] * 3 + ["cycling"] * 7 + ["cool-down"] * 3
+
+
+def test_a_run_without_an_end_has_four_epochs_of_warm_up_and_no_cool_down():
+    def work(rank):
+        phases = []
+        for epoch in range(6):
+            rank.scheme.begin_epoch(epoch, {})
+            phases.append(rank.scheme.phase)
+        return phases
+
+    (phases, *_) = on_four_ranks(work, DASO(), epochs=None, begins_epoch=False)
+    assert phases == ["warm-up"] * 4 + ["cycling"] * 2
 
 
 # ---- agreement, state --------------------------------------------------------------------------------------------
@@ -603,9 +653,29 @@ def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_
         assert values[2:] == [4 + (mean - 4) / 8]
 
 
-def test_a_run_without_a_known_end_is_refused_when_it_starts(fit):
+def test_a_cool_down_that_was_asked_for_needs_a_run_with_a_known_end(fit):
     with pytest.raises(Exception, match=r"cooldown_epochs=4 needs to know when the run ends"):
-        fit(Watched(), {"scheme": "daso"}, max_epochs=-1, max_steps=8)
+        fit(Watched(), {"scheme": DASO(cooldown_epochs=4)}, max_epochs=-1)
+
+
+class Phases(Watched):
+    def on_train_batch_end(self, *_):
+        self.report.append(self.trainer.strategy.phase)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ({"max_epochs": 4, "limit_train_batches": 2}, ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2),
+        ({"max_epochs": 1}, ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2),
+        ({"max_steps": 8}, ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2),
+        ({"max_steps": 32}, ["warm-up"] * 8 + ["cycling"] * 16 + ["cool-down"] * 8),  # four epochs of 8 batches
+    ],
+)
+def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, expected):
+    length = {"max_epochs": -1, **length}
+    (report, *_) = fit(Phases(), {"scheme": "daso"}, limit_val_batches=0, **length)
+    assert report["report"] == expected
 
 
 @pytest.mark.parametrize("exchange", ["rotating", "sharded"])
