@@ -158,6 +158,72 @@ def test_the_scheme_trains_and_resumes_in_a_trainer(page, fit, tmp_path):
         assert report["report"] == [values[node] for values in TABLE[4:]]
 
 
+# ---- averaging at a plateau --------------------------------------------------------------------------------------
+
+# One step an epoch, by SGD at 1/2 towards 0 and 8. The means of the losses are 2, 1.95, 1 and 1: the second and the
+# fourth are not 5 % below the best so far. Node 0 alone would see its loss rise at first, and node 1 its own fall.
+LOSSES = [(1.0, 3.0), (1.5, 2.4), (1.0, 1.0), (0.5, 1.5)]
+AT_PLATEAU = [(0, 4), (3, 3), (1.5, 5.5), (3.75, 3.75)]
+
+
+def epochs(rank: Rank, first: int, last: int) -> list[float]:
+    seen = []
+    for epoch in range(first, last):
+        rank.scheme.begin_epoch(epoch, {})
+        rank.train(last=True)
+        rank.scheme.end_epoch(torch.tensor(LOSSES[epoch][rank.node]))
+        seen.append(rank.values.item())
+    return seen
+
+
+def at_plateau(page) -> Scheme:
+    return page("at_plateau.py").AtPlateau()
+
+
+def test_nodes_average_after_the_epochs_whose_mean_loss_has_not_fallen_and_only_then(page):
+    def work(rank: Rank) -> tuple[list[float], int]:
+        return epochs(rank, 0, 4), rank.scheme.agreements
+
+    for node, (seen, agreements) in enumerate(on_nodes(work, at_plateau(page), targets=(0.0, 8.0))):
+        assert seen == [values[node] for values in AT_PLATEAU]
+        assert agreements == 2
+
+
+@pytest.mark.parametrize("after", range(1, 4))
+def test_a_resumed_run_knows_the_best_loss_so_far(page, after):
+    def first(rank: Rank) -> None:
+        epochs(rank, 0, after)
+        saved[rank.rank] = rank.state()
+
+    def second(rank: Rank) -> list[float]:
+        rank.load(saved[rank.rank])
+        return epochs(rank, after, 4)
+
+    saved: dict = {}
+    on_nodes(first, at_plateau(page), targets=(0.0, 8.0))
+    for node, seen in enumerate(on_nodes(second, at_plateau(page), targets=(0.0, 8.0))):
+        assert seen == [values[node] for values in AT_PLATEAU[after:]]
+
+
+@pytest.mark.parametrize(
+    ("learning_rate", "values"),
+    [
+        (1 / 2, [(0, 4), (0, 6), (0, 7)]),  # the means of the losses are 16, 4 and 1
+        (1 / 64, [(0, 1 / 8), (0.1240234375, 0.1240234375)]),  # 16 and 15.5, which is not 5 % less
+    ],
+)
+def test_a_trainer_gives_a_scheme_that_watches_it_the_loss(page, fit, learning_rate, values):
+    module = Oracle(1, targets=(0.0, 8.0), learning_rate=learning_rate)
+    strategy = {"scheme": at_plateau(page), "ranks_per_node": 1}
+    for node, report in enumerate(fit(module, strategy, devices=2, max_epochs=len(values))):
+        assert report["report"] == [at[node] for at in values]
+
+
+def test_a_training_step_without_a_loss_is_refused(page):
+    with pytest.raises(ValueError, match="returns the loss"):
+        at_plateau(page).end_epoch(None)
+
+
 # ---- elastic averaging -------------------------------------------------------------------------------------------
 
 
