@@ -16,8 +16,8 @@ from benchmarks.measure import seconds_per_step
 from benchmarks.workloads import WORKLOADS, parameter_count
 from lightning_hiercomm import schemes
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.cost import predict
-from lightning_hiercomm.planning.profile import Profile
+from lightning_hiercomm.planning.measure.profile import Profile
+from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import Scheme
 
 PREDICTED_ROWS = ("local", "node", "ddp", "all_reduce", "periodic", "daso", "diloco_streaming", "steps_delay", "gossip")

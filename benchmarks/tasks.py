@@ -34,9 +34,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.workloads import WORKLOADS, character_windows, judged, loss_of
-from lightning_hiercomm.planning import tasks
 from lightning_hiercomm.planning.errors import PlanningError
-from lightning_hiercomm.planning.tasks import Examples, Task, Turn
+from lightning_hiercomm.planning.simulate import tasks
+from lightning_hiercomm.planning.simulate.tasks import Examples, Task, Turn
 
 _SEGMENTATION = Path(__file__).resolve().parents[1] / "examples" / "segmentation"
 _PICTURES = (512, 128)  # to train on, and held out; of 32 x 64 pixels

@@ -6,9 +6,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_hiercomm.batches import HeterogeneousBatches
-from lightning_hiercomm.callbacks import CommunicationMonitor
-from lightning_hiercomm.fabric import HierarchicalFabricStrategy
-from lightning_hiercomm.model_parallel import HierarchicalModelParallelStrategy
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
     Agreement,
@@ -24,8 +22,10 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
-from lightning_hiercomm.strategy import HierarchicalStrategy
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.trainer.fabric import HierarchicalFabricStrategy
+from lightning_hiercomm.trainer.model_parallel import HierarchicalModelParallelStrategy
+from lightning_hiercomm.trainer.monitor import CommunicationMonitor
+from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
 __version__ = "0.1.0"
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
     Agreement,
@@ -52,8 +53,7 @@ from lightning_hiercomm.schemes import (
     Staggered,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.nonfinite import NonfiniteError
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 Vectors = dict[int, Tensor]
 

@@ -17,10 +17,10 @@ from lightning_hiercomm.comm.base import Connect
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
-from lightning_hiercomm.topology import Topology
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]

@@ -17,10 +17,10 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 import lightning_hiercomm as hiercomm
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes import SCHEMES
-from lightning_hiercomm.schemes.merging import MERGES
-from lightning_hiercomm.schemes.outer import OuterOptimizer
-from lightning_hiercomm.schemes.steps_delay import DelayCompensation
-from lightning_hiercomm.schemes.when import Every, Staggered
+from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation
+from lightning_hiercomm.schemes.words.merging import MERGES
+from lightning_hiercomm.schemes.words.outer import OuterOptimizer
+from lightning_hiercomm.schemes.words.when import Every, Staggered
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "HeterogeneousBatches": {"global_batch_size": 8},

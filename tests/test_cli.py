@@ -29,9 +29,9 @@ from lightning_hiercomm import (
 )
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Every
-from lightning_hiercomm.schemes.averaging import Average
+from lightning_hiercomm.schemes.carriers.mean import Average
 
 PERIODIC = """
 trainer:

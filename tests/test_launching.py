@@ -34,7 +34,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from problems import Oracle
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm._lightning import WatchfulLauncher
+from lightning_hiercomm._lightning.launcher import WatchfulLauncher
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]

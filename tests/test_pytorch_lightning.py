@@ -77,8 +77,7 @@ def test_both_offer_the_same_names_and_share_what_does_not_touch_lightning():
 
 def test_only_what_meets_the_trainer_exists_twice():
     rooms = {name.split(".")[1] for name in _second_tree.touching_lightning()}
-    assert rooms >= {"_lightning", "callbacks", "strategy"}
-    assert not rooms & {"comm", "control", "replica", "schemes", "topology"}
+    assert rooms == {"__main__", "_lightning", "checkpoints", "planning", "trainer"}
     assert first.HeterogeneousBatches is second.HeterogeneousBatches
 
 
@@ -174,15 +173,19 @@ def test_who_mixes_the_trees_is_told_what_to_import(tree, wrong, right):
     [
         ("import lightning.pytorch as pl", "import pytorch_lightning as pl"),
         ("from lightning.fabric.plugins import CheckpointIO", "from lightning_fabric.plugins import CheckpointIO"),
-        ("from lightning_hiercomm.replica import Replica", "from lightning_hiercomm.replica import Replica"),
+        (
+            "from lightning_hiercomm.nodes.replica import Replica",
+            "from lightning_hiercomm.nodes.replica import Replica",
+        ),
         ("import lightning_utilities", "import lightning_utilities"),
         (
-            "from lightning_hiercomm import _lightning, replica",
-            "from lightning_hiercomm.pytorch_lightning import _lightning\nfrom lightning_hiercomm import replica",
+            "from lightning_hiercomm.trainer import hooks, settings",
+            "from lightning_hiercomm.pytorch_lightning.trainer import hooks\n"
+            "from lightning_hiercomm.trainer import settings",
         ),
         (
-            "from lightning_hiercomm.strategy import HierarchicalStrategy as S",
-            "from lightning_hiercomm.pytorch_lightning.strategy import HierarchicalStrategy as S",
+            "from lightning_hiercomm.trainer.strategy import HierarchicalStrategy as S",
+            "from lightning_hiercomm.pytorch_lightning.trainer.strategy import HierarchicalStrategy as S",
         ),
     ],
 )

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 
 from benchmarks.contenders.lightning import Batches, Module
 from benchmarks.job import Recorder
-from lightning_hiercomm.planning.probe import probe
-from lightning_hiercomm.planning.ranks import connected
-from lightning_hiercomm.planning.steps import time_steps
+from lightning_hiercomm.planning.measure.probe import probe
+from lightning_hiercomm.planning.measure.ranks import connected
+from lightning_hiercomm.planning.measure.steps import time_steps
 
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.workloads import WORKLOADS, loss_of
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import connect_torch
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import PeriodicAveraging
-from lightning_hiercomm.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 

@@ -7,7 +7,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.workloads import WORKLOADS
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
 
 pytestmark = pytest.mark.parametrize("workload", ["mlp85k", "mlp1m", "mlp11m"])
 

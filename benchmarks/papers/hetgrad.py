@@ -10,9 +10,9 @@ from benchmarks.papers.pictures import legend, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, gradient_scale, rank_weights
-from lightning_hiercomm.planning.presets import PRESETS
-from lightning_hiercomm.planning.simulation import Experiment
-from lightning_hiercomm.planning.tasks import adam, momentum_sgd
+from lightning_hiercomm.planning.simulate.presets import PRESETS
+from lightning_hiercomm.planning.simulate.simulation import Experiment
+from lightning_hiercomm.planning.simulate.tasks import adam, momentum_sgd
 from lightning_hiercomm.schemes import AllReduce
 
 GLOBAL_BATCH = 64

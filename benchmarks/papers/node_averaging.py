@@ -12,9 +12,9 @@ from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.study import Results, Sample, Setting, Study
-from lightning_hiercomm.planning.presets import PRESETS
-from lightning_hiercomm.planning.simulation import Experiment
-from lightning_hiercomm.planning.tasks import TASKS
+from lightning_hiercomm.planning.simulate.presets import PRESETS
+from lightning_hiercomm.planning.simulate.simulation import Experiment
+from lightning_hiercomm.planning.simulate.tasks import TASKS
 from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging, Scheme
 
 NODES = (4, 8, 12, 16, 20)

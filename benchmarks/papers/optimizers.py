@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.tasks import adamw
-from lightning_hiercomm.planning.tasks import OptimizerMaker, adam
+from lightning_hiercomm.planning.simulate.tasks import OptimizerMaker, adam
 
 
 class AdaBelief(Optimizer):

@@ -14,9 +14,9 @@ from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.planning.cluster import Link
-from lightning_hiercomm.planning.cost import predict
-from lightning_hiercomm.planning.presets import PRESETS
-from lightning_hiercomm.planning.simulation import Experiment, simulate
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.simulate.presets import PRESETS
+from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
 from lightning_hiercomm.schemes import AllReduce, Scheme, StepsDelay
 
 NODES = 4

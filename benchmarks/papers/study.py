@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from lightning_hiercomm.planning.simulation import Curve, Experiment, Site, simulate
-from lightning_hiercomm.schemes.nonfinite import NonfiniteError
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, simulate
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 SEEDS = 5
 _LOOKS = 20
@@ -33,8 +33,8 @@ class Setting:
         key: What the results call it; no two settings of a study have the same.
         make: Gives the experiment of a seed.
         site: What the virtual clock goes by.
-        play: What trains: :func:`~lightning_hiercomm.planning.simulation.simulate`, or something that it has no scheme
-            for.
+        play: What trains: :func:`~lightning_hiercomm.planning.simulate.simulation.simulate`, or something that it has
+            no scheme for.
         looks: How often the agreed model is judged.
     """
 

@@ -21,9 +21,9 @@ from benchmarks.workloads import WORKLOADS, judged, loss_of
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import DiLoCo, PeriodicAveraging, Scheme
-from lightning_hiercomm.topology import Topology
 
 CONTENDERS: dict[str, tuple[Callable[[int], Scheme], str | None]] = {
     "DiLoCo": (lambda every: DiLoCo(every), None),

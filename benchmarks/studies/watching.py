@@ -22,11 +22,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from benchmarks.workloads import WORKLOADS, Workload, loss_of, parameter_count
-from lightning_hiercomm.control import start_control_plane
-from lightning_hiercomm.replicas import Replicas
-from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme, averaging, base
-from lightning_hiercomm.training_run import TrainingRun
-from lightning_hiercomm.world import connect_world
+from lightning_hiercomm.control.plane import start_control_plane
+from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme, base
+from lightning_hiercomm.schemes.carriers import mean as averaging
 
 RANKS = 4
 WATCHES: dict[str, dict[str, Any]] = {

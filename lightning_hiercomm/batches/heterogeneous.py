@@ -25,7 +25,7 @@ from lightning_hiercomm.batches.partition import (
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import StepClock, StepTime, fit_cost, time_step
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.nodes.topology import Topology
 
 log = logging.getLogger(__name__)
 

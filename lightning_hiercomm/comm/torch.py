@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -297,3 +297,20 @@ def connect_torch(
         return own
 
     return connect
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Keep torch's profiler from recording what this thread does.
+
+    A move that is launched while the profiler records, and ends beside training when it has stopped, would write to a
+    record that is gone: a segmentation fault.
+    """
+    if not torch.autograd.profiler._is_profiler_enabled:  # the process's; not all modes show in the thread's own flag
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)

@@ -13,16 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_hiercomm.planning import curves, quantities, report
-from lightning_hiercomm.planning.candidates import WIRES
-from lightning_hiercomm.planning.candidates import plan as make_plan
+from lightning_hiercomm.planning import quantities
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
-from lightning_hiercomm.planning.presets import PRESETS, Preset, Setting
-from lightning_hiercomm.planning.profile import Profile, ProfileError
-from lightning_hiercomm.planning.simulation import Experiment, Site
-from lightning_hiercomm.planning.simulation import simulate as run_one
-from lightning_hiercomm.planning.tasks import TASKS
+from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
+from lightning_hiercomm.planning.predict import report
+from lightning_hiercomm.planning.predict.candidates import WIRES
+from lightning_hiercomm.planning.predict.candidates import plan as make_plan
+from lightning_hiercomm.planning.simulate import curves
+from lightning_hiercomm.planning.simulate.presets import PRESETS, Preset, Setting
+from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
+from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
+from lightning_hiercomm.planning.simulate.tasks import TASKS
 from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
 
 T = TypeVar("T")
@@ -48,16 +50,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Check the ground that training will stand on."""
-    from lightning_hiercomm.planning.doctor import examine
+    from lightning_hiercomm.planning.measure.doctor import examine
 
     return examine(arguments.ranks_per_node)
 
 
 def probe(arguments: argparse.Namespace) -> int:
     """Measure the cluster, and write a profile."""
-    from lightning_hiercomm.planning.probe import probe as measure
-    from lightning_hiercomm.planning.ranks import connected
-    from lightning_hiercomm.planning.steps import StandIn, load_module, time_steps
+    from lightning_hiercomm.planning.measure.probe import probe as measure
+    from lightning_hiercomm.planning.measure.ranks import connected
+    from lightning_hiercomm.planning.measure.steps import StandIn, load_module, time_steps
 
     seconds = _read("--seconds", quantities.duration, arguments.seconds)
     parameters = _read("--params", quantities.count, arguments.params)

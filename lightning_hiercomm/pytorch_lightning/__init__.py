@@ -53,10 +53,10 @@ if TYPE_CHECKING:
         """See :class:`lightning_hiercomm.HierarchicalModelParallelStrategy`."""
 else:
     sys.meta_path.append(SecondTreeFinder())
-    from lightning_hiercomm.pytorch_lightning.callbacks import CommunicationMonitor
-    from lightning_hiercomm.pytorch_lightning.fabric import HierarchicalFabricStrategy
-    from lightning_hiercomm.pytorch_lightning.model_parallel import HierarchicalModelParallelStrategy
-    from lightning_hiercomm.pytorch_lightning.strategy import HierarchicalStrategy
+    from lightning_hiercomm.pytorch_lightning.trainer.fabric import HierarchicalFabricStrategy
+    from lightning_hiercomm.pytorch_lightning.trainer.model_parallel import HierarchicalModelParallelStrategy
+    from lightning_hiercomm.pytorch_lightning.trainer.monitor import CommunicationMonitor
+    from lightning_hiercomm.pytorch_lightning.trainer.strategy import HierarchicalStrategy
 
 __all__ = [
     "DASO",

@@ -1,7 +1,7 @@
 """Our modules that touch Lightning, a second time: for ``pytorch_lightning``, from the same source files.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are one code base in two packages, hence two trees of classes. So are
-these modules: ``lightning_hiercomm.pytorch_lightning.strategy`` is ``strategy.py`` again, its import statements
+these modules: ``lightning_hiercomm.pytorch_lightning.trainer.strategy`` is ``strategy.py`` again, its import statements
 pointing to the other tree. Nothing else is changed, so lines, tracebacks and ``inspect`` show the file itself. What
 never touches Lightning (schemes, communicators, replicas, batches) exists once.
 """

@@ -8,12 +8,12 @@ from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
 from lightning_hiercomm.schemes.gossip import Gossip
-from lightning_hiercomm.schemes.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
-from lightning_hiercomm.schemes.merging import Delta, Merge, Replace, StaleSum
-from lightning_hiercomm.schemes.outer import OuterOptimizer
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
-from lightning_hiercomm.schemes.steps_delay import StepsDelay
-from lightning_hiercomm.schemes.when import Every, Staggered, When
+from lightning_hiercomm.schemes.steps_delay.scheme import StepsDelay
+from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
+from lightning_hiercomm.schemes.words.merging import Delta, Merge, Replace, StaleSum
+from lightning_hiercomm.schemes.words.outer import OuterOptimizer
+from lightning_hiercomm.schemes.words.when import Every, Staggered, When
 
 SchemeName: TypeAlias = Literal["all_reduce", "periodic", "daso", "steps_delay", "gossip", "diloco"]
 

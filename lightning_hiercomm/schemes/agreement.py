@@ -16,17 +16,18 @@ from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Bucket, Replica
-from lightning_hiercomm.schemes.averaging import Average, RotatingAverage
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Scheme
-from lightning_hiercomm.schemes.carrier import Carrier
-from lightning_hiercomm.schemes.graphs import Graph
-from lightning_hiercomm.schemes.in_flight import Exchange, InFlight
-from lightning_hiercomm.schemes.merging import MERGES, Merge
-from lightning_hiercomm.schemes.outer import OuterOptimizer
-from lightning_hiercomm.schemes.peers import PeerMean
+from lightning_hiercomm.schemes.carriers.base import Carrier
+from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
+from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
+from lightning_hiercomm.schemes.carriers.peers import PeerMean
 from lightning_hiercomm.schemes.tuning import PeriodTuner
-from lightning_hiercomm.schemes.when import Every, Staggered, When
+from lightning_hiercomm.schemes.words.graphs import Graph
+from lightning_hiercomm.schemes.words.merging import MERGES, Merge
+from lightning_hiercomm.schemes.words.outer import OuterOptimizer
+from lightning_hiercomm.schemes.words.when import Every, Staggered, When
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,8 @@ class Agreement(Scheme):
         sent after step t - staleness;  x := merge(x, what arrived)
 
     **The agreed model** is the mean of the nodes' present parameters, whatever the merge. One that
-    :attr:`~lightning_hiercomm.schemes.merging.Merge.keeps_agreed` values (an outer optimizer) keeps them beside that:
-    a plain checkpoint holds the former as its model and the latter for the run that goes on from it.
+    :attr:`~lightning_hiercomm.schemes.words.merging.Merge.keeps_agreed` values (an outer optimizer) keeps them beside
+    that: a plain checkpoint holds the former as its model and the latter for the run that goes on from it.
 
     Float buffers (BatchNorm statistics) agree when all parts do at once and training waits for it.
 

@@ -15,10 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Bucket, Replica
-from lightning_hiercomm.schemes.averaging import Average, average_optimizer_state, same_step
-from lightning_hiercomm.schemes.carrier import Land
-from lightning_hiercomm.schemes.nonfinite import (
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.carriers.base import Land
+from lightning_hiercomm.schemes.carriers.mean import Average, average_optimizer_state, same_step
+from lightning_hiercomm.schemes.carriers.recovery import agree_without_sick
+from lightning_hiercomm.schemes.health.nonfinite import (
     ADVICE,
     SKIPPING,
     NonfiniteError,
@@ -28,9 +31,7 @@ from lightning_hiercomm.schemes.nonfinite import (
     is_marked,
     mark_of_buckets,
 )
-from lightning_hiercomm.schemes.recovery import agree_without_sick
-from lightning_hiercomm.schemes.verification import ReplicasDiffer, VerifyReplicas, first_difference
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
 
 log = logging.getLogger(__name__)
 

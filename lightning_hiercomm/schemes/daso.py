@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.agreement import Agreement
-from lightning_hiercomm.schemes.carrier import Carrier
+from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
-from lightning_hiercomm.schemes.when import Every
+from lightning_hiercomm.schemes.words.when import Every
 
 log = logging.getLogger(__name__)
 

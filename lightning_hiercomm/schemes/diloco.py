@@ -6,9 +6,9 @@ from typing import Literal
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
-from lightning_hiercomm.schemes.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
-from lightning_hiercomm.schemes.when import Staggered
+from lightning_hiercomm.schemes.words.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
+from lightning_hiercomm.schemes.words.when import Staggered
 
 
 class DiLoCo(Agreement):

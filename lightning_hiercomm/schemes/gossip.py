@@ -11,9 +11,13 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Bucket, Replica
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Scheme
-from lightning_hiercomm.schemes.graphs import (
+from lightning_hiercomm.schemes.carriers.in_flight import InFlight
+from lightning_hiercomm.schemes.carriers.peers import Peers
+from lightning_hiercomm.schemes.words.graphs import (
     DirectedExponential,
     Fairness,
     Full,
@@ -22,9 +26,6 @@ from lightning_hiercomm.schemes.graphs import (
     Ring,
     round_of,
 )
-from lightning_hiercomm.schemes.in_flight import InFlight
-from lightning_hiercomm.schemes.peers import Peers
-from lightning_hiercomm.topology import Topology
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 

@@ -14,9 +14,9 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, completed_future, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.lane_sum import LaneSum
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
 
 
 class GradientPath(ABC):

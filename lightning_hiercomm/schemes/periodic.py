@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
-from lightning_hiercomm.schemes.when import Every
+from lightning_hiercomm.schemes.words.when import Every
 
 
 class PeriodicAveraging(Agreement):

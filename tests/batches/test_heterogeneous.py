@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging
 from lightning_hiercomm.batches.partition import StepCost, divide
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.gradients import NodeMean, gradient_path
 
 CPU = torch.device("cpu")

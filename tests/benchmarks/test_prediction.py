@@ -14,7 +14,7 @@ from benchmarks import prediction
 from benchmarks.contenders import ROWS
 from benchmarks.job import Job, Record
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.profile import Profile
+from lightning_hiercomm.planning.measure.profile import Profile
 
 PROFILE = Profile(Cluster(2, 2, Link(math.inf), Link(1e8)), Workload(1e6, 0.1, 0.2)).to_dict()
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks.tasks import TASKS, _example
 from benchmarks.workloads import WORKLOADS
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulation import Experiment, Site, simulate
-from lightning_hiercomm.planning.tasks import Batches
+from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, simulate
+from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import PeriodicAveraging
 
 SITE = Site(Cluster(2, 1, Link(1e9), Link(1e9)), Workload.of_step(1e6, 1.0))

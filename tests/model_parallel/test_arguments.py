@@ -25,7 +25,7 @@ from lightning_hiercomm import (
 )
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.topology import Topology
+from lightning_hiercomm.nodes.topology import Topology
 
 
 @pytest.mark.parametrize(

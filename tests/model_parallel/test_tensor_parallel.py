@@ -18,7 +18,7 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     PeriodicAveraging,
 )
-from lightning_hiercomm.shards import local
+from lightning_hiercomm.run.shards import local
 
 SCHEMES = {
     "all_reduce": AllReduce,

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_hiercomm import __main__ as program
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.profile import Profile
+from lightning_hiercomm.planning.measure.profile import Profile
 
 FLAGS = [
     *("--params", "1.3e9", "--step-time", "0.4", "--nodes", "64", "--ranks-per-node", "8"),

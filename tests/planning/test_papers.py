@@ -7,9 +7,9 @@ import math
 import pytest
 
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.cost import predict
-from lightning_hiercomm.planning.node import ddp_buckets
 from lightning_hiercomm.planning.papers import Iteration, Layer, all_reduce_seconds
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.predict.node import ddp_buckets
 from lightning_hiercomm.schemes import AllReduce, StepsDelay
 
 # ---- paper 000, Table I ----------------------------------------------------------------------------------------------

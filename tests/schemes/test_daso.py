@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import replica
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes import replica
 from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
 
 on_four_ranks = partial(on_nodes, nodes=TWO_BY_TWO, epochs=10)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from problems import Oracle
 
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import AllReduce, Gossip, Graph, PeriodicAveraging, RandomPermutation
 
 FLAT = {"nodes": [[0], [1], [2], [3]]}

@@ -9,8 +9,8 @@ from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.gradients import NodeMean, Untouched, WorldSum, gradient_path
-from lightning_hiercomm.topology import Topology
 
 CPU = torch.device("cpu")
 NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 1), (2,), (3,)), ((0, 1), (2, 3), (4, 5))]

@@ -13,8 +13,10 @@ from torch import nn
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.replica import Replica
-from lightning_hiercomm.replicas import Replicas
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import (
     DASO,
     Agreement,
@@ -26,9 +28,7 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
-from lightning_hiercomm.settings import Settings
-from lightning_hiercomm.topology import Topology
-from lightning_hiercomm.training_run import TrainingRun
+from lightning_hiercomm.trainer.settings import Settings
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "all_reduce": AllReduce,

@@ -10,7 +10,7 @@ from harness import on_nodes
 
 from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
 from lightning_hiercomm.schemes import Agreement
-from lightning_hiercomm.schemes.graphs import DirectedExponential, Full, RandomPermutation, Ring
+from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Full, RandomPermutation, Ring
 
 PERIOD, STEPS, LR = 3, 14, 0.1
 NODES = {

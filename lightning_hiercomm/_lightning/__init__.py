@@ -1,0 +1,10 @@
+"""Every private or fragile touch of Lightning: one function each, with its reason and its test."""
+
+
+def require_attribute(owner: object, name: str) -> None:
+    """Refuse, in a sentence, a Lightning or torch without something private that we rely on."""
+    if not hasattr(owner, name):
+        raise RuntimeError(
+            f"this version of Lightning or torch has no {type(owner).__name__}.{name}, which this version of"
+            " lightning-hiercomm relies on: upgrade it, or go back to an earlier Lightning, and report this."
+        )

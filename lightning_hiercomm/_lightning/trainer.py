@@ -1,0 +1,175 @@
+"""Every private or fragile touch of Lightning and torch: one function each, each with its reason and its test."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_unflatten
+
+from lightning_hiercomm._lightning import require_attribute
+
+
+def name_tree(name: str) -> str:
+    """To whom this module's classes belong, and where their twins are, for people who mix Lightning's two packages.
+
+    ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
+    refuses objects of the other.
+    """
+    ours = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
+    (other,) = ours.keys() - {pl.__name__}
+    return f"`{pl.__name__}`; with `{other}`, use `{ours[other]}.{name}`"
+
+
+def replace_sigterm_broadcast(
+    trainer: pl.Trainer, should_stop: Callable[[], bool], on_sigterm: Callable[[], None]
+) -> None:
+    """Take Lightning's SIGTERM handling over.
+
+    ``_TrainingEpochLoop`` broadcasts a flag over the world before every batch, so the nodes wait for each other
+    at every step. And its signal handler starts a broadcast of its own, which only matches the first if rank 0 was hit.
+
+    Args:
+        trainer: Of the run that is being set up; its handlers are registered after that.
+        should_stop: Called before every batch, on every rank; True stops the run there with a ``SIGTERMException``.
+        on_sigterm: Called when this process receives a SIGTERM.
+    """
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    require_attribute(loop, "_broadcast_sigterm_tensor")
+    require_attribute(connector, "_sigterm_notifier_fn")
+
+    def before_batch() -> None:
+        if should_stop():
+            connector.received_sigterm = True
+            raise SIGTERMException
+
+    def notify(signum: Any, _: Any) -> None:
+        if trainer.strategy.launcher is not None and not connector.received_sigterm:
+            trainer.strategy.launcher.kill(signum)  # pass it on to the processes that we launched
+        on_sigterm()
+
+    loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
+    connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+
+
+def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
+    """Undo :func:`replace_sigterm_broadcast`, so that the trainer can be pickled and used with another strategy."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+
+
+def mark_sigterm_received(trainer: pl.Trainer) -> None:
+    """Let Lightning's own checks see a SIGTERM; ``Trainer.received_sigterm`` has no setter."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The user's own optimizer inside Lightning's wrapper (``LightningOptimizer.optimizer`` is a property)."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def is_interrupted(trainer: pl.Trainer | None) -> bool:
+    """Whether an exception is being handled: then other ranks may not be there for a collective."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def put_callback_first(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Add a callback before the user's: strategies have no epoch hooks, and checkpoints are written by callbacks."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [callback, *(other for other in callbacks if type(other) is not type(callback))]
+
+
+def remove_callback(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Undo :func:`put_callback_first`."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks[:] = [other for other in callbacks if other is not callback]
+
+
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether this epoch only collects BatchNorm statistics for the weights of ``StochasticWeightAveraging``."""
+    return trainer.fit_loop._skip_backward
+
+
+def batches_that_stepped(trainer: pl.Trainer) -> int:
+    """The step that Lightning's loggers use: batches that stepped, however many optimizers did."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def leave_train_dataloaders_alone(trainer: pl.Trainer) -> None:
+    """Keep Lightning from putting a DistributedSampler into train dataloaders; into those of evaluation it still does.
+
+    ``Trainer(use_distributed_sampler=False)`` would switch it off for all, and afterwards nobody knows what was there.
+    """
+    connector = trainer._data_connector
+    require_attribute(connector, "_prepare_dataloader")
+    original = type(connector)._prepare_dataloader
+
+    def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        return dataloader if mode == RunningStage.TRAINING else original(connector, dataloader, shuffle, mode)
+
+    connector._prepare_dataloader = prepare  # type: ignore[method-assign]
+
+
+def prepare_train_dataloaders_again(trainer: pl.Trainer) -> None:
+    """Undo :func:`leave_train_dataloaders_alone`."""
+    trainer._data_connector.__dict__.pop("_prepare_dataloader", None)
+
+
+def mark_means_of_a_step(trainer: pl.Trainer, mark: Callable[[], AbstractContextManager[None]]) -> None:
+    """Enter ``mark()`` while ``self.log`` of a training hook reduces a value over the ranks.
+
+    ``Strategy.reduce`` gets both the values of ``on_step=True``, which are means over a rank's batch, and the sums that
+    ``on_epoch=True`` makes of them and of the batch sizes. Only the former need weights.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    require_attribute(results, "update_metrics")
+    original = type(results).update_metrics
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        with mark():
+            original(results, key, value, batch_size)
+
+    results.update_metrics = update_metrics
+
+
+def unmark_means_of_a_step(trainer: pl.Trainer) -> None:
+    """Undo :func:`mark_means_of_a_step`."""
+    trainer.fit_loop.epoch_loop._results.__dict__.pop("update_metrics", None)
+
+
+def takes_dataloader_iter(module: pl.LightningModule) -> bool:
+    """Whether the training step fetches its batches itself."""
+    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+
+
+def training_step_inputs(trainer: pl.Trainer, batch: Any) -> list[Any]:
+    """What the training step is called with: the batch and, if it takes one, an index."""
+    return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
+
+
+def train_dataloaders(trainer: pl.Trainer) -> list[Any]:
+    """The train dataloaders, processed; usually one. ``Trainer.train_dataloader`` keeps the user's own nesting."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    return list(combined.flattened)
+
+
+def join_train_batches(trainer: pl.Trainer, batches: list[Any]) -> Any:
+    """One batch of each train dataloader, in the user's own nesting."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    return tree_unflatten(batches, combined._spec)
+
+
+def restart_train_dataloaders(trainer: pl.Trainer) -> None:
+    """Begin the train dataloaders' iteration again: Lightning begins the first one when it makes the loaders."""
+    assert trainer.fit_loop._data_fetcher is not None
+    iter(trainer.fit_loop._data_fetcher)

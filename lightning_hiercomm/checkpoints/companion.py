@@ -1,0 +1,259 @@
+"""The companion of a checkpoint: what one rank alone knows, for a bit-exact resume."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.run.shards import local, reshard, whole
+from lightning_hiercomm.nodes.topology import Topology
+
+_REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
+
+
+def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
+    """Where a rank's companion of a checkpoint lies.
+
+    It lies beside it, under a name that no companion of another checkpoint has that was written to the same place
+    before: so those stay valid until the checkpoint itself is replaced.
+    """
+    return f"{companion_prefix(checkpoint_path)}{rank:04d}.{identity}"
+
+
+def companion_prefix(checkpoint_path: Any) -> str:
+    """What the paths of all companions at a checkpoint's place begin with."""
+    return f"{checkpoint_path}.rank-"
+
+
+def companion_state(
+    identity: str,
+    topology: Topology,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schemes: Sequence[Scheme],
+    gradients: GradientPath,
+    own_values: Mapping[int, Tensor],
+    mid_epoch: bool,
+    loss: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """This rank's own parameters, buffers, optimizer and scheme state, and random streams.
+
+    Args:
+        identity: The same in the checkpoint and in all of its companions.
+        topology: The nodes.
+        module: What trains.
+        optimizers: The user's optimizers.
+        schemes: Theirs.
+        gradients: The way of the module's gradients.
+        own_values: By ``id`` of a tensor, its own value, where the module holds the agreed one at the moment.
+        mid_epoch: Whether more batches of the epoch follow.
+        loss: What this rank knows of the epoch's loss so far.
+        precision: State of the precision plugin: every node's gradient scaler goes its own way.
+    """
+    state = {
+        "identity": identity,
+        "rank": topology.rank,
+        "nodes": [list(ranks) for ranks in topology.nodes],
+        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
+        "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
+        "schemes": [scheme.state_dict() for scheme in schemes],
+        "gradients": gradients.state_dict(),
+        "layouts": _layouts(schemes),
+        "random": random_state(),
+        "mid_epoch": mid_epoch,
+        "loss": dict(loss or {}),
+        "precision": dict(precision or {}),
+    }
+    return {**state, "checksum": checksum(state)}
+
+
+def load_companion(
+    checkpoint_io: CheckpointIO,
+    checkpoint_path: Any,
+    identity: str | None,
+    topology: Topology,
+    module: nn.Module,
+    schemes: Sequence[Scheme],
+) -> dict[str, Any]:
+    """Read this rank's companion; see that it is whole, and belongs to the checkpoint, this rank and this run.
+
+    Args:
+        checkpoint_io: Reads the file.
+        checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
+        identity: What the checkpoint says; None if it says that there are no companions.
+        topology: The nodes.
+        module: What trains.
+        schemes: Of the optimizers.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes,
+            parameters, schemes, buckets or wires.
+    """
+    if identity is None:
+        raise ValueError(f"{checkpoint_path} was saved without checkpoint_replicas=True. {_REMEDY}")
+    place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
+    path = companion_path(place, topology.rank, identity)
+    try:
+        state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}, the part of the checkpoint that belongs to this rank, is missing. {_REMEDY}"
+        ) from error
+    except Exception as error:  # what torch raises depends on which byte is wrong
+        raise ValueError(f"{path} is damaged, and cannot be read ({error}). {_REMEDY}") from error
+    said = state.pop("checksum", None) if isinstance(state, dict) else None
+    if said is None:
+        raise ValueError(f"{path} is no companion of a checkpoint: it has no checksum. {_REMEDY}")
+    if said != checksum(state):
+        raise ValueError(f"{path} is damaged: its contents do not have the checksum that was saved. {_REMEDY}")
+    if state["identity"] != identity:
+        raise ValueError(f"{path} belongs to another checkpoint than {checkpoint_path}. {_REMEDY}")
+    if state["rank"] != topology.rank:
+        raise ValueError(f"{path} was saved by rank {state['rank']}, not by rank {topology.rank}. {_REMEDY}")
+    nodes = [list(ranks) for ranks in topology.nodes]
+    if state["nodes"] != nodes:
+        raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
+    saved, own = ({name: tuple(t.shape) for name, t in ts.items()} for ts in (state["tensors"], _tensors(module)))
+    if saved != own:
+        other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
+        raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
+    if state["layouts"] != _layouts(schemes):
+        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {_REMEDY}")
+    return state
+
+
+@torch.no_grad()
+def restore_companion(
+    state: Mapping[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schemes: Sequence[Scheme],
+    gradients: GradientPath,
+) -> None:
+    """Put back what :func:`companion_state` took, but for the random streams.
+
+    Raises:
+        ValueError: If this rank holds other parts of the model now.
+    """
+    for name, tensor in _tensors(module).items():
+        saved = state["tensors"][name]
+        if saved.shape != tensor.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its part of the"
+                " checkpoint: shard the model as it was. Set checkpoint_replicas=False to resume from the agreed"
+                " parameters instead."
+            )
+        tensor.copy_(saved)
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(_whole_state(optimizer_state, optimizer))
+    for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
+        scheme.load_state_dict(scheme_state)
+    gradients.load_state_dict(state["gradients"])
+
+
+def checksum(state: Any) -> str:
+    """128 bits of everything in nested containers, numbers, strings and tensors: an error anywhere changes them.
+
+    Of the contents and not of a file, for files are written and read by whatever ``CheckpointIO`` the user brings.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    _digest(state, digest)
+    return digest.hexdigest()
+
+
+def _digest(value: Any, digest: hashlib.blake2b) -> None:
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        digest.update(b"{")
+        for key, item in value.items():
+            _digest(key, digest)
+            _digest(item, digest)
+        digest.update(b"}")
+    elif isinstance(value, (list, tuple)):
+        digest.update(b"[")
+        for item in value:
+            _digest(item, digest)
+        digest.update(b"]")
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        digest.update(f"{value!r},".encode())
+    else:  # what it looks like may be another in another process
+        digest.update(f"{type(value).__name__},".encode())
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's, Python's and NumPy's random streams on this rank, as tensors and primitives."""
+    version, numbers, gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    state = {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
+    if "numpy" in sys.modules:  # or nobody has drawn from it
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what :func:`random_state` took."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in state and importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy").random.set_state(tuple(state["numpy"]))
+
+
+def _layouts(schemes: Sequence[Scheme]) -> list[str]:
+    """For each scheme, what the shapes of its state depend on besides the model and the nodes."""
+    return [
+        f"{type(scheme).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire={scheme.wire.codec},"
+        f" wire_raw={scheme.wire.raw})"
+        for scheme in schemes
+    ]
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of the module's parameters and buffers."""
+    reshard(module)
+    return {name: local(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+def _held_state(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only."""
+    held = {
+        index: {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    sharded = [
+        (index, name)
+        for index, values in state["state"].items()
+        for name, value in values.items()
+        if isinstance(value, Tensor) and local(value) is not value
+    ]
+    return {**state, "state": held, "sharded": sharded}
+
+
+def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Undo :func:`_held_state`."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    values = {index: dict(held) for index, held in state["state"].items()}
+    for index, name in state.get("sharded", ()):
+        parameter = parameters[index]
+        values[index][name] = whole(values[index][name].to(local(parameter).device), parameter)
+    return {"state": values, "param_groups": state["param_groups"]}

@@ -1,0 +1,91 @@
+"""Checkpoints of a sharded model: directories to which every rank of a node writes its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from lightning_hiercomm._lightning.saves import METADATA_FILENAME
+from lightning_hiercomm.comm.dtensor import DTensor
+from lightning_hiercomm.run.replicas import trained_by
+from lightning_hiercomm.run.shards import local, whole
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.connect import process_group
+
+_KEY = "hiercomm"
+
+
+def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -> None:
+    """Write a directory as ``ModelParallelStrategy`` does, from which that also loads.
+
+    All nodes hold the same model. Their optimizers' states differ, so those of one node are written: node 0's, whose
+    ranks write everything.
+
+    Args:
+        checkpoint: What Lightning and the schemes want saved; what is sharded is taken out of it.
+        path: Of the directory.
+        topology: The nodes.
+    """
+    state = {"state_dict": checkpoint.pop("state_dict"), _KEY: {}}
+    for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
+        state[f"optimizer_{index}"] = optimizer_state
+    for place, name, values in _outer_state(checkpoint):
+        value = values[name]
+        if isinstance(value, DTensor):
+            state[_KEY][f"{place}.{name}"] = value
+            values[name] = str(value.dtype).removeprefix("torch.")
+    if 0 not in topology.nodes[topology.node]:
+        return
+    if topology.rank == 0:
+        if path.is_file():
+            path.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+    topology.intra.barrier()
+    save(state, checkpoint_id=path, process_group=process_group(topology.intra))
+    if topology.rank == 0:
+        torch.save(checkpoint, path / METADATA_FILENAME)
+
+
+def load_sharded_state(checkpoint: Mapping[str, Any], path: Path, optimizers: Sequence[Optimizer]) -> None:
+    """Put state of the schemes that lies in a directory's shards back where it was taken from; collective.
+
+    Args:
+        checkpoint: What was read of the directory, or of a file, which holds all of it already.
+        path: Of the directory.
+        optimizers: Of this run.
+    """
+    parameters = [trained_by(optimizer) for optimizer in optimizers]
+    state: dict[str, Any] = {}
+    for place, name, values in _outer_state(checkpoint):
+        value = values[name]
+        if isinstance(value, str):
+            scheme, parameter = map(int, place.split("."))
+            like = parameters[scheme][parameter]
+            values[name] = whole(torch.empty_like(local(like), dtype=getattr(torch, value)), like)
+            state[f"{place}.{name}"] = values[name]
+    if state:
+        load({_KEY: state}, checkpoint_id=path)
+
+
+def whole_on_rank_zero(checkpoint: Mapping[str, Any], rank: int) -> None:
+    """Put whole tensors in the place of sharded state of the schemes, on rank 0; collective over each node."""
+    for _, name, values in _outer_state(checkpoint):
+        value = values[name]
+        if isinstance(value, DTensor):
+            values[name] = value.full_tensor().cpu()
+            if rank != 0:
+                del values[name]
+
+
+def _outer_state(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What the schemes' outer optimizers hold: a parameter's place, a name, and the state in which that is found."""
+    for index, schedule in enumerate(checkpoint.get(_KEY, {}).get("schemes", ())):
+        for place, state in enumerate(schedule.get("outer", {}).get("state", ())):
+            for name in list(state):
+                yield f"{index}.{place}", name, state

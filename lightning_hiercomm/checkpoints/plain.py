@@ -1,0 +1,238 @@
+"""What goes into a checkpoint besides the agreed model, and what comes back out of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from fsspec.core import url_to_fs
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, wait_for_saves
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.checkpoints.companion import (
+    companion_path,
+    companion_prefix,
+    companion_state,
+    load_companion,
+    restore_companion,
+    set_random_state,
+)
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.training_run import TrainingRun
+
+_KEY = "hiercomm"
+
+
+class Checkpoints:
+    """Adds the schemes' schedules to a plain Lightning checkpoint, writes companions beside it, and restores from both.
+
+    Loading has two halves: :meth:`take` when the file is read, :meth:`restore` when there are schemes to restore.
+
+    Args:
+        with_replicas: Whether every rank also stores what it alone knows in a companion, for a bit-exact resume.
+    """
+
+    def __init__(self, with_replicas: bool = False) -> None:
+        self.with_replicas = with_replicas
+        self._loaded: Mapping[str, Any] = {}
+        self._loaded_from: Any = None
+        self._resumed_from: tuple[str, str | None] | None = None
+        self._random_state: Mapping[str, Any] | None = None
+
+    def add_to(
+        self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None, together: bool = True
+    ) -> None:
+        """Add the state that all ranks share; ``together`` says whether they can be asked for it."""
+        state: dict[str, Any] = {"schemes": run.schedules()}
+        state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
+        if batches is not None:
+            state["batches"] = batches.state_dict()
+        checkpoint[_KEY] = state
+
+    def average_foreign_weights(self, checkpoint: dict[str, Any], run: TrainingRun) -> None:
+        """Average what ``WeightAveraging`` put in the place of the agreed model, each rank its own; collective.
+
+        When the run is over, the module holds that average already.
+        """
+        if not holds_averaged_weights(checkpoint):
+            return
+        if run.is_closed:
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
+            return
+        state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
+        floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        ranks_are_equal = all(scheme.equal_in_node for scheme in run.schemes)
+        Average(Replica((), floats, run.replicas.bucket_bytes, equal_in_node=ranks_are_equal), run.topology)()
+        checkpoint["state_dict"] = state_dict
+
+    @contextmanager
+    def companions(
+        self,
+        checkpoint: dict[str, Any],
+        run: TrainingRun,
+        mid_epoch: bool,
+        share: Callable[[str], str],
+        io: CheckpointIO,
+        filepath: Any,
+        storage_options: Any | None = None,
+        precision: Mapping[str, Any] | None = None,
+    ) -> Iterator[None]:
+        """Write what each rank alone knows beside a checkpoint that is written inside; after :meth:`add_to`.
+
+        Collective. The companions carry an identity in their names, and the checkpoint says which one is its own. So
+        all become valid together, when the checkpoint's file gets its name; until then, what was there before is
+        complete, and after an error it stays so.
+
+        Args:
+            checkpoint: Not yet written.
+            run: What to save.
+            mid_epoch: Whether more batches of the epoch follow.
+            share: Broadcasts rank 0's word.
+            io: Writes the files.
+            filepath: Of the checkpoint.
+            storage_options: For ``io``.
+            precision: State of this rank's precision plugin.
+
+        Raises:
+            OSError: On every rank, if one could not write its companion.
+        """
+        identity = share(secrets.token_hex(8))
+        checkpoint[_KEY]["identity"] = identity
+        for scheme in run.schemes:
+            scheme.settle()
+        state = companion_state(
+            identity,
+            run.topology,
+            run.module,
+            run.optimizers,
+            run.schemes,
+            run.gradients,
+            run.agreed_model.own_values(),
+            mid_epoch,
+            run.loss_so_far(),
+            precision,
+        )
+        rank = run.topology.rank
+        try:
+            self._write_together(run.topology, io, state, companion_path(filepath, rank, identity), storage_options)
+            yield
+        except BaseException:
+            if rank == 0:
+                self._remove_companions(io, filepath, lambda other: other == identity)
+            raise
+
+    def _write_together(
+        self, topology: Topology, io: CheckpointIO, state: dict[str, Any], path: str, storage_options: Any | None
+    ) -> None:
+        """Write a companion, and return when all ranks have written theirs."""
+        failure: Exception | None = None
+        try:
+            io.save_checkpoint(state, path, storage_options)
+            wait_for_saves(io)
+        except Exception as error:
+            failure = error
+        what = None if failure is None else f"{type(failure).__name__}: {failure}"
+        failures = topology.world.all_gather_object(what)
+        for rank, what in enumerate(failures):
+            if what is not None:
+                raise OSError(
+                    f"rank {rank} could not write its part of the checkpoint, beside {path}: {what}. The checkpoints"
+                    " that were there are complete. Make room there, or set checkpoint_replicas=False."
+                ) from failure
+
+    def remove_stale_companions(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Delete the companions of what a checkpoint has replaced; on one rank, once the checkpoint is written."""
+        own = checkpoint[_KEY].get("identity")
+        after_saves(io, lambda: self._remove_companions(io, filepath, lambda other: other != own))
+
+    def remove(self, io: CheckpointIO, filepath: Any) -> None:
+        """Delete a checkpoint and its companions; on one rank, after all that was told to be written is written."""
+
+        def remove() -> None:
+            io.remove_checkpoint(filepath)
+            self._remove_companions(io, filepath, lambda _: True)
+
+        after_saves(io, remove)
+
+    def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool]) -> None:
+        """Delete all ranks' companions at a checkpoint's place whose identity is condemned."""
+        try:
+            file_system, prefix = url_to_fs(companion_prefix(filepath))
+            beside = file_system.ls(os.path.dirname(prefix), detail=False, refresh=True)
+        except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
+            return
+        for path in beside:
+            if path.startswith(prefix):
+                identity = path.removesuffix(".part").rpartition(".")[2]
+                if condemned(identity):
+                    io.remove_checkpoint(file_system.unstrip_protocol(path) if "://" in str(filepath) else path)
+
+    def take(self, checkpoint: Mapping[str, Any], filepath: Any, batches: HeterogeneousBatches | None) -> None:
+        """Remember what was read, until there are schemes to restore; ``batches`` is restored now."""
+        self._loaded = checkpoint.get(_KEY, {})
+        self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
+        self._loaded_from = filepath
+        if batches is not None:
+            batches.load_state_dict(self._loaded.get("batches", {}))
+
+    def restore(self, run: TrainingRun, io: CheckpointIO, precision: Precision | None = None) -> None:
+        """Put back what was taken: this rank's own state, or else the schemes' schedules.
+
+        Args:
+            run: Gets it.
+            io: Reads the companion.
+            precision: Has got rank 0's state from the checkpoint, and gets this rank's own where that was kept.
+
+        Raises:
+            FileNotFoundError: If a companion is asked for, and there is none.
+            ValueError: If what was saved does not fit this run.
+        """
+        if self.with_replicas:
+            identity = self._loaded.get("identity")
+            companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)
+            restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
+            run.load_loss(companion.get("loss", {}))
+            if precision is not None and companion.get("precision"):
+                precision.load_state_dict(companion["precision"])
+            # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end it has not
+            if companion["mid_epoch"]:
+                self._random_state = companion["random"]
+            else:
+                set_random_state(companion["random"])
+        elif self._loaded:
+            run.load_schedules(self._loaded["schemes"])
+            run.load_loss(self._loaded.get("loss", {}))
+        run.remember_values()
+
+    def check_equal(self, topology: Topology) -> None:
+        """See that all ranks have resumed from the same checkpoint, or none; collective.
+
+        Each looks for itself which one is ``"last"``, and a shared folder may show one rank what it hides from another.
+
+        Raises:
+            ValueError: If they have not.
+        """
+        resumed, self._resumed_from = self._resumed_from, None
+        everyone = topology.world.all_gather_object(resumed)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                said = ["from none" if one is None else f"from one of step {one[0]}" for one in (everyone[0], other)]
+                raise ValueError(
+                    f"rank 0 resumed {said[0]}, but rank {rank} {said[1]}: they have not found the same checkpoint."
+                    " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
+                )
+
+    def restore_random_state(self) -> None:
+        """Put back random streams that were saved in mid-epoch, once that epoch's loader has drawn its seed."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None

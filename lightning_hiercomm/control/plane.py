@@ -1,0 +1,513 @@
+"""A control plane beside the collectives: who failed, and when to stop together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import math
+import os
+import queue
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_hiercomm.control import hub, process
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 512  # more than one node's ranks come at once
+_JOIN_SECONDS = 20.0
+_REJOIN_SECONDS = 60.0
+_planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
+
+
+class RankFailure(RuntimeError):
+    """Another rank died or raised."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where rank 0 listens; sent to every rank once, over the collectives."""
+
+    host: str
+    port: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class ControlPlane:
+    """A TCP star around rank 0 that carries a few bytes, once a second and when something happens.
+
+    Collectives cannot report a failure: whoever waits for a dead peer waits for the backend's timeout, half an hour by
+    default, and schemes that agree rarely would not even ask. Here the kernel closes a dead process's connection at
+    once, and every other rank learns its number. The same star lets all ranks stop at one common batch after a SIGTERM
+    that only some received, without a collective per step.
+
+    A rank that learns of a failure raises at its next batch. If it is stuck in a collective it is ended after
+    ``grace`` seconds.
+
+    Every rank says from a thread of its own what it is doing. One that is silent for ``hang_timeout`` seconds is
+    frozen: stopped, on a machine that is lost, or in a loop that holds the interpreter's lock; or its main thread is
+    stuck in the kernel, as in a hung file system. Then all ranks dump their stacks and the run ends. A rank that is
+    busy or waits for long still says so, and is left alone; if none gets on for as long they only dump their stacks.
+
+    The middle of the star, the hub, is a process beside rank 0 that works on a socket of rank 0's. If it is lost, rank
+    0 starts another one and all ranks come back to it; they know that rank 0 lives because its socket still takes
+    connections. Ranks that find nobody there for a minute go on without a control plane.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        place: How to name this rank to people, such as ``"rank 3 (node 1)"``.
+        grace: Seconds from learning of a failure until this process is ended, unless it ended by itself.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
+
+    Attributes:
+        processes: The identities of all ranks' processes, as far as they are known. Whoever shares a machine with a
+            frozen rank kills it.
+    """
+
+    def __init__(self, rank: int, size: int, place: str, grace: float = 4.0, hang_timeout: float | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.place = place
+        self.grace = grace
+        self.hang_timeout = hang_timeout
+        self.processes: dict[int, Sequence[str]] = {}
+        self.failure: str | None = None
+        self.stop_requested = False
+        self._failed = threading.Event()
+        self._changed = threading.Condition()
+        self._batch = 0
+        self._hold_at: int | None = None
+        self._stop_at: int | None = None
+        self._is_lost = False
+        self.doing = "starting"
+        self._progress = 0
+        self._gone: set[int] = set()
+        self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
+        self._said: dict[str, hub.Message] = {}
+        self._listener: socket.socket | None = None
+        self._hub: subprocess.Popen[bytes] | None = None
+        self._channel: hub.Channel | None = None
+        self._waker: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._ending: threading.Thread | None = None
+        _planes.add(self)
+
+    # ---- joining -------------------------------------------------------------------------------------------------
+
+    def invite(self, host: str, port: int = 0) -> Invitation:
+        """Start the middle of the star (rank 0 only).
+
+        Args:
+            host: The address of rank 0 that every rank uses.
+            port: Where to listen; 0 for any free port.
+
+        Raises:
+            OSError: If that port is taken.
+        """
+        self._listener = _listen_on(host, port)
+        invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._start_hub(self._listener, invitation.token)
+        return invitation
+
+    def _start_hub(self, listener: socket.socket, token: str, patience: float | None = None) -> None:
+        # in a session of its own: what a launcher or a terminal sends to rank 0 and its children is not for it
+        command = [sys.executable, "-I", "-S", hub.__file__]
+        handle = listener.fileno()
+        self._hub = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle], start_new_session=True)
+        assert self._hub.stdin is not None
+        settings = {"listener": handle, "size": self.size, "token": token, "hang_timeout": self.hang_timeout}
+        settings |= {"gone": sorted(self._gone), "patience": patience}
+        self._hub.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._hub.stdin.flush()
+
+    def join(self, invitation: Invitation) -> None:
+        """Connect to the hub.
+
+        Raises:
+            OSError: If it cannot be reached.
+        """
+        self._waker = socket.socketpair()
+        self._waker[1].setblocking(False)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while True:
+            try:
+                link = self._greet(self._call(invitation, deadline - time.monotonic()), invitation)
+                break
+            except (ConnectionResetError, BrokenPipeError):
+                # in a crowd of strangers the hub sends the oldest away, which may have been us
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        self._thread = threading.Thread(
+            target=self._take_part, args=(*link, invitation), name="hiercomm-control", daemon=True
+        )
+        self._thread.start()
+
+    def _call(self, invitation: Invitation, timeout: float) -> socket.socket:
+        address = (invitation.host, invitation.port)
+        if self._listener is not None:  # rank 0 may have to call its own address differently
+            host, port = self._listener.getsockname()[:2]
+            address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        connection = socket.create_connection(address, timeout=max(0.1, timeout))
+        hub.probe_peer(connection)
+        return connection
+
+    def _greet(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+        """Be made a member; the channel, and what the hub said after its welcome."""
+        channel = hub.Channel(connection)
+        messages: list[hub.Message] = []
+
+        def expect(kind: str) -> hub.Message:
+            while not messages:
+                messages.extend(channel.receive())
+            message = messages.pop(0)
+            if message["kind"] != kind:
+                raise ValueError(f"expected a {kind}")
+            return message
+
+        try:
+            nonce = str(expect("challenge").get("nonce"))
+            proof = hub.proof(invitation.token, nonce, self.rank)
+            channel.send({"kind": "hello", "rank": self.rank, "place": self.place, "proof": proof})
+            expect("welcome")
+        except ValueError as error:
+            channel.close()
+            raise OSError("what answers there is not the control plane's hub") from error
+        except OSError:
+            channel.close()
+            raise
+        connection.settimeout(None)
+        if self.hang_timeout is not None:
+            process.end_on_urgent_data(connection)
+        return channel, messages
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether :meth:`join` succeeded and :meth:`close` was not called."""
+        return self._thread is not None
+
+    @property
+    def stops_together(self) -> bool:
+        """Whether all ranks stop at the batch at which :meth:`should_stop` said so."""
+        return self._stop_at is not None
+
+    # ---- what happened -------------------------------------------------------------------------------------------
+
+    def note_progress(self, doing: str) -> None:
+        """Remember what this rank does now, for others who ask; to do something else is to get on."""
+        self.doing = doing
+        self._progress += 1
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one raised."""
+        if self.failure is None and self.is_connected:
+            message = f"{self.place} failed: {type(error).__name__}: {error}"
+            self._say({"kind": "failed", "message": message[:2000]})
+
+    def wait_for_failure(self, timeout: float) -> str | None:
+        """The first failure anywhere, waiting for the news for up to ``timeout`` seconds."""
+        if self.is_connected:
+            self._failed.wait(timeout)
+        return self.failure
+
+    def check(self) -> None:
+        """Look for news.
+
+        Raises:
+            RankFailure: If another rank failed.
+        """
+        if self.failure is not None:
+            raise RankFailure(self.failure)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop at one common batch. Safe in a signal handler."""
+        self.stop_requested = True
+        self._say({"kind": "stop"})
+
+    def should_stop(self) -> bool:
+        """Call before every batch: whether this rank stops here, together with all others if :attr:`stops_together`.
+
+        Raises:
+            RankFailure: If another rank failed.
+        """
+        self.check()
+        with self._changed:
+            self._batch += 1
+            if self._hold_at is None or self._batch < self._hold_at:
+                return self._is_lost and self.stop_requested
+            # a rank asked to stop: wait, a round trip long, until it is known where
+            self._changed.wait_for(
+                lambda: self._stop_at is not None or self.failure is not None or self._is_lost, timeout=30.0
+            )
+            self.check()
+            return self._stop_at is None or self._batch >= self._stop_at
+
+    def close(self) -> None:
+        """Leave; the others do not take it for a failure."""
+        if self._thread is not None:
+            self._closing.set()
+            self._say({"kind": "bye"})
+            self._thread.join(timeout=2.0)
+            self._thread = None
+            if self.hang_timeout is not None:
+                process.survive_urgent_data()
+        if self._ending is not None:
+            self._ending.join(timeout=self.grace)
+        if self._waker is not None:
+            for end in self._waker:
+                end.close()
+            self._waker = None
+        if self._hub is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._hub.communicate(timeout=2.0)  # it ends when rank 0 has left
+            self._hub = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _say(self, message: hub.Message) -> None:
+        self._outbox.put(message)
+        if self._waker is not None:
+            with contextlib.suppress(OSError):  # so many have woken it that it will come anyway
+                self._waker[1].send(b".")
+
+    def forget(self) -> None:
+        """Close what a forked child has inherited: the rank is dead when it is, not when its children are."""
+        inherited = [self._channel, self._listener, self._hub and self._hub.stdin, *(self._waker or ())]
+        for connection in inherited:
+            if connection is not None:
+                connection.close()
+
+    # ---- the listening thread ------------------------------------------------------------------------------------
+
+    def _take_part(self, channel: hub.Channel, messages: list[hub.Message], invitation: Invitation) -> None:
+        link: tuple[hub.Channel, list[hub.Message]] | None = (channel, messages)
+        while link is not None:
+            self._channel, messages = link
+            try:
+                self._exchange(self._channel, messages)
+                return
+            except (OSError, ValueError):
+                if self._closing.is_set() or self.failure is not None:
+                    return
+            finally:
+                self._channel.close()
+            link = self._return_to_hub(invitation)
+
+    def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
+        """Pass messages on, until one of both sides takes its leave."""
+        for message in self._said.values():
+            channel.send(message)
+        stuck = process.Stuck()
+        next_beat = 0.0 if self.hang_timeout is not None else math.inf
+        assert self._waker is not None
+        woken, _ = self._waker
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel, selectors.EVENT_READ)
+            selector.register(woken, selectors.EVENT_READ)
+            while True:
+                for message in messages:
+                    if message["kind"] == "closed":
+                        return
+                    self._receive(message)
+                while not self._outbox.empty():
+                    message = self._outbox.get()
+                    self._said[message["kind"]] = message
+                    channel.send(message)
+                    if message["kind"] == "bye":
+                        return
+                if self.hang_timeout is not None and time.monotonic() >= next_beat:
+                    beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look()}
+                    channel.send({"kind": "beat", **beat})
+                    next_beat = time.monotonic() + min(1.0, self.hang_timeout / 10)
+                pause = max(0.0, next_beat - time.monotonic()) if next_beat < math.inf else None
+                ready = [key.fileobj for key, _ in selector.select(pause)]
+                if woken in ready:
+                    woken.recv(4096)
+                messages = channel.receive() if channel in ready else []
+
+    def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
+        """A new link when the old one broke; None if rank 0 died, or starts no hub."""
+        log.warning("%s lost the control plane's hub, a process beside rank 0, and looks for a new one", self.place)
+        if self._hub is not None and self._listener is not None:
+            self._hub.kill()
+            self._hub.wait()
+            self._start_hub(self._listener, invitation.token, patience=_REJOIN_SECONDS)
+        deadline = time.monotonic() + _REJOIN_SECONDS
+        while not self._closing.is_set() and time.monotonic() < deadline:
+            try:
+                connection = self._call(invitation, timeout=2.0)
+            except OSError:  # rank 0's socket takes connections as long as it lives
+                self._learn_failure("rank 0 died, and the control plane's hub with it")
+                return None
+            with contextlib.suppress(OSError):
+                return self._greet(connection, invitation)
+            self._closing.wait(0.2)
+        if self._closing.is_set():
+            return None
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()
+        log.warning(
+            "%s goes on without the control plane: nobody will say which rank died, and after a SIGTERM it stops alone",
+            self.place,
+        )
+        return None
+
+    def _receive(self, message: hub.Message) -> None:
+        if message["kind"] == "failed":
+            if message.get("frozen"):
+                process.dump_stacks(f"{message['message']}. What {self.place} does:")
+                self._end_frozen([rank for rank in message.get("silent", ()) if rank != self.rank])
+            self._learn_failure(message["message"])
+        elif message["kind"] == "dump":
+            process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
+        elif message["kind"] == "left":
+            self._gone.add(message["rank"])
+        elif message["kind"] == "propose":
+            with self._changed:
+                if self._hold_at is None:
+                    self.stop_requested = True
+                    self._hold_at = self._batch + 1
+                    self._say({"kind": "hold", "at": self._hold_at})
+        elif message["kind"] == "stop_at":
+            with self._changed:
+                self._stop_at = message["at"]
+                self._changed.notify_all()
+
+    def _learn_failure(self, message: str) -> None:
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure = message
+            self._changed.notify_all()
+        self._failed.set()
+        process.end_children_at_exit()
+        if not message.startswith(f"{self.place} failed"):
+            threading.Thread(target=self._end_if_stuck, args=(message,), name="hiercomm-grace", daemon=True).start()
+
+    def _end_frozen(self, ranks: Sequence[int]) -> None:
+        """Kill frozen ranks of this machine, when they have had the time to dump their stacks."""
+
+        def end() -> None:
+            time.sleep(self.grace / 2)
+            for rank in ranks:
+                process.end_process(self.processes.get(rank, ("", "0", "")))
+
+        self._ending = threading.Thread(target=end, name="hiercomm-ending", daemon=True)
+        self._ending.start()
+
+    def _end_if_stuck(self, message: str) -> None:
+        if not self._closing.wait(self.grace):
+            why = "" if message.startswith(self.place) else ", which is waiting for it"
+            print(f"lightning_hiercomm: {message}. Ending {self.place}{why}.", file=sys.stderr)
+            sys.stderr.flush()
+            process.end_children()
+            os._exit(1)
+
+
+def _forget_in_child() -> None:
+    for plane in [*_planes]:
+        plane.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def _listen_on(host: str, port: int) -> socket.socket:
+    """Listen on the address that the ranks use; on all of this machine's, where it is not known to be one of them."""
+    with contextlib.suppress(socket.gaierror):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if ipaddress.ip_address(address[0]).is_loopback and host not in (address[0], "localhost"):
+                continue  # Debian's /etc/hosts gives a machine's own name a loopback address, where no other can call
+            try:
+                return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def start_control_plane(
+    rank: int,
+    size: int,
+    place: str,
+    host: str,
+    port: int,
+    hang_timeout: float | None,
+    broadcast: Callable[[Any], Any],
+    gather: Callable[..., list[Any]],
+) -> ControlPlane | None:
+    """Start the star, or agree to do without; collective.
+
+    All ranks have it or none: with it they neither wait for each other before every batch nor broadcast whether to
+    stop, and a rank that did would wait for ever.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        place: How to name this rank to people.
+        host: An address of rank 0 that every rank can reach.
+        port: Where rank 0 listens; 0 for any free port.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
+        broadcast: Gives all ranks what rank 0 says.
+        gather: Gives all ranks what all say; calls ``alarm``, if it can, while it waits.
+
+    Returns:
+        The plane, joined; None, and a warning on rank 0, if some rank could not join.
+    """
+    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout)
+    said, trouble = None, None
+    try:
+        if rank == 0:
+            said = asdict(plane.invite(host, port))
+    except OSError as error:
+        trouble = f"{place} cannot listen on port {port}: {error}"
+    said = broadcast(said)
+    if said is not None:
+        invitation = Invitation(**said)
+        try:
+            plane.join(invitation)
+        except OSError as error:
+            trouble = f"{place} cannot reach {invitation}: {error}"
+    try:
+        everyone = gather([trouble, process.identity()], plane.check)
+    except BaseException as error:
+        plane.report_failure(error)
+        plane.close()
+        raise
+    troubles = [trouble for trouble, _ in everyone if trouble is not None]
+    if not troubles:
+        plane.processes = {rank: who for rank, (_, who) in enumerate(everyone)}
+        return plane
+    plane.close()
+    if rank == 0:
+        more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+        log.warning(
+            "No control plane: %s%s. Training goes on without it: all ranks wait for each other before every batch, and"
+            " when one dies the others wait for the process group's timeout. Let every rank reach that port of rank"
+            " 0's node, or choose one that they can reach with HierarchicalStrategy(control_port=...).",
+            troubles[0],
+            more,
+        )
+    return None

@@ -1,0 +1,85 @@
+"""Finding the nodes of a run, and connecting them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_hiercomm.comm.base import Communicator, Connect
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.mpi import connect_mpi
+from lightning_hiercomm.comm.shared_memory import sharing_memory
+from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch, unprofiled
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count, nodes_by_place
+
+
+def connect_world(
+    rank: int,
+    world_size: int,
+    place: tuple[int, int],
+    ranks_per_node: int | Sequence[int] | None = None,
+    inter_node: Literal["torch", "mpi"] = "torch",
+    timeout: timedelta | None = None,
+) -> Topology:
+    """Find the nodes and connect them; collective over the default process group.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        place: This rank's node, and its place on that.
+        ranks_per_node: The size of every node, or a list of sizes. Default: every rank is asked for its place.
+        inter_node: What carries traffic between nodes.
+        timeout: Of moves over torch's process groups.
+
+    Returns:
+        The nodes, with communicators and a new meter.
+    """
+    if ranks_per_node is not None:
+        nodes = nodes_by_count(ranks_per_node, world_size)
+    else:
+        places: list[Any] = [place] * world_size
+        if world_size > 1:
+            dist.all_gather_object(places, place)
+        nodes = nodes_by_place(places)
+    meter = Meter()
+    by_torch = sharing_memory(connect_torch(meter, timeout, launching=unprofiled), timeout)
+    connect = by_torch if inter_node == "torch" else _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
+    topology = Topology(nodes, rank, connect, meter)
+    topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
+    return topology
+
+
+def _between_nodes(inter: Connect, others: Connect) -> Connect:
+    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+        return inter(groups, tier) if tier == "inter" else others(groups, tier)
+
+    return connect
+
+
+def process_group(communicator: Communicator) -> dist.ProcessGroup | None:
+    """The process group of a communicator inside a node or over the world: those are always torch's."""
+    if not isinstance(communicator, TorchCommunicator):
+        raise TypeError(f"{type(communicator).__name__} is not over a torch process group")
+    return communicator.group
+
+
+def check_equal_work(topology: Topology, batches: int | float) -> None:
+    """See that every rank will take the same number of steps; collective.
+
+    Args:
+        topology: The ranks.
+        batches: This rank's number of batches in an epoch.
+
+    Raises:
+        ValueError: If ranks have unequal numbers, naming them and the remedy.
+    """
+    everyone = topology.world.all_gather_object(batches)
+    if len(set(everyone)) > 1:
+        raise ValueError(
+            f"the ranks' train dataloaders have unequal lengths: {everyone} batches. Every rank must take the same"
+            " number of steps: give all ranks dataloaders of one length, or set Trainer(limit_train_batches="
+            f"{min(everyone)})."
+        )

@@ -1,0 +1,258 @@
+"""One optimizer's parameters, seen as flat buckets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.nodes.bucket import Bucket, Piece, Share, filled_buckets
+
+_UNBOUNDED = 2**62
+
+
+class Replica:
+    """The tensors that agree, of one optimizer on one rank, as flat buckets.
+
+    Every element of every tensor lies in exactly one bucket, whatever the bucket size: tensors larger than a bucket are
+    cut, small ones are joined, and dtypes and devices are kept apart. The order is that of the arguments, so it is the
+    same on every rank. A tensor given twice (tied weights) counts once.
+
+    Args:
+        parameters: What the optimizer trains; identical on the ranks of a node.
+        buffers: Float statistics (BatchNorm) that differ on the ranks of a node.
+        bucket_bytes: Upper bound of a bucket's size in bytes (at least one element). Non-contiguous tensors
+            (``channels_last``) are never cut.
+        named: Names of tensors, as ``module.named_parameters()`` gives them; others' names do no harm.
+        shares: Of tensors that are parts of others, by the tensor's ``id``. Shares that are held by different ranks lie
+            in different buckets; this rank's share may be empty.
+        equal_in_node: Whether the ranks of a node hold the same parameters at every step.
+
+    Attributes:
+        equal_in_node: As above.
+        names: The names, by the tensor's ``id``.
+        buckets_of_parameters: All parameters.
+        buckets_of_buffers: All buffers.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        buffers: Iterable[Tensor] = (),
+        bucket_bytes: int = 4 * 2**20,
+        named: Iterable[tuple[str, Tensor]] = (),
+        shares: Mapping[int, Share] | None = None,
+        equal_in_node: bool = True,
+    ) -> None:
+        self.equal_in_node = equal_in_node
+        self._all = list({id(tensor): tensor for tensor in parameters}.values())
+        self.parameters = [tensor for tensor in self._all if tensor.numel()]
+        self.buffers = list({id(tensor): tensor for tensor in buffers if tensor.numel()}.values())
+        self.shares = shares or {}
+        self.bucket_bytes = bucket_bytes
+        self.names = {id(tensor): name for name, tensor in named}
+        self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
+        self.buckets_of_buffers = _buckets(self.buffers, bucket_bytes, equal_in_node=False)
+
+    def of_ranks_that_differ(self) -> Replica:
+        """The same tensors, where every rank of a node trains parameters of its own."""
+        names = [(self.names[id(t)], t) for t in (*self._all, *self.buffers) if id(t) in self.names]
+        return Replica(self._all, self.buffers, self.bucket_bytes, names, self.shares, equal_in_node=False)
+
+    def in_buckets_of(self, nbytes: int) -> list[Bucket]:
+        """The parameters in buckets of at most so many bytes, those that most ranks of the node hold first."""
+        if not self.shares:
+            return _buckets(self.parameters, nbytes, self.equal_in_node)
+        return [
+            bucket
+            for held_by, tensors in self._by_holders(self.parameters).items()
+            for bucket in _buckets(tensors, nbytes, self.equal_in_node, held_by=held_by)
+        ]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of parameters, then those of buffers."""
+        return self.buckets_of_parameters + self.buckets_of_buffers
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters, then buffers."""
+        return self.parameters + self.buffers
+
+    @property
+    def device(self) -> torch.device:
+        """Where the (first) tensors live; the CPU if there are none."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all parameters, whole, whichever rank of the node holds them."""
+        return sum(self._whole(tensor) * tensor.element_size() for tensor in self._all)
+
+    @torch.no_grad()
+    def snapshot(self) -> list[Tensor]:
+        """A copy of every tensor."""
+        return [tensor.detach().clone() for tensor in self.tensors]
+
+    @torch.no_grad()
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Put back what :meth:`snapshot` returned."""
+        for tensor, values in zip(self.tensors, snapshot, strict=True):
+            tensor.copy_(values)
+
+    @torch.no_grad()
+    def blend(self, others: Sequence[Tensor], weight: float) -> None:
+        """Move every bucket towards another replica: ``x := (1 - weight) x + weight other``.
+
+        Args:
+            others: One flat buffer per bucket, as :meth:`Bucket.pack` makes them.
+            weight: 0 keeps this replica, 1 takes the other.
+        """
+        for bucket, other in zip(self.buckets, others, strict=True):
+            flat = bucket.pack()
+            bucket.unpack(flat.lerp_(other[: bucket.numel].to(flat.dtype), weight))
+
+    def cut(self, into: int | Sequence[str], bucket_bytes: int | None = None) -> list[list[Bucket]]:
+        """The parameters in parts that may agree at different times, or with different nodes.
+
+        Shares are cut where the whole tensors would be, so that a part is the same whoever holds how much of it; this
+        rank's share of a part may then be empty. A part has one bucket for each group of holders.
+
+        Args:
+            into: A number of equal parts (never more than elements; one more per further dtype), or names of modules:
+                the parameters below each are one part, all others the last one.
+            bucket_bytes: Upper bound of a bucket's size in bytes. None: every part is one bucket (per dtype).
+
+        Returns:
+            The buckets of every part, in an order that is the same on every rank.
+
+        Raises:
+            ValueError: If no parameter lies below one of the modules.
+        """
+        if self.shares:
+            parts = self._cut_shares(into)
+        elif isinstance(into, int):
+            largest = max((parameter.element_size() for parameter in self.parameters), default=1)
+            elements = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters) / largest
+            part_bytes = -int(-elements // into) * largest
+            parts = [[bucket] for bucket in _buckets(self.parameters, part_bytes, self.equal_in_node)]
+        else:
+            groups = self._below(into)
+            parts = [_buckets(tensors, _UNBOUNDED, self.equal_in_node) for tensors in groups if tensors]
+        if bucket_bytes is None:
+            return parts
+        return [
+            [
+                smaller
+                for bucket in part
+                for smaller in filled_buckets(bucket.pieces, bucket_bytes, bucket.equal_in_node, held_by=bucket.held_by)
+            ]
+            for part in parts
+        ]
+
+    def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
+        """As :meth:`cut`; all that decides is the same on every rank: the whole tensors, and who holds shares."""
+        if isinstance(into, int):
+            largest = max((tensor.element_size() for tensor in self._all), default=1)
+            part_bytes = -int(-(self.whole_bytes / largest) // into) * largest
+            parts: list[list[Piece]] = []
+            for dtype in dict.fromkeys(tensor.dtype for tensor in self._all):
+                parts += self._runs([t for t in self._all if t.dtype == dtype], max(1, part_bytes // dtype.itemsize))
+        else:
+            groups = [group for group in self._below(into) if group]
+            parts = [[Piece(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
+        return [self._buckets_of_part(pieces) for pieces in parts]
+
+    def _runs(self, tensors: Sequence[Tensor], capacity: int) -> list[list[Piece]]:
+        """Pieces of tensors of one dtype, in parts that would hold ``capacity`` elements of the whole tensors each."""
+        total = sum(map(self._whole, tensors))
+        parts: list[list[Piece]] = [[] for _ in range(-(-total // capacity))]
+        offset = 0
+        for tensor in tensors:
+            whole = self._whole(tensor)
+            share = self.shares.get(id(tensor)) or Share("node", whole, start=0)
+            if not tensor.is_contiguous():  # never cut
+                parts[offset // capacity].append(Piece(tensor, 0, tensor.numel()))
+            else:
+                for index in range(offset // capacity, -(-(offset + whole) // capacity)):
+                    first, last = max(index * capacity - offset, 0), min((index + 1) * capacity - offset, whole)
+                    start, end = share.run(first, last, tensor.numel())
+                    parts[index].append(Piece(tensor, start, end - start))
+            offset += whole
+        return parts
+
+    def _buckets_of_part(self, pieces: Sequence[Piece]) -> list[Bucket]:
+        """One bucket for every kind of tensor of which somebody has pieces here, be it an empty one on this rank."""
+        buckets = []
+        for held_by, tensors in self._by_holders([piece.tensor for piece in pieces]).items():
+            ids = set(map(id, tensors))
+            for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+                held = [p for p in pieces if id(p.tensor) in ids and p.length]
+                own = tuple(p for p in held if (p.tensor.dtype, p.tensor.device) == (dtype, device))
+                numel = sum(piece.length for piece in own)
+                buckets.append(Bucket(own, numel, dtype, device, self.equal_in_node, held_by))
+        return buckets
+
+    def _by_holders(self, tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+        """Tensors by who holds them: what the node holds first, what this rank holds alone last.
+
+        The former's buckets have then the same place on every rank of the node, however large the latter are.
+        """
+        held: dict[str, list[Tensor]] = {}
+        for tensor in tensors:
+            held.setdefault(self._held_by(tensor), []).append(tensor)
+        return {name: held[name] for name in sorted(held, key=lambda name: (name != "node", name == "rank", name))}
+
+    def _held_by(self, tensor: Tensor) -> str:
+        share = self.shares.get(id(tensor))
+        return "node" if share is None else share.held_by
+
+    def _whole(self, tensor: Tensor) -> int:
+        share = self.shares.get(id(tensor))
+        return tensor.numel() if share is None else share.numel
+
+    def _below(self, modules: Sequence[str]) -> list[list[Tensor]]:
+        """The parameters below each module, each parameter at the first that it lies below; then all others."""
+
+        def is_below(name: str, module: str) -> bool:
+            return name == module or name.startswith(module + ".")
+
+        for module in modules:
+            of_buffers = set(map(id, self.buffers))
+            known = [name for tensor, name in self.names.items() if tensor not in of_buffers]
+            if not any(is_below(name, module) for name in known):
+                names = ", ".join(known[:20]) or "not named"
+                raise ValueError(
+                    f"cannot cut the model into {list(modules)!r}: no parameter lies below {module!r}. The parameters"
+                    f" are {names}"
+                )
+        groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
+        for parameter in self._all if self.shares else self.parameters:
+            name = self.names.get(id(parameter), "")
+            index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
+            groups[index].append(parameter)
+        return groups
+
+    def fingerprint(self) -> int:
+        """64 bits that differ, almost surely, between replicas that differ in any bit."""
+        digest = hashlib.blake2b(digest_size=8)
+        for bucket in self.buckets:
+            digest.update(bucket.pack().cpu().view(torch.uint8).numpy().tobytes())
+        return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> list[Bucket]:
+    pieces = [Piece(tensor, 0, tensor.numel()) for tensor in tensors]
+    return list(filled_buckets(pieces, bucket_bytes, equal_in_node, held_by))

@@ -1,0 +1,1 @@
+"""What this cluster and this program do: probes, timed steps, the doctor."""

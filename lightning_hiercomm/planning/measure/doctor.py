@@ -1,0 +1,335 @@
+"""Checks the ground that training will stand on: one line each, with a remedy where something is off."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from typing import Literal
+
+import torch
+from packaging.version import Version
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.measure.ranks import Machine, Ranks, cluster_environment, connected, this_machine
+
+Level = Literal["ok", "note", "FAIL"]
+
+_REQUIRED = {"torch": "2.4", "lightning": "2.6.1"}
+_MALICIOUS = ("2.6.2", "2.6.3")
+_FILES_PER_PEER = 8  # connections of the process groups that a scheme opens to each other rank
+_FILES_BESIDE = 128
+_CONNECT = timedelta(seconds=60)
+_KNOCK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        level: ``"FAIL"`` where training would not work.
+        text: What was found.
+        remedy: What to do about it.
+    """
+
+    level: Level
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<5} {self.text}{f': {self.remedy}' if self.remedy else ''}"
+
+
+def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = print) -> int:
+    """Check this process, or under a launcher all of them; returns the exit status, 1 if something would fail.
+
+    Args:
+        ranks_per_node: As for the strategy.
+        say: Takes each line; called on rank 0.
+    """
+    environment = cluster_environment()
+    size = environment.world_size()
+    own = list(_local(size))
+    if size == 1:
+        for finding in own:
+            say(str(finding))
+        say(str(Finding("note", "one process", "start this with torchrun, mpiexec or srun to check the network, too")))
+        return _status(own)
+    is_first = environment.global_rank() == 0
+    try:
+        with connected(ranks_per_node, _CONNECT) as ranks:
+            found = [*_gathered(ranks.topology.world, own), *_together(ranks)]
+    except (RuntimeError, ValueError, OSError) as error:
+        found = [*own, _not_connected(error, environment.main_address, environment.main_port)]
+        is_first = True  # whoever got this far is to be heard
+    if is_first:
+        for finding in found:
+            say(str(finding))
+    return _status(found)
+
+
+def _status(findings: Sequence[Finding]) -> int:
+    return int(any(finding.level == "FAIL" for finding in findings))
+
+
+def _not_connected(error: Exception, address: str, port: int) -> Finding:
+    reason = " ".join(str(error).split())[:200]
+    return Finding(
+        "FAIL",
+        f"the ranks did not connect at {address}:{port} ({type(error).__name__}: {reason})",
+        "open that port between the nodes, and see the lines above on interfaces and addresses",
+    )
+
+
+# ---- what one process can see ----------------------------------------------------------------------------------------
+
+
+def _local(world_size: int) -> Iterator[Finding]:
+    yield from versions(_installed)
+    if torch.cuda.is_available():
+        yield Finding("ok", f"{torch.cuda.device_count()} GPUs ({torch.cuda.get_device_name()}), backend nccl")
+        yield interface("NCCL_SOCKET_IFNAME", os.environ, interfaces())
+    else:
+        yield Finding("ok", "no GPU, backend gloo")
+        yield interface("GLOO_SOCKET_IFNAME", os.environ, interfaces())
+    yield from addresses(os.environ, world_size)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield open_files(soft, hard, world_size)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Which packages there are, and whether they go together.
+
+    Args:
+        installed: The version of a package, or None.
+    """
+    python = ".".join(map(str, sys.version_info[:3]))
+    found = {package: installed(package) for package in _REQUIRED}
+    shown = ", ".join(f"{package} {version or 'missing'}" for package, version in found.items())
+    level: Level = "ok"
+    remedy = ""
+    for package, version in found.items():
+        if version is None or Version(version) < Version(_REQUIRED[package]):
+            level, remedy = "FAIL", f"pip install '{package}>={_REQUIRED[package]}'"
+    if found["lightning"] in _MALICIOUS:
+        level, remedy = (
+            "FAIL",
+            "this lightning was a malicious upload: pip install 'lightning>=2.6.4', and check the host",
+        )
+    yield Finding(level, f"python {python}, {shown}, lightning-hiercomm {installed('lightning-hiercomm')}", remedy)
+    second = installed("pytorch-lightning")
+    if second is not None:
+        yield Finding(
+            "note",
+            f"pytorch-lightning {second} is another class tree than lightning.pytorch",
+            "with its Trainer import lightning_hiercomm.pytorch_lightning",
+        )
+    mpi = installed("mpi4py")
+    if mpi is None:
+        yield Finding("note", "no mpi4py", "for inter_node='mpi' pip install 'lightning-hiercomm[mpi]'")
+    else:
+        yield Finding("ok", f"mpi4py {mpi}")
+
+
+def interfaces() -> dict[str, str | None]:
+    """This machine's network interfaces, with their IPv4 addresses."""
+    return {name: _address_of(name) for _, name in socket.if_nameindex()}
+
+
+def _address_of(name: str) -> str | None:
+    if sys.platform != "linux":
+        return None
+    request_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), request_address, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def interface(variable: str, environment: Mapping[str, str], known: Mapping[str, str | None]) -> Finding:
+    """Which network interface the backend will take.
+
+    Args:
+        variable: ``"GLOO_SOCKET_IFNAME"``, or ``"NCCL_SOCKET_IFNAME"``, which holds prefixes.
+        environment: Environment variables.
+        known: Interfaces with their addresses.
+    """
+    shown = ", ".join(f"{name} {address or 'without address'}" for name, address in known.items())
+    wanted = environment.get(variable)
+    if not wanted:
+        how = "gloo takes the one of the host name's address" if "GLOO" in variable else "nccl takes what is not lo"
+        return Finding("ok", f"interfaces {shown}; {variable} is not set, {how}")
+    names = wanted.lstrip("^=").split(",")
+    is_exact = "GLOO" in variable or wanted.startswith("=")
+    chosen = [one for one in known if any(one == name if is_exact else one.startswith(name) for name in names)]
+    if wanted.startswith("^") and "NCCL" in variable:
+        chosen = [one for one in known if one not in chosen and one != "lo"]
+    if not chosen:
+        return Finding("FAIL", f"{variable}={wanted}, but this machine has {shown}", f"set {variable} to one of these")
+    first = chosen[0]
+    if known[first] is None and sys.platform == "linux":
+        return Finding(
+            "FAIL", f"{variable}={wanted} chooses {first}, which has no address", "choose another, or set it up"
+        )
+    return Finding("ok", f"interfaces {shown}; {variable}={wanted} chooses {first}")
+
+
+def addresses(environment: Mapping[str, str], world_size: int) -> Iterator[Finding]:
+    """Whether the names of the first rank and of this host mean something here."""
+    master = environment.get("MASTER_ADDR")
+    if master is not None:
+        resolved = _resolved(master)
+        if resolved is None:
+            yield Finding(
+                "FAIL", f"MASTER_ADDR={master} does not resolve on {socket.gethostname()}", "give its address instead"
+            )
+        else:
+            yield Finding("ok", f"MASTER_ADDR={master} is {resolved}")
+    host = socket.gethostname()
+    own = _resolved(host)
+    if own is None:
+        level: Level = "FAIL" if world_size > 1 and not environment.get("GLOO_SOCKET_IFNAME") else "note"
+        yield Finding(
+            level, f"the host name {host} does not resolve", "set GLOO_SOCKET_IFNAME, or add it to /etc/hosts"
+        )
+    elif own.startswith("127."):
+        yield Finding(
+            "note",
+            f"the host name {host} is {own}, which other machines cannot reach",
+            "with several machines set GLOO_SOCKET_IFNAME to the network's interface",
+        )
+    else:
+        yield Finding("ok", f"the host name {host} is {own}")
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def open_files(soft: int, hard: int, world_size: int) -> Finding:
+    """Whether a process may open as many connections as all process groups need."""
+    needed = _FILES_BESIDE + _FILES_PER_PEER * (world_size - 1)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        can = (
+            "ulimit -n"
+            if hard == resource.RLIM_INFINITY or hard >= needed
+            else "ask for a higher hard limit, then ulimit -n"
+        )
+        return Finding("FAIL", f"a process may open {soft} files, {world_size} ranks need {needed}", f"{can} {needed}")
+    return Finding("ok", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files")
+
+
+# ---- what only all of them can see -----------------------------------------------------------------------------------
+
+
+def _gathered(world: Communicator, own: list[Finding]) -> list[Finding]:
+    """Every rank's findings, equal ones once."""
+    everyone: list[list[Finding]] = world.all_gather_object(own)
+    who: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(everyone):
+        for finding in findings:
+            who.setdefault(finding, []).append(rank)
+    return [
+        finding
+        if len(ranks) == len(everyone)
+        else Finding(finding.level, f"{named(ranks)}: {finding.text}", finding.remedy)
+        for finding, ranks in who.items()
+    ]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``"rank 3"``, ``"ranks 0-3, 8"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _together(ranks: Ranks) -> Iterator[Finding]:
+    topology = ranks.topology
+    yield Finding(
+        "ok", f"{topology.world_size} ranks connected over {ranks.backend} by {type(ranks.environment).__name__}"
+    )
+    machines: list[Machine] = topology.world.all_gather_object(this_machine())
+    yield from layout(topology.nodes, machines)
+    yield control_port(topology, ranks.environment.main_address)
+    yield threads(machines, topology.world.all_gather_object(torch.get_num_threads()))
+
+
+def layout(nodes: Sequence[Sequence[int]], machines: Sequence[Machine]) -> Iterator[Finding]:
+    """Which ranks share a node, and whether nodes are machines."""
+    shown = "; ".join(f"node {m} ({machines[node[0]].host}): {named(node)}" for m, node in enumerate(nodes))
+    yield Finding("ok", shown if len(nodes) <= 16 else f"{len(nodes)} nodes of {len(nodes[0])} ranks")
+    if len({len(node) for node in nodes}) > 1:
+        least = min(map(len, nodes))
+        yield Finding("note", f"nodes are unequal, so only the first {least} ranks of each carry traffic between nodes")
+    homes = [{machines[rank].boot for rank in node} for node in nodes]
+    if any(len(home) > 1 for home in homes):
+        yield Finding(
+            "FAIL", "a node has ranks on several machines", "leave ranks_per_node out, or start ranks node by node"
+        )
+    elif len(nodes) > 1 and len(set.union(*homes)) < len(nodes):
+        yield Finding("note", "several nodes are one machine, so what they exchange does not cross a network")
+    elif len(nodes) == 1:
+        yield Finding("note", "all ranks share one node, so every scheme trains as DDP does")
+
+
+def control_port(topology: Topology, host: str) -> Finding:
+    """Whether every rank reaches rank 0 at a port of its own choice, as the control plane needs; collective."""
+    with contextlib.ExitStack() as stack:
+        port = 0
+        if topology.rank == 0:
+            server = stack.enter_context(socket.create_server(("", 0), backlog=topology.world_size))
+            port = server.getsockname()[1]
+        port = topology.world.all_gather_object(port)[0]
+        has_reached = topology.rank == 0
+        with contextlib.suppress(OSError):
+            stack.enter_context(socket.create_connection((host, port), timeout=_KNOCK_SECONDS))
+            has_reached = True
+        everyone = topology.world.all_gather_object(has_reached)
+    shut_out = [rank for rank, reached in enumerate(everyone) if not reached]
+    if shut_out:
+        return Finding(
+            "FAIL",
+            f"{named(shut_out)} cannot reach {host}:{port}, so failures elsewhere would show after the timeout only",
+            "open rank 0's high ports to the other nodes",
+        )
+    return Finding("ok", f"every rank reaches the control plane's kind of port at {host}")
+
+
+def threads(machines: Sequence[Machine], per_rank: Sequence[int]) -> Finding:
+    """Whether ranks of a machine compute with more threads than it has cores."""
+    for boot in dict.fromkeys(machine.boot for machine in machines):
+        here = [rank for rank, machine in enumerate(machines) if machine.boot == boot]
+        wanted, cores = sum(per_rank[rank] for rank in here), machines[here[0]].processors
+        if wanted > cores:
+            fitting = max(1, int(cores / len(here)))
+            crowd = f"{len(here)} ranks on {machines[here[0]].host} compute with {wanted} threads on {cores:g} cores"
+            if fitting * len(here) > cores:
+                return Finding("note", crowd, f"at best OMP_NUM_THREADS={fitting}, or fewer ranks")
+            return Finding("note", crowd, f"set OMP_NUM_THREADS={fitting}")
+    return Finding("ok", f"{per_rank[0]} threads per rank, as many as there are cores, or fewer")

@@ -1,0 +1,183 @@
+"""Measures a cluster: what moves cost inside and between nodes, and how long a training step takes every rank."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Protocol
+
+import lightning
+import torch
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Curve, Link, Move, Workload
+from lightning_hiercomm.planning.measure.beside import measure_beside
+from lightning_hiercomm.planning.measure.profile import Profile
+from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
+from lightning_hiercomm.planning.measure.steps import LEAST_STEPS, StepTimes
+from lightning_hiercomm.planning.measure.stopwatch import Share, Stopwatch, Timing
+from lightning_hiercomm.planning.predict.node import Node
+
+_SIZES = (2**16, 2**20, 2**22)
+_WITH_GRADIENTS = (*_SIZES, 2**24)  # DDP's buckets are larger than ours
+_INTRA_MOVES: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_INTER_MOVES: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
+_AVERAGED_MOVES = 10  # steps with averages take as long as so many kinds and sizes of moves
+_COPIED = 2**25  # bytes: more than caches hold
+
+
+class Train(Protocol):
+    """Trains on this rank for a few seconds, see :func:`~lightning_hiercomm.planning.measure.steps.time_steps`."""
+
+    def __call__(self, average_in: Topology | None = None, steps: int | None = None) -> StepTimes: ...
+
+
+def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float = 0.2) -> Profile:
+    """Measure everything; collective. Sizes that would take too long on a slow link are left out.
+
+    Args:
+        ranks: All of them.
+        train: Trains on this rank for a few seconds, without communication or with the node's average of gradients.
+        say: Reports progress.
+        seconds: How long each kind and size of move is repeated.
+
+    Returns:
+        The same on every rank.
+    """
+    began, topology = time.perf_counter(), ranks.topology
+    say(f"{topology.num_nodes} nodes of {sorted({len(node) for node in topology.nodes})} ranks, {ranks.backend}")
+    machine = this_machine()
+    cores = processors_per_node(topology, machine)
+    topology.world.barrier()
+    steps: list[StepTimes] = topology.world.all_gather_object(train())
+    share = _fewest_processors(ranks, cores, steps)
+    workload = _workload(steps, share, ranks.device)
+    shown = max(step.seconds for step in steps)
+    say(f"a step of {workload.parameters:,.0f} parameters: {shown * 1e3:.1f} ms on the slowest rank")
+
+    watch = Stopwatch(topology.world, ranks.device, seconds)
+    copying = share.uncrowded(watch.copy(_COPIED))
+    say(f"copying: {_COPIED / copying.seconds / 1e9:.1f} GB/s on every rank")
+
+    def link(name: str, group: Communicator | None, members: int, sharing: int, moves: tuple[Move, ...]) -> Link:
+        sizes = _WITH_GRADIENTS if name != "between nodes" else _SIZES
+        curves: dict[Move, Curve] = {}
+        for move in moves if members > 1 else ():
+            curve = curves[move] = watch.curve(group, members, sharing, move, sizes, share)
+            (_, latency, _), *_, (sent, longest, _) = curve.points
+            rate = sharing * sent / longest * 8 / 1e9
+            say(f"{name}, {move.replace('_', '-')}: {latency * 1e6:.0f} us, {rate:.3g} Gbit/s")
+        return _link(curves, "halving" if ranks.backend == "nccl" else "ring")
+
+    smallest = topology.lanes
+    intra = link("inside nodes", topology.intra, len(topology.nodes[0]), 1, _INTRA_MOVES)
+    inter = link("between nodes", topology.inter, topology.num_nodes, topology.lanes, _INTER_MOVES)
+    world = link("all ranks", topology.world, topology.world_size, 1, ("all_reduce",))
+    if topology.num_nodes > 1 and share.processors is not None:
+        curve = inter.curves["all_reduce"]
+        beside = measure_beside(topology.inter, topology.world, train, ranks.device, curve, workload, share)
+        say(
+            f"beside training, a move ends {1e3 * beside.later:.1f} ms later, and takes {beside.work:.2f} times the"
+            " processors"
+        )
+        inter, world = replace(inter, beside=beside), replace(world, beside=beside)
+    everywhere = world if topology.num_nodes > 1 else None
+    cluster = Cluster(
+        topology.num_nodes, smallest, intra, inter, everywhere, share.processors, _COPIED / copying.seconds
+    )
+    if topology.world_size > 1:
+        count = max(LEAST_STEPS, math.ceil(_AVERAGED_MOVES * seconds / shown))
+        beside_it = _workload(topology.world.all_gather_object(train()), share, ranks.device)  # machines' speed drifts
+        averaging = _averaging(cluster, beside_it, _slowest(topology, train, count))
+        workload = replace(_mean(workload, beside_it), averaging=averaging)
+        say(f"averaging gradients: {workload.averaging * 1e3:.1f} ms of a step, beside its moves")
+    return Profile(
+        cluster,
+        workload,
+        tuple(step.seconds for step in steps),
+        {
+            "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "lightning": lightning.__version__,
+            "backend": ranks.backend,
+            "device": "cpu" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device),
+            "hosts": sorted(set(topology.world.all_gather_object(machine.host))),
+            "nodes": [list(node) for node in topology.nodes],
+            "seconds": round(time.perf_counter() - began, 1),
+        },
+    )
+
+
+def _timing(step: StepTimes) -> Timing:
+    return Timing(step.seconds, step.processor_seconds, step.queued_seconds)
+
+
+def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> Share:
+    """The processors of the node that has fewest."""
+    if ranks.device.type != "cpu":
+        return Share(None, ranks.topology.lanes)
+    threads = torch.get_num_threads()
+    shares = [
+        Share.found(its, [_timing(steps[rank]) for rank in node], threads)
+        for node, its in zip(ranks.topology.nodes, cores, strict=True)
+    ]
+    crowded = [share for share in shares if share.processors is not None]
+    return min(crowded, key=lambda share: share.processors or 0.0) if crowded else shares[0]
+
+
+def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Workload:
+    """The slowest rank's step, as it would be on processors of its own."""
+    alone = [share.uncrowded_step(_timing(step), torch.get_num_threads()) for step in steps]
+    slowest, timing = max(zip(steps, alone, strict=True), key=lambda pair: pair[1].seconds)
+    shorter = timing.seconds / slowest.seconds
+    return Workload(
+        slowest.parameters,
+        slowest.forward * shorter,
+        slowest.backward * shorter,
+        slowest.update * shorter,
+        "bfloat16" if slowest.bytes_per_parameter < 3 else "float32",
+        slowest.state_per_parameter,
+        timing.processor_seconds / timing.seconds if device.type == "cpu" else 0.0,
+    )
+
+
+def _mean(first: Workload, second: Workload) -> Workload:
+    """The same workload, timed twice."""
+    parts = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in ("forward", "backward", "update")}
+    return replace(first, **parts)
+
+
+def _slowest(topology: Topology, train: Train, steps: int) -> float:
+    """Seconds of a step that averages gradients in its node; 0 if that does not work with this module."""
+    try:
+        seconds = train(topology, steps).seconds
+    except RuntimeError:  # such as DDP's, of parameters that a loss does not use: on all ranks
+        seconds = 0.0
+    everyone: list[float] = topology.world.all_gather_object(seconds)
+    return max(everyone)
+
+
+def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
+    """What moves do not explain of a step that averages gradients in its node."""
+    node = Node(cluster, workload)
+    node.train(4)
+    unexplained = max(0.0, seconds - node.run(2).seconds)
+    if cluster.processors is None:
+        return unexplained
+    return unexplained * min(1.0, cluster.processors / (cluster.ranks_per_node * workload.threads))
+
+
+def _link(curves: dict[Move, Curve], algorithm: Algorithm) -> Link:
+    """A link with its curves, and the two numbers that say most about it."""
+    if not curves:
+        return Link(float("inf"), algorithm=algorithm)
+    best = 0.0
+    for curve in curves.values():
+        (_, latency, _), *_, (sent, seconds, _) = curve.points
+        best = max(best, curve.sharing * sent / seconds)
+    latency = min(curve.points[0][1] for curve in curves.values())
+    return Link(best, latency, algorithm, curves=curves)

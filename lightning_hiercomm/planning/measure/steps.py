@@ -1,0 +1,322 @@
+"""How long a training step takes a rank by itself: a LightningModule's own, in Lightning's own loop."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hiercomm._lightning.ddp import register_bucket_hook
+from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.measure.stopwatch import queued_seconds
+from lightning_hiercomm.schemes.gradients import NodeMean
+
+LEAST_STEPS = 6
+_WARM_UP = 3
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over some steps of one rank.
+
+    Attributes:
+        forward: Seconds before the backward pass: loading data, the loop, the forward pass.
+        backward: Seconds of the backward pass, or of all of them where a step has several.
+        update: Seconds after it.
+        processor_seconds: That the process used, all threads together.
+        queued_seconds: That its threads waited for a processor.
+        parameters: That are trained.
+        bytes_per_parameter: On average.
+        state_per_parameter: Numbers that the optimizers keep.
+    """
+
+    forward: float
+    backward: float
+    update: float
+    processor_seconds: float
+    queued_seconds: float
+    parameters: int
+    bytes_per_parameter: float
+    state_per_parameter: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        return self.forward + self.backward + self.update
+
+
+def time_steps(
+    module: pl.LightningModule,
+    data: Any,
+    device: torch.device,
+    seconds: float = 5.0,
+    average_in: Topology | None = None,
+    steps: int | None = None,
+) -> StepTimes:
+    """Train for a while on this rank alone, or with the gradients' mean over its node, and time it.
+
+    Args:
+        module: Is trained, and changed.
+        data: What ``Trainer.fit`` takes: dataloaders, a datamodule, or None if the module has its own.
+        device: On which.
+        seconds: How long, at least; also at least a few steps.
+        average_in: Where this rank's node is. Collective over the node then.
+        steps: How many instead, as the ranks of a node must take equally many.
+    """
+    clock = _Clock(device, seconds, steps)
+    with _quiet():
+        trainer = pl.Trainer(
+            accelerator="cpu" if device.type == "cpu" else "gpu",
+            strategy=SingleDeviceStrategy(device) if average_in is None else _InNode(device, average_in),
+            plugins=[LightningEnvironment()],  # whatever launched us: this rank trains alone
+            devices=1,
+            max_epochs=-1,
+            limit_val_batches=0,
+            callbacks=[clock],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        if isinstance(data, pl.LightningDataModule):
+            trainer.fit(module, datamodule=data)
+        else:
+            trainer.fit(module, data)
+    return clock.result(module, trainer.optimizers)
+
+
+class _InNode(SingleDeviceStrategy):
+    """A rank that averages its gradients as ``HierarchicalStrategy`` does inside a node."""
+
+    def __init__(self, device: torch.device, topology: Topology) -> None:
+        super().__init__(device)
+        self._topology = topology
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        assert self.model is not None
+        group = process_group(self._topology.intra)
+        self.model = DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True)
+        register_bucket_hook(self.model, NodeMean(self._topology).reduce_bucket)
+
+
+class _Clock(pl.Callback):
+    """Notes when steps and backward passes begin and end, and ends the run when it has seen enough."""
+
+    def __init__(self, device: torch.device, seconds: float, steps: int | None) -> None:
+        self._device = device
+        self._seconds = seconds
+        self._steps_to_take = steps
+        self._began = time.perf_counter()
+        self._ends: list[tuple[float, float, float]] = []
+        self._steps: list[tuple[float, float, float]] = []
+        self._backward_began = 0.0
+        self._backward = 0.0
+        self._backward_ended = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began = self._now()
+        self._ends.append((self._began, time.process_time(), queued_seconds()))
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._backward_began = self._now()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._backward_ended = self._now()
+        self._backward += self._backward_ended - self._backward_began
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now, (before, *_) = self._now(), self._ends[-1]
+        update = now - self._backward_ended if self._backward else 0.0
+        self._steps.append((now - before - self._backward - update, self._backward, update))
+        self._ends.append((now, time.process_time(), queued_seconds()))
+        self._backward = 0.0
+        if self._steps_to_take is not None:
+            trainer.should_stop = len(self._steps) >= self._steps_to_take
+        else:
+            trainer.should_stop = len(self._steps) >= LEAST_STEPS and now - self._began >= self._seconds
+
+    def result(self, module: pl.LightningModule, optimizers: list[torch.optim.Optimizer]) -> StepTimes:
+        steps = self._steps[_WARM_UP:]
+        if len(steps) < LEAST_STEPS - _WARM_UP:
+            raise PlanningError(f"{type(module).__name__} took {len(self._steps)} steps only: its training ended early")
+        total = median(map(sum, steps))
+        parts = [median(step[i] for step in steps) for i in range(3)]
+        forward, backward, update = (part * total / sum(parts) for part in parts)  # medians need not add up
+        (_, worked, queued), (_, has_worked, has_queued) = self._ends[_WARM_UP], self._ends[-1]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        count = sum(parameter.numel() for parameter in trained)
+        state = [
+            value.numel()
+            for optimizer in optimizers
+            for held in optimizer.state.values()
+            for value in held.values()
+            if isinstance(value, Tensor) and value.numel() > 1
+        ]
+        return StepTimes(
+            forward,
+            backward,
+            update,
+            processor_seconds=(has_worked - worked) / len(steps),
+            queued_seconds=(has_queued - queued) / len(steps),
+            parameters=count,
+            bytes_per_parameter=sum(p.numel() * p.element_size() for p in trained) / max(1, count),
+            state_per_parameter=sum(state) / max(1, count),
+        )
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+# ---- what is trained -------------------------------------------------------------------------------------------------
+
+
+def load_module(path: str, arguments: str | None = None) -> tuple[pl.LightningModule, Any]:
+    """Make the LightningModule that a person names, and find data for it.
+
+    Args:
+        path: Where the class is: ``"package.module:Class"``.
+        arguments: Of its constructor, as a JSON object.
+
+    Returns:
+        The module; and dataloaders, or None if it has its own.
+
+    Raises:
+        PlanningError: If that does not work, saying what is missing.
+    """
+    name, separator, kind = path.partition(":")
+    if not separator or not name or not kind:
+        raise PlanningError(f"--module {path!r} must look like package.module:Class")
+    try:
+        values = json.loads(arguments) if arguments else {}
+    except json.JSONDecodeError as error:
+        raise PlanningError(f"--module-args is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise PlanningError('--module-args must be a JSON object, such as {"width": 512}')
+    if os.getcwd() not in sys.path:  # not every launcher looks there
+        sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(name), kind)
+    except (ImportError, AttributeError) as error:
+        raise PlanningError(f"--module {path!r} cannot be imported: {error}") from error
+    try:
+        module = made(**values)
+    except TypeError as error:
+        raise PlanningError(f"{path} cannot be made: {error}; give its arguments with --module-args") from error
+    if not isinstance(module, pl.LightningModule):
+        raise PlanningError(f"{path} is not a LightningModule of `lightning.pytorch`")
+    if is_overridden("train_dataloader", module, pl.LightningModule):
+        return module, None
+    if module.example_input_array is None:
+        raise PlanningError(f"{path} needs a train_dataloader or an example_input_array to be trained on")
+    return _Example(module), DataLoader(_Same(module.example_input_array), batch_size=None)
+
+
+class StandIn(pl.LightningModule):
+    """Square layers with as many parameters as are asked for, trained by Adam on noise.
+
+    Args:
+        parameters: About how many.
+        layers: How many layers.
+    """
+
+    def __init__(self, parameters: float, layers: int = 8) -> None:
+        super().__init__()
+        self.width = max(8, round((parameters / layers) ** 0.5))
+        pairs = ((nn.Linear(self.width, self.width), nn.ReLU()) for _ in range(layers))
+        self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The mean square of what comes out."""
+        return torch.as_tensor(self.layers(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        """The same noise again and again."""
+        return DataLoader(_Same(torch.randn(_BATCH, self.width)), batch_size=None)
+
+
+class _Example(pl.LightningModule):
+    """Trains a module on its example inputs: the loss is the mean of all that comes out."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if isinstance(batch, dict):
+            outputs = self.module(**batch)
+        else:
+            outputs = self.module(*batch) if isinstance(batch, tuple) else self.module(batch)
+        found = [tensor.float().mean() for tensor in _tensors(outputs) if tensor.requires_grad]
+        return torch.stack(found).sum()
+
+    def configure_optimizers(self) -> Any:
+        return self.module.configure_optimizers()
+
+
+class _Same(IterableDataset[Any]):
+    """One batch, for ever."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Lightning says about devices and loaders, on every rank."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,214 @@
+"""Times moves on all ranks at once: seconds, and how much of the processors they take."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import torch
+
+from lightning_hiercomm.comm.base import Communicator, Handle, finished
+from lightning_hiercomm.planning.cluster import Curve, Move, sent_bytes
+from lightning_hiercomm.schemes.words.graphs import RandomPermutation, round_of
+
+IN_FLIGHT = 3
+"""Moves at once: with one, what is timed is how long a thread waits for its turn, which others in flight hide."""
+
+_COLD = 2**26  # bytes of tensors that take turns: parameters do not wait in a cache for their move
+_MOST_TURNS = 1024
+_BLOCKS = 3  # whatever else the machine does comes and goes
+_SMALLEST = 16  # bytes: all latency
+_LONGEST = 1.0
+_CROWDED = 0.6  # of a node's processors: the rest of them wakes threads, or works for the kernel
+_NEVER_QUEUED = 0.95  # of the time in which a thread could run, it did
+
+Launch = Callable[[int], Handle]
+"""Starts the i-th of many moves."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one of many.
+
+    Attributes:
+        seconds: On the slowest rank.
+        processor_seconds: On the average rank, all threads together.
+        queued_seconds: The same of the time in which threads could have gone on, had a processor been free.
+    """
+
+    seconds: float
+    processor_seconds: float
+    queued_seconds: float = 0.0
+
+    def running(self, threads: int) -> float:
+        """The share of the time in which ``threads`` threads could run that they did.
+
+        Other threads of the process may have queued, too, but no longer than all of it took.
+        """
+        could_run = min(self.processor_seconds + self.queued_seconds, threads * self.seconds)
+        return min(1.0, self.processor_seconds / could_run) if could_run else 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the ranks of a node have of the processors.
+
+    Attributes:
+        processors: Together. None: so many that nobody waits for one.
+        ranks: Of the node.
+    """
+
+    processors: float | None
+    ranks: int
+
+    @classmethod
+    def found(cls, cores: float, steps: Sequence[Timing], threads: int) -> Share:
+        """What ranks got that computed at the same time.
+
+        Args:
+            cores: That they may use.
+            steps: Of every rank of the node.
+            threads: That each rank computes with.
+        """
+        ranks = len(steps)
+        if cores >= 2 * ranks * threads:  # one for what computes, one for what communicates
+            return cls(None, ranks)
+        running = [step.running(threads) for step in steps]
+        if min(running) > _NEVER_QUEUED:
+            return cls(cores, ranks)
+        return cls(min(cores, sum(share * threads for share in running)), ranks)
+
+    def uncrowded(self, timing: Timing) -> Timing:
+        """What would have been measured had every rank had a processor of its own."""
+        if self.processors is None:
+            return timing
+        used = self.ranks * timing.processor_seconds / timing.seconds
+        if used < _CROWDED * self.processors:
+            return timing
+        processor_seconds = timing.seconds * self.processors / self.ranks
+        return Timing(min(timing.seconds, processor_seconds), processor_seconds)
+
+    def uncrowded_step(self, timing: Timing, threads: int) -> Timing:
+        """The same of a training step, which ``threads`` threads compute."""
+        if self.processors is None:
+            return timing
+        seconds = max(timing.seconds - timing.queued_seconds / threads, timing.processor_seconds / threads)
+        return Timing(seconds, timing.processor_seconds)
+
+
+def queued_seconds() -> float:
+    """How long all threads of this process have waited for a processor so far; 0 where the system does not say."""
+    total = 0
+    for status in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            total += int(status.read_text().split()[1])
+    return total * 1e-9
+
+
+class Stopwatch:
+    """Times what all ranks do at once; every call is collective over the world.
+
+    Args:
+        world: All ranks.
+        device: Of this rank.
+        seconds: How long each kind of move is repeated.
+    """
+
+    def __init__(self, world: Communicator, device: torch.device, seconds: float = 0.2) -> None:
+        self._world = world
+        self._device = device
+        self._seconds = seconds
+
+    def copy(self, size: int) -> Timing:
+        """Copying ``size`` bytes."""
+        source = torch.ones(max(1, size // 4), device=self._device)
+        target = torch.empty_like(source)
+
+        def copy(_: int) -> Handle:
+            target.copy_(source)
+            return finished
+
+        return self.time(copy)
+
+    def curve(
+        self, group: Communicator | None, members: int, sharing: int, move: Move, sizes: Sequence[int], share: Share
+    ) -> Curve:
+        """What one kind of move costs by size.
+
+        Args:
+            group: This rank's; None if it is in none, and only takes part in counting.
+            members: Of each group.
+            sharing: Groups that move at once over one link.
+            move: What is done.
+            sizes: Bytes of the tensors, rising. Those that would take too long are left out.
+            share: Of the processors.
+        """
+        points: list[tuple[float, float, float]] = []
+        for size in (_SMALLEST * members, *sizes):
+            sent = sent_bytes(move, members, size)
+            if len(points) > 1 and Curve(members, sharing, tuple(points)).seconds(sent, 1) > _LONGEST:
+                break
+            timing = share.uncrowded(self.time(_nothing if group is None else self._launch(group, move, size)))
+            points.append((sent, timing.seconds, timing.processor_seconds))
+        return Curve(members, sharing, tuple(points))
+
+    def time(self, launch: Launch) -> Timing:
+        """One after another with several in flight: the median over some blocks of them."""
+        self._run(launch, 1)
+        few = max(self._world.all_gather_object(self._run(launch, IN_FLIGHT)[0])) / IN_FLIGHT
+        count = round(min(max(self._seconds / _BLOCKS / max(few, 1e-7), IN_FLIGHT + 1), 5000))
+        repeats = _BLOCKS if few * count < self._seconds else 1
+        blocks = [self._world.all_gather_object(self._run(launch, count)) for _ in range(repeats)]
+        return Timing(
+            median(max(seconds for seconds, _ in everyone) for everyone in blocks) / count,
+            median(fmean(processor_seconds for _, processor_seconds in everyone) for everyone in blocks) / count,
+        )
+
+    def _run(self, launch: Launch, count: int) -> tuple[float, float]:
+        self._world.barrier()
+        start, processor_start = time.perf_counter(), time.process_time()
+        in_flight: deque[Handle] = deque()
+        for i in range(count):
+            in_flight.append(launch(i))
+            if len(in_flight) == IN_FLIGHT:
+                in_flight.popleft().wait()
+        for handle in in_flight:
+            handle.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start, time.process_time() - processor_start
+
+    def _launch(self, group: Communicator, move: Move, size: int) -> Launch:
+        """Starts moves of tensors of ``size`` bytes, each with buffers that the ones before it do not use."""
+        part = max(1, size // 4 // group.size)
+        numel = part * group.size
+        turns = min(max(IN_FLIGHT, _COLD // (8 * numel)), _MOST_TURNS)
+        wholes, others = (torch.full((turns, numel), 0.0, device=self._device).unbind() for _ in range(2))
+
+        def launch(i: int) -> Handle:
+            whole, other = wholes[i % turns], others[i % turns]
+            if move == "all_reduce":
+                return group.all_reduce(whole)
+            if move == "reduce_scatter":
+                return group.reduce_scatter(other[:part], whole)
+            if move == "all_gather":
+                return group.all_gather(whole, other[:part])
+            if move == "broadcast":
+                return group.broadcast(whole, source=i % group.size)
+            # with the peers that gossip draws: some wait for others
+            peers = round_of(RandomPermutation(), group.size, i)
+            return group.exchange(
+                [(whole, peer) for peer in peers.send_to[group.rank]],
+                [(other, peer) for peer in peers.receive_from[group.rank]],
+            )
+
+        return launch
+
+
+def _nothing(_: int) -> Handle:
+    return finished

@@ -1,0 +1,236 @@
+"""Which configurations are considered, and which one is recommended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.cost import Prediction, predict
+from lightning_hiercomm.planning.predict.schemes import Payload
+from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
+from lightning_hiercomm.schemes import (
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    PeriodicAveraging,
+    Scheme,
+    StepsDelay,
+)
+
+WIRES = ("float32", "bfloat16", "int8", "int4")
+"""What may travel between nodes, the most exact first."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration.
+
+    Attributes:
+        kind: The scheme's class; None is Lightning's ``DDPStrategy``.
+        arguments: Of its constructor.
+        wire_dtype: As for the strategy; None: as it is.
+    """
+
+    kind: type[Scheme] | None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    wire_dtype: str | None = None
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """With its arguments."""
+        return None if self.kind is None else self.kind(**self.arguments)
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return "DDPStrategy" if self.kind is None else self.kind.__name__
+
+    @property
+    def title(self) -> str:
+        """As one would write it in Python."""
+        if self.kind is None:
+            return self.name
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
+    def drift(self, nodes: int) -> float:
+        """Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk.
+
+        Gossip's random pairs halve the squared distance from the mean at each step, so in the long run nodes are as far
+        apart as averaging every third step leaves them; a step of delay doubles that. Two nodes are a pair.
+        """
+        scheme = self.scheme
+        if isinstance(scheme, Agreement):
+            return (scheme.when.period or math.inf) + scheme.staleness
+        if isinstance(scheme, StepsDelay):
+            return scheme.delay + 1
+        if isinstance(scheme, Gossip):
+            return (1 if nodes == 2 else 3) + (2 if scheme.overlap else 0)
+        return 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration and what it would do.
+
+    Attributes:
+        candidate: The configuration.
+        prediction: Of its step.
+        speedup: Against Lightning's ``DDPStrategy`` on the same cluster.
+        overhead: How much longer a step takes than on one node alone, as a share of that.
+        drift: See :meth:`Candidate.drift`.
+        fits: Whether a rank's memory is enough.
+    """
+
+    candidate: Candidate
+    prediction: Prediction
+    speedup: float
+    overhead: float
+    drift: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All configurations on one cluster.
+
+    Attributes:
+        cluster: Where.
+        workload: What.
+        rows: All configurations, DDP first.
+        alone: Seconds of a step on one node of the cluster, without the others.
+        target: The overhead that is accepted.
+        chosen: The recommended row.
+        reason: Why it is recommended, one sentence or two.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    rows: Sequence[Row]
+    alone: float
+    target: float
+    chosen: Row
+    reason: str
+
+    def best_of_each(self) -> list[Row]:
+        """One row per scheme: the one with least drift that meets the target, else the fastest."""
+        names = dict.fromkeys(row.candidate.name for row in self.rows)
+        return [_choose([row for row in self.rows if row.candidate.name == name], self.target) for name in names]
+
+
+def candidates(
+    cluster: Cluster, workload: Workload, wires: Iterable[str | None] = (None, "bfloat16")
+) -> Iterator[Candidate]:
+    """Settings in the range in which papers and users have trained well; DDP first.
+
+    Args:
+        cluster: Where.
+        workload: What. ``StepsDelay`` is left out for optimizers with more state than momentum: its local rule is made
+            for SGD.
+        wires: What may travel between nodes.
+    """
+    yield Candidate(None)
+    for wire in wires:
+        if wire is not None and not Payload.named(wire, workload).narrows:
+            continue
+        for kind, arguments in _settings(cluster, workload):
+            adds = wire not in ("int8", "int4")
+            if adds or kind in (PeriodicAveraging, DASO, DiLoCo, Gossip):
+                yield Candidate(kind, arguments, wire)
+
+
+def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Scheme], dict[str, Any]]]:
+    yield AllReduce, {}
+    for sync_every in (1, 2, 4, 8, 16, 32, 64):
+        yield PeriodicAveraging, {"sync_every": sync_every}
+    exchanges = ("rotating", "sharded") if cluster.ranks_per_node > 1 else ("rotating",)
+    for exchange in exchanges:
+        for sync_every, staleness in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
+            arguments: dict[str, Any] = {"sync_every": sync_every, "staleness": staleness}
+            yield DASO, arguments if exchange == "rotating" else {**arguments, "exchange": exchange}
+    if workload.state_per_parameter <= 1.5:
+        for delay in (1, 2, 4, 5):
+            yield StepsDelay, {"delay": delay, "warmup_steps": 100 * delay}
+    yield Gossip, {}
+    yield Gossip, {"overlap": True}
+    for sync_every in (32, 64, 100, 200, 500):
+        yield DiLoCo, {"sync_every": sync_every}
+        for staleness in (1, 4):
+            yield DiLoCo, {"sync_every": sync_every, "fragments": 4, "staleness": staleness}
+
+
+def plan(
+    cluster: Cluster,
+    workload: Workload,
+    wires: Iterable[str | None] = (None, "bfloat16"),
+    memory: float | None = None,
+    target: float = 0.05,
+) -> Plan:
+    """Predict all configurations, and recommend one.
+
+    Recommended is the configuration in which nodes train apart for the fewest steps, among those that take no more than
+    ``target`` longer than one node alone; where none does, the fastest. The cost model knows no accuracy:
+    the settings are those that papers have trained well with, and fewer steps apart are taken to be safer.
+
+    Args:
+        cluster: Where.
+        workload: What.
+        wires: What may travel between nodes.
+        memory: Bytes that a rank has. None: enough.
+        target: The overhead that is accepted.
+
+    Raises:
+        ValueError: If no configuration fits into the memory.
+    """
+    alone = predict(None, replace(cluster, nodes=1), workload).seconds
+    rows: list[Row] = []
+    for candidate in candidates(cluster, workload, wires):
+        prediction = predict(candidate.scheme, cluster, workload, candidate.wire_dtype)
+        rows.append(
+            Row(
+                candidate,
+                prediction,
+                rows[0].prediction.seconds / prediction.seconds if rows else 1.0,
+                prediction.seconds / alone - 1,
+                candidate.drift(cluster.nodes),
+                memory is None or prediction.memory_bytes <= memory,
+            )
+        )
+    if not any(row.fits for row in rows):
+        least = min(row.prediction.memory_bytes for row in rows)
+        raise ValueError(
+            f"a rank needs at least {shown_bytes(least)} for the model, its gradients and the optimizer, which is more"
+            f" than {shown_bytes(memory or 0)}: shard the model inside the node, or take a smaller one"
+        )
+    chosen = _choose([row for row in rows if row.fits and row.candidate.kind is not None] or rows[:1], target)
+    return Plan(cluster, workload, rows, alone, target, chosen, _reason(chosen, rows, alone, target))
+
+
+def _choose(rows: Sequence[Row], target: float) -> Row:
+    good = [row for row in rows if row.overhead <= target]
+    if not good:
+        return min(rows, key=lambda row: row.prediction.seconds)
+    return min(good, key=lambda row: (row.drift, WIRES.index(row.candidate.wire_dtype or "float32"), row.overhead))
+
+
+def _reason(chosen: Row, rows: Sequence[Row], alone: float, target: float) -> str:
+    more = f"{max(0.0, chosen.overhead):.1%} more than on one node alone"
+    took = f"a step takes {shown_seconds(chosen.prediction.seconds)}, {more}"
+    if chosen.overhead > target:
+        return (
+            f"{took}. Nothing comes below {target:.0%} here; this is the fastest. Fewer agreements, a narrower"
+            " wire_dtype or larger batches would help."
+        )
+    all_reduce = next(row for row in rows if row.candidate.kind is AllReduce)
+    if chosen.candidate.kind is AllReduce:
+        return f"{took}, so there is no need to train apart: this trains exactly as DDP does."
+    apart = f"nodes are at most {chosen.drift:g} steps apart" if chosen.drift else "nodes never differ"
+    return (
+        f"{took}, and {apart}, the fewest of all settings below {target:.0%}. AllReduce would take"
+        f" {shown_seconds(all_reduce.prediction.seconds)} ({all_reduce.overhead:+.0%}), DDP"
+        f" {shown_seconds(rows[0].prediction.seconds)}."
+    )

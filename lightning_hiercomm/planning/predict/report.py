@@ -1,0 +1,150 @@
+"""A plan for people, for programs, for LightningCLI, and as a picture."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.predict.candidates import Plan, Row
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
+
+_COLUMNS = ("configuration", "between nodes", "step", "exposed", "per node", "memory", "speed-up", "limit", "apart")
+
+
+def table(plan: Plan, everything: bool = False) -> str:
+    """One line per configuration.
+
+    Args:
+        plan: What is shown.
+        everything: Also the settings that are not the best of their scheme.
+    """
+    rows = plan.rows if everything else plan.best_of_each()
+    lines = [_COLUMNS, *(_cells(row, row is plan.chosen) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [_line(cells, widths) for cells in lines]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def _cells(row: Row, is_chosen: bool) -> tuple[str, ...]:
+    prediction = row.prediction
+    return (
+        f"{'>' if is_chosen else ' '} {row.candidate.title}",
+        row.candidate.wire_dtype or "as it is",
+        shown_seconds(prediction.seconds),
+        shown_seconds(prediction.exposed_seconds),
+        shown_bytes(prediction.inter_bytes),
+        shown_bytes(prediction.memory_bytes) + ("" if row.fits else " !"),
+        f"{row.speedup:.2f}x",
+        prediction.limit,
+        f"{row.drift:g}",
+    )
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
+    right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
+    return "  ".join([*left, *right])
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Everything, as primitives that JSON knows; bytes and seconds are per step, of a node and of a rank."""
+    return {
+        "nodes": plan.cluster.nodes,
+        "ranks_per_node": plan.cluster.ranks_per_node,
+        "workload": asdict(plan.workload),
+        "step_seconds_on_one_node": plan.alone,
+        "target": plan.target,
+        "rows": [_row_to_dict(row) for row in plan.rows],
+        "recommended": _row_to_dict(plan.chosen),
+        "reason": plan.reason,
+        "yaml": yaml(plan),
+    }
+
+
+def _row_to_dict(row: Row) -> dict[str, Any]:
+    return {
+        "scheme": row.candidate.name,
+        "arguments": dict(row.candidate.arguments),
+        "wire_dtype": row.candidate.wire_dtype,
+        **asdict(row.prediction),
+        "speedup": row.speedup,
+        "overhead": row.overhead,
+        "steps_apart": row.drift if math.isfinite(row.drift) else None,
+        "fits": row.fits,
+    }
+
+
+def yaml(plan: Plan) -> str:
+    """The recommended configuration as LightningCLI reads it (``--config FILE``)."""
+    candidate = plan.chosen.candidate
+    lines = [
+        "trainer:",
+        f"  num_nodes: {plan.cluster.nodes}",
+        f"  devices: {plan.cluster.ranks_per_node}",
+    ]
+    if candidate.kind is None:
+        return "\n".join([*lines, "  strategy: ddp"]) + "\n"
+    lines += ["  strategy:", "    class_path: lightning_hiercomm.HierarchicalStrategy", "    init_args:"]
+    if candidate.wire_dtype is not None:
+        lines.append(f"      wire_dtype: {candidate.wire_dtype}")
+    lines += ["      scheme:", f"        class_path: lightning_hiercomm.{candidate.name}"]
+    if candidate.arguments:
+        lines.append("        init_args:")
+        lines += [f"          {name}: {_scalar(value)}" for name, value in candidate.arguments.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """What a step consists of, and how it would change with the bandwidth between nodes.
+
+    Raises:
+        PlanningError: If matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlanningError("--plot needs matplotlib: pip install matplotlib") from error
+    rows = plan.best_of_each()
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    bars, lines = figure.subplots(1, 2)
+    names = [f"{row.candidate.title}\n{row.candidate.wire_dtype or 'as it is'}" for row in rows]
+    exposed = [1e3 * row.prediction.exposed_seconds for row in rows]
+    whole = [1e3 * row.prediction.seconds for row in rows]
+    bars.barh(names, [all_ - part for all_, part in zip(whole, exposed, strict=True)], label="training computes")
+    bars.barh(names, exposed, left=[all_ - part for all_, part in zip(whole, exposed, strict=True)], label="it waits")
+    bars.axvline(1e3 * plan.alone, color="black", linestyle=":", label="one node alone")
+    bars.invert_yaxis()
+    bars.set_xlabel("ms per step")
+    bars.legend()
+    factors = [2.0**power for power in range(-5, 6)]
+    for row, name in zip(rows, names, strict=True):
+        seconds = [_at(plan, row, factor) for factor in factors]
+        rates = [8e-9 * factor * plan.cluster.inter.bandwidth for factor in factors]
+        lines.loglog(rates, [1e3 * value for value in seconds], label=name.replace("\n", ", "))
+    lines.axvline(8e-9 * plan.cluster.inter.bandwidth, color="black", linestyle=":")
+    lines.set_xlabel("Gbit/s between nodes, per node")
+    lines.set_ylabel("ms per step")
+    lines.legend(fontsize="small")
+    figure.suptitle(
+        f"{plan.cluster.nodes} nodes of {plan.cluster.ranks_per_node} ranks, {plan.workload.parameters:.3g} parameters"
+    )
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise PlanningError(f"--plot {path}: {error}") from error
+
+
+def _at(plan: Plan, row: Row, factor: float) -> float:
+    """The step's seconds with another bandwidth between nodes."""
+    cluster = plan.cluster
+    world = None if cluster.world is None else cluster.world.faster(factor)
+    changed = replace(cluster, inter=cluster.inter.faster(factor), world=world)
+    return predict(row.candidate.scheme, changed, plan.workload, row.candidate.wire_dtype).seconds

@@ -1,0 +1,416 @@
+"""What each scheme makes a node do, and hold: its schedule, in moves and passes instead of tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+import torch
+
+from lightning_hiercomm.comm.codec import AsIs, Codec, codec_named
+from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.node import (
+    BUCKET_BYTES,
+    Average,
+    Node,
+    Piece,
+    average_in_node,
+    buckets,
+    untouched,
+)
+from lightning_hiercomm.planning.predict.timeline import Task
+from lightning_hiercomm.schemes import (
+    DASO,
+    Agreement,
+    AllReduce,
+    Full,
+    Gossip,
+    Graph,
+    Merge,
+    OuterOptimizer,
+    Replace,
+    Ring,
+    Scheme,
+    StepsDelay,
+)
+from lightning_hiercomm.schemes.words.merging import MERGES
+
+_BUCKETS_IN_FLIGHT = 3  # as in `schemes.averaging`
+_LEAST_SECTIONS, _LEAST_SECTION_BYTES = 8, 2**18  # as in `schemes.server`
+
+# How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
+_MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
+_OUTER_STEP = 4.0  # difference, momentum, step, copy
+_LOCAL_RULE = 2.0  # two terms of GLU, likewise
+_SERVER_STEP = 3.0
+_LOOK = 0.5  # at what leaves, whether it is finite: it is only read
+_OF_TWO = 1.5  # a sum or difference with what is there already: two are read
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What travels between nodes in place of a tensor.
+
+    Attributes:
+        codec: Makes it.
+        dtype: Of the tensor.
+    """
+
+    codec: Codec
+    dtype: torch.dtype
+
+    @classmethod
+    def named(cls, wire_dtype: str | None, workload: Workload) -> Payload:
+        """What the argument ``wire_dtype`` makes of a workload's parameters."""
+        return cls(codec_named(wire_dtype), getattr(torch, workload.dtype))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it is smaller than the tensor."""
+        return self.codec.narrows(self.dtype)
+
+    @property
+    def ratio(self) -> float:
+        """Its size divided by the tensor's."""
+        numel = 2**20
+        return self.codec.payload_bytes(numel, self.dtype) / (numel * self.dtype.itemsize)
+
+    @property
+    def passes(self) -> float:
+        """Over the tensor, to encode and to decode it."""
+        if not self.narrows:
+            return 0.0
+        return 2.0 if self.codec.adds else 10.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tensors travel as they are."""
+        return isinstance(self.codec, AsIs)
+
+
+# ---- what happens in each step ---------------------------------------------------------------------------------------
+
+
+@singledispatch
+def follow(scheme: Scheme | None, node: Node, payload: Payload, steps: int) -> None:
+    """Let a node train for some steps with a scheme; None is Lightning's ``DDPStrategy``.
+
+    Args:
+        scheme: With its arguments. Phases that end (warm-up, cool-down) are left out.
+        node: Of the cluster. What it does is written down.
+        payload: What travels between nodes.
+        steps: How many.
+
+    Raises:
+        TypeError: For a scheme of which nothing is known here.
+    """
+    if scheme is not None:
+        raise TypeError(f"{type(scheme).__name__} is not a scheme that can be planned with")
+    for _ in range(steps):
+        node.train(average=_ddp)
+
+
+def _ddp(node: Node, piece: Piece, ready: Task) -> Task:
+    return node.all_reduce_flat(piece, ready)
+
+
+@follow.register
+def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
+    def sum_over_world(node: Node, bucket: Piece, ready: Task) -> Task:
+        last = ready
+        for piece in buckets(bucket.bytes):
+            part = piece.bytes / node.lanes
+            summed = node.intra("reduce_scatter", piece, [ready])
+            encoded = node.passes(part, payload.passes, "outbound", [summed])
+            summed = _sum(node, piece, payload, [encoded])
+            last = node.intra("all_gather", piece, [summed], "inbound")
+        return last
+
+    for _ in range(steps):
+        node.train(average=sum_over_world)
+
+
+@follow.register
+def _(scheme: Agreement, node: Node, payload: Payload, steps: int) -> None:
+    parts = _parts_of(scheme)
+    if isinstance(scheme, DASO) and scheme.narrow_phases == "blocking" and scheme.staleness:
+        payload = Payload(AsIs(), payload.dtype)
+    exchange = _Exchange(scheme, node, payload, parts)
+    arrives: dict[int, Sequence[int]] = {}
+    quiet = 0
+    for step in range(1, steps + 1):
+        leaving = _leaving(scheme, step, parts)
+        arrived = arrives.pop(step, ())
+        quiet += 1
+        if not leaving and not arrived and step < steps:
+            continue
+        node.train(quiet, exchange.gradients)
+        quiet = 0
+        if leaving and not scheme.staleness:
+            exchange.agree_now(leaving)
+        else:
+            exchange.turn(arrived, leaving)
+        if leaving and scheme.staleness:
+            arrives[step + scheme.staleness] = leaving
+        node.mark()
+
+
+def _parts_of(scheme: Agreement) -> int:
+    return scheme.what if isinstance(scheme.what, int) else len(scheme.what) + 1
+
+
+def _merge_of(scheme: Agreement) -> Merge:
+    return scheme.merge if isinstance(scheme.merge, Merge) else MERGES[scheme.merge]()
+
+
+def _leaving(scheme: Agreement, step: int, parts: int) -> Sequence[int]:
+    """Parts that are sent after a step of a very long epoch."""
+    if isinstance(scheme, DASO):
+        return range(parts) if (step - 1) % period_of(scheme) == 0 else ()
+    due = step + scheme.staleness
+    return scheme.when.due(due, due, parts)
+
+
+class _Exchange:
+    """What the nodes do when parts leave and arrive."""
+
+    def __init__(self, scheme: Agreement, node: Node, payload: Payload, parts: int) -> None:
+        self._scheme = scheme
+        self._node = node
+        self._payload = payload
+        self._pieces = buckets(node.workload.model_bytes / parts)
+        self._in_flight: dict[int, list[Task]] = {}
+        self.gradients: Average = average_in_node if scheme.gradients == "node" else untouched
+
+    def agree_now(self, parts: Sequence[int]) -> None:
+        """Send, and wait for it: a few buckets are on their way at any time."""
+        node, in_flight = self._node, deque[tuple[Piece, Task]]()
+
+        def finish() -> None:
+            piece, arrived = in_flight.popleft()
+            node.wait(arrived)
+            self._merge(piece)
+
+        for _ in parts:
+            for piece in self._pieces:
+                in_flight.append((piece, self._send(piece, waiting=True)))
+                if len(in_flight) == _BUCKETS_IN_FLIGHT:
+                    finish()
+        while in_flight:
+            finish()
+
+    def turn(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
+        """Merge bucket by bucket; the next leave when the last are still on the link."""
+        node = self._node
+        held = [task for part in arrived for task in self._in_flight.pop(part)]
+        waiting = deque(part for part in leaving for _ in self._pieces)
+        for index, task in enumerate(held):
+            node.wait(task)
+            self._merge(self._pieces[index % len(self._pieces)])
+            if index + 2 >= len(held):
+                self._send_all(waiting)
+        self._send_all(waiting)
+
+    def _send_all(self, waiting: deque[int]) -> None:
+        while waiting:
+            sent = self._in_flight.setdefault(waiting.popleft(), [])
+            sent.append(self._send(self._pieces[len(sent)], waiting=False))
+
+    def _send(self, piece: Piece, waiting: bool) -> Task:
+        """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
+        node, payload, through = self._node, self._payload, self._scheme.through
+        lane = "node" if waiting else "inbound"
+        packed = node.passes(piece.bytes, _LOOK + (2 if _merge_of(self._scheme).needs_sent else 1))
+        if isinstance(through, Graph):
+            encoded = node.passes(piece.bytes / node.lanes, 1 + payload.passes, after=[packed])
+            peers = _out_degree(through, node.cluster.nodes)
+            taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
+            landed = node.passes(piece.bytes / node.lanes, 1 + self._landing, lane, [taken])
+            return node.intra("broadcast", piece, [landed], lane)
+        if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of its part
+            packed = node.intra("reduce_scatter", piece, [packed])
+        carriers = 1 if through == "rotating" else node.lanes
+        part = piece.bytes / carriers
+        encoded = node.passes(part, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
+        summed = _sum(node, piece, payload, [encoded], carriers)
+        landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), lane, [summed])
+        return node.intra("broadcast" if carriers < node.lanes else "all_gather", piece, [landed], lane)
+
+    def _merge(self, piece: Piece) -> None:
+        is_plain = isinstance(_merge_of(self._scheme), Replace | OuterOptimizer)
+        self._node.passes(piece.bytes, 1 if is_plain else _MIXING_MERGE)
+
+    @property
+    def _landing(self) -> float:
+        return _OUTER_STEP if self._scheme.outer is not None else 0.0
+
+
+def _sum(node: Node, piece: Piece, payload: Payload, after: Sequence[Task], carriers: int | None = None) -> Task:
+    """A sum over the nodes of what each lane carries."""
+    smaller = piece.scaled(payload.ratio)
+    if payload.codec.adds or not payload.narrows:
+        return node.inter("all_reduce", smaller, after, carriers)
+    swapped = node.inter("reduce_scatter", smaller, after, carriers)
+    return node.inter("all_gather", smaller, [swapped], carriers)
+
+
+def _out_degree(graph: Graph, nodes: int) -> int:
+    """To how many others a node sends, on average."""
+    if isinstance(graph, Full):
+        return nodes - 1
+    if isinstance(graph, Ring):
+        return min(2, nodes - 1)
+    few = min(nodes, 64)
+    return round(sum(map(len, graph.send_to(few, 0, 0))) / few)
+
+
+@follow.register
+def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
+    sections = _sections(node.workload.model_bytes)
+    stepped: list[Task | None] = [None] * len(sections)
+    pulled: list[Task] = []
+    for step in range(1, steps + 1):
+        node.train()
+        node.passes(node.workload.model_bytes, _LOOK)
+        arrivals = [
+            node.intra("all_gather", section.scaled(payload.ratio), [pull])
+            for section, pull in zip(sections, pulled, strict=False)
+        ]
+        pulls = step % scheme.delay == 0
+        for index, section in enumerate(sections):
+            part = section.bytes / node.lanes
+            if arrivals:
+                node.wait(arrivals[index])
+            before = stepped[index]
+            if before is not None:
+                node.wait(before)
+            packed = node.passes(part, 1 + payload.passes / 2)
+            pushed = node.inter("reduce_scatter", section.scaled(payload.ratio), [packed])
+            stepped[index] = node.passes(part / node.cluster.nodes, _SERVER_STEP, "outbound", [pushed])
+            node.passes(section.bytes, _LOCAL_RULE * (2 if arrivals else 1))  # on copies of what arrived
+        pulled = []
+        if pulls:
+            for section, task in zip(sections, stepped, strict=True):
+                assert task is not None
+                pulled.append(node.inter("all_gather", section.scaled(payload.ratio), [task]))
+        node.mark()
+
+
+@follow.register
+def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
+    segments = scheme.segments if isinstance(scheme.segments, int) else len(scheme.segments) + 1
+    model_bytes = node.workload.model_bytes
+    size = scheme.segment_bytes or model_bytes / segments
+    copies = 1 if scheme.hierarchical else node.lanes  # of the model that leave a node: one per node, or per rank
+    members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
+    peers = _out_degree(scheme.graph, members)
+    gradients = average_in_node if scheme.hierarchical else untouched
+    pieces = buckets(model_bytes, size)
+    in_flight: list[tuple[Piece, Task]] = []
+
+    def merge() -> None:
+        for piece, task in in_flight:
+            node.wait(task)
+            node.passes(piece.bytes, _OF_TWO)
+        in_flight.clear()
+
+    for _ in range(steps):
+        node.train_once(gradients, before_update=merge)
+        node.passes(model_bytes, _LOOK)
+        for piece in pieces:
+            part = piece.bytes * copies / node.lanes
+            packed = node.passes(part, 1 + payload.passes / 2)
+            sent = node.inter("exchange", piece.scaled(copies * payload.ratio * peers), [packed], copies)
+            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", [sent])
+            shared = node.intra("broadcast", piece, [changed], "inbound") if scheme.hierarchical else changed
+            in_flight.append((piece, shared))
+        if not scheme.overlap:
+            merge()
+        node.mark()
+
+
+# ---- what a rank holds -----------------------------------------------------------------------------------------------
+
+
+@singledispatch
+def own_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload, payload: Payload) -> float:
+    """Bytes that a scheme holds on every rank beside the model, its gradients and the optimizer's state.
+
+    Args:
+        scheme: With its arguments; None is Lightning's ``DDPStrategy``, which copies gradients into buckets.
+        cluster: Where it runs.
+        workload: What is trained.
+        payload: What travels between nodes.
+    """
+    return workload.model_bytes
+
+
+@own_bytes.register
+def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload) -> float:
+    # each rank's part of every bucket that is on its way, which is all of them where the link is slow
+    return workload.model_bytes / cluster.ranks_per_node * (1 + (payload.ratio if payload.narrows else 0))
+
+
+@own_bytes.register
+def _(scheme: Agreement, cluster: Cluster, workload: Workload, payload: Payload) -> float:
+    model = workload.model_bytes
+    share = 1.0 if scheme.through == "rotating" else 1 / cluster.ranks_per_node
+    kept = 0.0  # of this rank's part
+    if scheme.outer is not None or not payload.is_exact:
+        kept += 1  # what was agreed on last
+    if scheme.outer is not None:
+        kept += 1  # momentum
+    if payload.narrows and not payload.codec.adds:
+        kept += 1  # what encoding has kept back
+    encoded = payload.ratio * share * (1 if payload.codec.adds else 2) if payload.narrows else 0.0
+    return kept * share * model + _in_flight_bytes(scheme, model) * (1 + _merge_of(scheme).needs_sent + encoded)
+
+
+def _in_flight_bytes(scheme: Agreement, model: float) -> float:
+    """The most that is packed at any time."""
+    part = model / _parts_of(scheme)
+    return part if scheme.staleness else min(part, _BUCKETS_IN_FLIGHT * BUCKET_BYTES)
+
+
+@own_bytes.register
+def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload) -> float:
+    model = workload.model_bytes
+    travelling = model / cluster.ranks_per_node * payload.ratio
+    kept = 1 + payload.ratio + (0 if payload.is_exact else 1)  # weights, mean gradients, what was pulled last
+    section = _sections(model)[0]
+    arriving = 2 * payload.ratio + (0 if payload.is_exact else 1)  # two ahead of the one that is taken over
+    working = (arriving + 1) * section.bytes / section.messages
+    return model + travelling + kept * model / cluster.ranks + working
+
+
+def _sections(model_bytes: float) -> list[Piece]:
+    fine = max(_LEAST_SECTION_BYTES, model_bytes / _LEAST_SECTIONS)
+    return buckets(model_bytes, min(BUCKET_BYTES, fine))
+
+
+@own_bytes.register
+def _(scheme: Gossip, cluster: Cluster, workload: Workload, payload: Payload) -> float:
+    model = workload.model_bytes
+    carried = model / cluster.ranks_per_node if scheme.hierarchical else model
+    return model + carried * (1 + (2 * payload.ratio if payload.narrows else 0))
+
+
+def state_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload) -> float:
+    """Bytes of the optimizer's state on every rank; ``StepsDelay`` shares it out."""
+    whole = workload.model_bytes * workload.state_per_parameter
+    return whole / cluster.ranks if isinstance(scheme, StepsDelay) else whole
+
+
+def period_of(scheme: Scheme | None) -> int:
+    """Steps after which a scheme does the same again."""
+    if isinstance(scheme, StepsDelay):
+        return scheme.delay
+    if isinstance(scheme, Agreement):
+        if scheme.tuner is not None:
+            raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
+        if scheme.when.period is None:
+            raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
+        return scheme.when.period
+    return 1

@@ -1,0 +1,131 @@
+"""What simulations found: a table, JSON, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.quantities import shown_seconds
+from lightning_hiercomm.planning.simulate.simulation import Curve
+
+_COLUMNS = (
+    "replicas",
+    "batch",
+    "scheme",
+    "steps",
+    "step",
+    "all of them",
+    "accuracy",
+    "best",
+    "loss",
+    "to the first row's best",
+)
+
+
+def table(curves: Sequence[Curve]) -> str:
+    """One line per experiment, the mean over its seeds; each number of replicas begins with the one to compare with.
+
+    "to the first row's best": the predicted time until the accuracy was first as high as the first row's highest.
+    """
+    lines: list[tuple[str, ...]] = [_COLUMNS]
+    for _, group in groupby(grouped(curves), key=lambda runs: runs[0].experiment.replicas):
+        rows = list(group)
+        target = fmean(run.best.accuracy for run in rows[0])
+        lines += [_cells(runs, target) for runs in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            cell.ljust(width) if column == 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        for cells in lines
+    ]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+
+
+def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
+    """The runs of every experiment, which differ in their seeds."""
+    found: dict[tuple[Any, ...], list[Curve]] = {}
+    for curve in curves:
+        experiment = curve.experiment
+        key = experiment.replicas, experiment.label, experiment.batch, experiment.task.name
+        found.setdefault(key, []).append(curve)
+    return list(found.values())
+
+
+def _cells(runs: list[Curve], target: float) -> tuple[str, ...]:
+    experiment, ends = runs[0].experiment, [run.points[-1] for run in runs]
+    accuracies = [100 * end.accuracy for end in ends]
+    spread = f" +-{(max(accuracies) - min(accuracies)) / 2:.1f}" if len(runs) > 1 else ""
+    reached = [point for run in runs if (point := run.first_to_reach(target)) is not None]
+    return (
+        str(experiment.replicas),
+        str(experiment.batch * experiment.replicas),
+        experiment.label,
+        str(experiment.steps),
+        shown_seconds(ends[0].seconds / experiment.steps),
+        shown_seconds(ends[0].seconds),
+        f"{fmean(accuracies):.1f} %{spread}",
+        f"{100 * fmean(run.best.accuracy for run in runs):.1f} %",
+        f"{fmean(end.loss for end in ends):.3f}",
+        shown_seconds(fmean(point.seconds for point in reached)) if len(reached) == len(runs) else "-",
+    )
+
+
+def to_dict(curves: Iterable[Curve]) -> list[dict[str, Any]]:
+    """Everything, as primitives that JSON knows; seconds are predicted, but for ``took``."""
+    return [
+        {
+            "label": curve.experiment.label,
+            "scheme": repr(curve.experiment.scheme),
+            "task": curve.experiment.task.name,
+            "nodes": curve.experiment.nodes,
+            "ranks_per_node": curve.experiment.ranks_per_node,
+            "batch": curve.experiment.batch,
+            "learning_rate": curve.experiment.learning_rate,
+            "wire_dtype": curve.experiment.wire_dtype,
+            "seed": curve.experiment.seed,
+            "steps": curve.experiment.steps,
+            "points": [asdict(point) for point in curve.points],
+            "inter_bytes_per_step": curve.inter_bytes,
+            "took": curve.took,
+        }
+        for curve in curves
+    ]
+
+
+def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
+    """Accuracy and loss against predicted time, one column per number of replicas, of the first seed.
+
+    Raises:
+        PlanningError: If matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlanningError("--plot needs matplotlib: pip install matplotlib") from error
+    first = [runs[0] for runs in grouped(curves)]
+    counts = list(dict.fromkeys(curve.experiment.replicas for curve in first))
+    figure = Figure(figsize=(4.5 * len(counts) + 2, 8), layout="constrained")
+    axes = figure.subplots(2, len(counts), squeeze=False, sharey="row")
+    for column, count in enumerate(counts):
+        accuracy, loss = axes[0][column], axes[1][column]
+        for curve in (curve for curve in first if curve.experiment.replicas == count):
+            seconds = [point.seconds for point in curve.points]
+            accuracy.plot(seconds, [100 * point.accuracy for point in curve.points], label=curve.experiment.label)
+            loss.plot(seconds, [point.loss for point in curve.points], label=curve.experiment.label)
+        accuracy.set_title(f"{count} replicas")
+        loss.set_xlabel("predicted seconds")
+    axes[0][0].set_ylabel("accuracy, held out, %")
+    axes[1][0].set_ylabel("loss, held out")
+    axes[1][-1].legend(fontsize="small")
+    figure.suptitle(title)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise PlanningError(f"--plot {path}: {error}") from error

@@ -1,0 +1,326 @@
+"""Convergence of the real schemes with many replicas on one machine, against the time that a cluster would take."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches, Examples, OptimizerMaker, Task, Turn
+from lightning_hiercomm.run.replicas import Replicas, trained_by
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import DASO, Agreement, AllReduce, PeriodicAveraging, Scheme, StepsDelay
+
+MOST_REPLICAS = 512
+
+_LONGEST_WAIT = 600.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where it is played that the replicas train: what the virtual clock goes by.
+
+    Attributes:
+        cluster: Links; its number of nodes is replaced by that of the simulated ones.
+        workload: What a rank trains there, and how long a step takes.
+    """
+
+    cluster: Cluster
+    workload: Workload
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run.
+
+    Attributes:
+        label: What tables call it.
+        scheme: With its arguments.
+        nodes: How many.
+        ranks_per_node: Of each; all of them are simulated.
+        task: What is learnt.
+        steps: Optimizer steps.
+        batch: Examples that a rank takes per step.
+        learning_rate: The highest. It rises over the first tenth of the run (Goyal et al. 2017), and falls to nothing
+            along a cosine.
+        wire_dtype: As for the strategy.
+        seed: Of the model and of the batches.
+        optimizer: Default: the task's.
+        batches: Examples that each rank takes per step, by world rank, where ranks are unequal; in place of ``batch``.
+        weights: Of the ranks' gradients, by world rank. Default: by their examples.
+        gradient_scale: What every loss is multiplied by before the backward pass.
+
+    Raises:
+        PlanningError: For numbers with which nothing can be trained.
+    """
+
+    label: str
+    scheme: Scheme
+    nodes: int
+    steps: int
+    learning_rate: float
+    batch: int
+    task: Task = TASKS["digits"]
+    ranks_per_node: int = 1
+    wire_dtype: str | None = None
+    seed: int = 0
+    optimizer: OptimizerMaker | None = None
+    batches: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    gradient_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "steps", "batch"):
+            if getattr(self, name) < 1:
+                raise PlanningError(f"{name.replace('_', '-')} {getattr(self, name)}: at least 1 is needed")
+        if self.replicas > MOST_REPLICAS:
+            raise PlanningError(f"{self.replicas} replicas: simulations have up to {MOST_REPLICAS}")
+        for name in ("batches", "weights"):
+            values = getattr(self, name)
+            if values is not None and (len(values) != self.replicas or min(values) <= 0):
+                raise PlanningError(
+                    f"{name} {values}: one positive number for each of {self.replicas} replicas is needed"
+                )
+        if not self.learning_rate > 0:
+            raise PlanningError(f"learning rate {self.learning_rate}: it must be positive")
+        if isinstance(self.scheme, Agreement) and self.scheme.tuner is not None:
+            raise PlanningError("sync_every='auto' has nothing to time here: give a number")
+
+    @property
+    def replicas(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps after which as many examples were seen as there are; at most all steps of the run."""
+        return min(self.steps, self.task.steps_per_epoch(sum(self.sizes)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples that each rank takes per step."""
+        return self.batches or (self.batch,) * self.replicas
+
+
+@dataclass(frozen=True)
+class Point:
+    """The agreed model at one moment.
+
+    Attributes:
+        step: Optimizer steps so far.
+        seconds: That they would have taken on the cluster.
+        accuracy: On held-out examples, by the task's own measure.
+        loss: The same.
+    """
+
+    step: int
+    seconds: float
+    accuracy: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What came out of one experiment.
+
+    Attributes:
+        experiment: Which.
+        points: In the order of steps; the last one is the end of the run.
+        inter_bytes: That a node of the simulation sent to others per step, on average.
+        took: Seconds on this machine.
+        parameters: Of the agreed model in the end.
+    """
+
+    experiment: Experiment
+    points: list[Point]
+    inter_bytes: float
+    took: float
+    parameters: list[Tensor] = field(repr=False, default_factory=list)
+
+    @property
+    def best(self) -> Point:
+        """With the highest accuracy; the first of several."""
+        return max(self.points, key=lambda point: point.accuracy)
+
+    def first_to_reach(self, accuracy: float) -> Point | None:
+        """The first point with at least an accuracy; None if there is none."""
+        return next((point for point in self.points if point.accuracy >= accuracy), None)
+
+
+class VirtualClock:
+    """What each step would take on a cluster, by the cost model; phases that end are told apart.
+
+    Args:
+        experiment: What is trained.
+        site: Where it is played that it is.
+    """
+
+    def __init__(self, experiment: Experiment, site: Site) -> None:
+        self._experiment = experiment
+        self._cluster = replace(site.cluster, nodes=experiment.nodes, world=None)
+        self._workload = site.workload
+        self._known: dict[tuple[Any, ...], float] = {}
+
+    def seconds_of_step(self, scheme: Scheme) -> float:
+        """Of the step that a scheme will take next."""
+        key, make = self._kind(scheme)
+        if key not in self._known:
+            prediction = predict(make(), self._cluster, self._workload, self._experiment.wire_dtype)
+            self._known[key] = prediction.seconds
+        return self._known[key]
+
+    def _kind(self, scheme: Scheme) -> tuple[tuple[Any, ...], Callable[[], Scheme | None]]:
+        """What sets this step apart from others, and a scheme that takes nothing but such steps."""
+        epoch = self._experiment.steps_per_epoch
+        if isinstance(scheme, StepsDelay) and scheme.steps < scheme.warmup_steps:
+            return ("warm-up",), AllReduce
+        if isinstance(scheme, DASO):
+            if scheme.phase != "cycling":
+                return ("blocking",), lambda: PeriodicAveraging(1)
+            period, staleness = scheme.when.period or 1, scheme.staleness
+            exchange, narrow = scheme.exchange, scheme.narrow_phases
+            return (
+                ("cycling", period, staleness),
+                lambda: DASO(period, staleness, exchange=exchange, narrow_phases=narrow),
+            )
+        if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
+            agreements = math.ceil(epoch / (scheme.when.period or epoch))
+            apart = max(1, round(epoch / agreements))
+            gradients: Literal["node", "none"] = "none" if scheme.gradients == "none" else "node"
+            return ("apart", apart), lambda: PeriodicAveraging(apart, gradients=gradients)
+        return ("same",), lambda: scheme
+
+
+def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:
+    """Train all replicas, as threads of this process, with the scheme's own code.
+
+    Sums are made in rank order and every replica draws batches of its own, so a run gives the same bits each time.
+
+    Args:
+        experiment: What is trained, and how.
+        site: What the virtual clock goes by.
+        evaluations: How often the agreed model is judged.
+
+    Raises:
+        PlanningError: If the scheme does not go with the rest.
+    """
+    began = time.perf_counter()
+    initial = experiment.task.model(experiment.seed)  # here: threads share one random number generator
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        replicas = ThreadWorld(experiment.replicas, _LONGEST_WAIT).run(
+            lambda rank, world: _Replica(experiment, initial, rank, world).train(site, evaluations)
+        )
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
+    finally:
+        torch.set_num_threads(threads)
+    first = replicas[0]
+    sent = fmean(replica.sent for replica in replicas) * experiment.ranks_per_node
+    parameters = [parameter.detach() for parameter in first.module.parameters()]
+    return Curve(experiment, first.points, sent / experiment.steps, time.perf_counter() - began, parameters)
+
+
+class _Replica:
+    """One rank of an experiment, on its own thread."""
+
+    def __init__(self, experiment: Experiment, initial: nn.Module, rank: int, world: ThreadWorld) -> None:
+        torch.set_num_threads(1)  # every thread has a number of its own
+        self._experiment = experiment
+        self._meter = Meter()
+        size = experiment.ranks_per_node
+        nodes = [list(range(node * size, (node + 1) * size)) for node in range(experiment.nodes)]
+        weights = experiment.weights or experiment.batches
+        self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter, weights)
+        self.module = copy.deepcopy(initial)
+        task, make = experiment.task, experiment.optimizer or experiment.task.optimizer
+        self._turns = [
+            (turn, make(self.module.get_submodule(turn.part).parameters(), experiment.learning_rate))
+            for turn in task.turns
+        ]
+        self._batches = Batches(task, rank, experiment.sizes[rank], experiment.seed)
+        self.points: list[Point] = []
+        self.sent = 0.0
+
+    def train(self, site: Site, evaluations: int) -> _Replica:
+        experiment = self._experiment
+        wire = Wire.named(experiment.wire_dtype)
+        optimizers = [optimizer for _, optimizer in self._turns]
+        run = TrainingRun(experiment.scheme, Replicas(self.module, optimizers), self._topology, wire)
+        clock, seconds = VirtualClock(experiment, site), 0.0
+        try:
+            per_epoch = experiment.steps_per_epoch
+            run.begin(-(-experiment.steps // per_epoch), experiment.steps)
+            looks = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
+            for step in range(experiment.steps):
+                if step % per_epoch == 0:
+                    run.begin_epoch(step // per_epoch, {})
+                is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
+                if self._topology.rank == 0:
+                    seconds += clock.seconds_of_step(run.schemes[0])
+                batch = self._batches.draw()
+                for turn, optimizer in self._turns:
+                    optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)
+                    run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=is_last)
+                if is_last:
+                    run.end_epoch()
+                if step + 1 in looks and step + 1 < experiment.steps:
+                    self._look(run, step + 1, seconds)
+            self.sent += self._meter.bytes["inter"]
+            run.finish()
+            self._look(None, experiment.steps, seconds)
+        finally:
+            run.close(timeout=1.0)
+        return self
+
+    def _step(self, run: TrainingRun, turn: Turn, optimizer: Optimizer, batch: Examples) -> None:
+        """An optimizer's step, with gradients that agree as DDP lets them."""
+        optimizer.zero_grad()
+        loss = turn.loss(self.module, batch)
+        (loss * self._experiment.gradient_scale).backward()
+        run.watch_loss(loss)
+        gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
+        if self._experiment.scheme.gradients != "none" and self._topology.world_size > 1:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            run.gradients.reduce(flat).wait()
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        optimizer.step()
+
+    def _look(self, run: TrainingRun | None, step: int, seconds: float) -> None:
+        """Judge the agreed model; of a run that is over, it is in the module."""
+        before = self._meter.bytes["inter"]
+        if run is not None:
+            run.agreed_model.enter()
+            self.sent -= self._meter.bytes["inter"] - before
+        if self._topology.rank == 0:
+            _, held_out = self._experiment.task.load()
+            self.module.eval()
+            self.points.append(Point(step, seconds, *self._experiment.task.judge(self.module, held_out)))
+            self.module.train()
+        if run is not None:
+            run.agreed_model.leave()
+
+
+def schedule(step: int, steps: int) -> float:
+    """The share of the highest learning rate."""
+    rising = max(1, steps // 10)
+    return (step + 1) / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))

@@ -1,0 +1,125 @@
+"""The agreed model: what validation runs on and what a checkpoint holds, while the nodes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.health.verification import print_of
+
+
+class AgreedModel:
+    """Puts the agreed parameters into the module, and this rank's own ones back.
+
+    Evaluating changes nothing: a rank goes on from where it was. All methods that say so are collective.
+
+    No optimizer trains frozen parameters, but the user may move them: a teacher follows its student (BYOL, DINO, MoCo).
+    Those that differ between ranks are part of the agreed model by their mean. To see whether they do takes one read of
+    them and a few bytes.
+
+    Args:
+        schemes: They know what is agreed, each for the parameters of its optimizer.
+        replicas: The tensors of the module.
+        topology: The nodes.
+    """
+
+    def __init__(self, schemes: Sequence[Scheme], replicas: Replicas, topology: Topology) -> None:
+        self._schemes = schemes
+        self._replicas = replicas
+        self._topology = topology
+        self._own: list[list[Tensor] | None] = []  # where the module holds the agreed parameters in their place
+        self._own_frozen: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, by the tensor's id
+        self._depth = 0
+
+    @property
+    def is_in_module(self) -> bool:
+        """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
+        return self._depth > 0 or (all(scheme.is_agreed for scheme in self._schemes) and not self._replicas.frozen())
+
+    @property
+    def holds_own_values(self) -> bool:
+        """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
+        return any(snapshot is not None for snapshot in self._own) or bool(self._own_frozen)
+
+    def enter(self) -> None:
+        """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
+        self._depth += 1
+        if self._depth == 1:
+            for scheme in self._schemes:
+                scheme.settle()  # may give back memory, before a copy takes some
+                self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
+                scheme.agree()
+            self._average_frozen()
+            self._replicas.have_written()
+
+    def _average_frozen(self) -> None:
+        """Write the mean of those frozen parameters in which ranks differ; collective, if there are any frozen ones."""
+        frozen = self._replicas.frozen()
+        if not frozen or self._topology.world_size == 1:
+            return
+        # by their values: `parameter.data = ...`, as most teachers are moved, leaves no trace
+        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in frozen])
+        bounds = torch.cat([prints, ~prints])
+        self._topology.world.all_reduce(bounds, op="max").wait()
+        most, least = bounds.chunk(2)
+        differing = [t for t, is_equal in zip(frozen, (most == ~least).tolist(), strict=True) if not is_equal]
+        if not differing:
+            return
+        self._own_frozen = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
+        Average(Replica((), differing, self._replicas.bucket_bytes, equal_in_node=False), self._topology)()
+
+    def leave(self) -> None:
+        """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            for scheme, snapshot in zip(self._schemes, self._own, strict=False):
+                if snapshot is not None:
+                    scheme.replica.restore(snapshot)
+            with torch.no_grad():
+                for tensor, values in self._own_frozen.values():
+                    tensor.copy_(values)
+            self._own_frozen = {}
+            self._replicas.have_written()
+            self._own = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, the module holds the agreed parameters. Collective."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def own_values(self) -> dict[int, Tensor]:
+        """This rank's own values, by the tensor's ``id``, where the module holds the agreed ones in their place."""
+        own: dict[int, Tensor] = {}
+        for scheme, snapshot in zip(self._schemes, self._own, strict=False):
+            if snapshot is not None:
+                own.update(zip(map(id, scheme.replica.tensors), snapshot, strict=True))
+        return {**own, **{key: values for key, (_, values) in self._own_frozen.items()}}
+
+    def average_module(self) -> None:
+        """Average the module itself over all ranks, if it differs; collective.
+
+        Callbacks like StochasticWeightAveraging put averages of their own into the module, each node another, and no
+        scheme knows of them.
+        """
+        ranks_differ = not all(scheme.equal_in_node for scheme in self._schemes)
+        if self._topology.num_nodes > 1 or ranks_differ:
+            whole = self._replicas.whole()
+            whole = whole.of_ranks_that_differ() if ranks_differ else whole
+            prints = self._topology.world.all_gather_object(whole.fingerprint())
+            # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
+            nodes = self._topology.nodes if whole.shares else [[rank] for rank in range(len(prints))]
+            if len({tuple(prints[rank] for rank in ranks) for ranks in nodes}) > 1:
+                Average(whole, self._topology)()
+                self._replicas.have_written()

@@ -1,0 +1,191 @@
+"""Which tensors of a module agree, and under which optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.run.shards import local, reshard, share_out, shares_of, whole
+from lightning_hiercomm.schemes.health.verification import print_of
+
+
+class Replicas:
+    """A module's trainable parameters and float buffers, cut into one :class:`Replica` per optimizer.
+
+    What an optimizer trains may change in mid-run: callbacks like BackboneFinetuning thaw parameters, or add groups. So
+    a replica is made anew each time it is asked for, from what is trainable at that moment.
+
+    Where the module is sharded over the node, a replica holds this rank's shards.
+
+    A float buffer that holds infinities, NaN, or a number beyond half of what its type can hold, when this is made and
+    all ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not agree.
+
+    Args:
+        module: What trains.
+        optimizers: The user's own, outside of any wrapper.
+        bucket_bytes: Upper bound of a bucket's size in bytes.
+        average_buffers: Whether float buffers (BatchNorm statistics) agree together with the parameters.
+        node: The dimensions of the mesh over which the node shards the module, and their sizes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        bucket_bytes: int = 4 * 2**20,
+        average_buffers: bool = True,
+        node: Mapping[str, int] | None = None,
+    ) -> None:
+        self.module = module
+        self.optimizers = list(optimizers)
+        self.bucket_bytes = bucket_bytes
+        self.average_buffers = average_buffers
+        self._node = node or {}
+        # decided once, by name: later, ranks might decide differently
+        named = module.named_buffers(remove_duplicate=False)
+        self._without_mean = {name for name, buffer in named if not _has_mean(local(buffer))}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module's parameters live; the CPU if it has none."""
+        return next((local(parameter).device for parameter in self.module.parameters()), torch.device("cpu"))
+
+    def of(self, optimizer: Optimizer) -> Replica:
+        """What agrees under an optimizer: its trainable parameters, and the buffers of the layers they belong to."""
+        buffers = self._buffers_by_optimizer() if self.average_buffers else {}
+        own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
+        trained = trained_by(optimizer)
+        self.have_written()  # or the module's parameters may be gathered ones
+        names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
+        own_buffers = set(map(id, buffers.get(own, ())))
+        names += [(name, buffer) for name, buffer in self.module.named_buffers() if id(buffer) in own_buffers]
+        return Replica(
+            map(local, trained),
+            buffers.get(own, ()),
+            self.bucket_bytes,
+            names,
+            shares_of(trained, self._node),
+        )
+
+    def whole(self) -> Replica:
+        """The module itself, whatever trains it: all parameters, frozen ones too, and the float buffers that agree."""
+        floats = [buffer for _, buffer in self._buffers_that_agree()] if self.average_buffers else []
+        self.have_written()
+        parameters = list(self.module.parameters())
+        shares = shares_of(parameters, self._node)
+        plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
+        sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
+        return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
+
+    def frozen(self) -> list[Tensor]:
+        """The floating parameters that no optimizer trains, so only the user moves them. None of a sharded module."""
+        if self._node:
+            return []
+        trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
+        return [p for p in self.module.parameters() if id(p) not in trained and p.is_floating_point() and p.numel()]
+
+    def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
+        """Whether the optimizer trains other parameters by now than those of ``replica``."""
+        trained = [tensor for tensor in map(local, trained_by(optimizer)) if tensor.numel()]
+        known = replica.parameters
+        return len(trained) != len(known) or any(a is not b for a, b in zip(trained, known, strict=True))
+
+    def checksum(self) -> list[int]:
+        """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
+        self.have_written()  # or the module's parameters may be gathered ones
+        return [int(print_of(local(parameter))) for parameter in self.module.parameters()]
+
+    def have_written(self) -> None:
+        """Tell the module that somebody wrote to its parameters outside of a training step."""
+        if self._node:
+            reshard(self.module)
+
+    def whole_state(
+        self, optimizer: Optimizer, replica: Replica, held: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """State that a scheme has for this rank's shares of parameters, for the whole parameters.
+
+        Args:
+            optimizer: Trains the parameters.
+            replica: Holds the shares.
+            held: By name, the state of every parameter of ``replica``: one value per element, or one for all.
+
+        Returns:
+            By name, the state of every parameter that the optimizer trains, in its order: DTensors where it is sharded.
+        """
+        by_tensor = {id(tensor): state for tensor, state in zip(replica.parameters, held, strict=True)}
+        first, of_first = next(zip(replica.parameters, held, strict=True), (None, {}))
+        states = []
+        for parameter in trained_by(optimizer):
+            share = local(parameter)
+            own = by_tensor.get(id(share), {})
+            if not share.numel():  # there is nothing of it on this rank, but there is on others
+                per_element = {name: first is not None and v.shape == first.shape for name, v in of_first.items()}
+                own = {name: share.clone() if per_element[name] else v for name, v in of_first.items()}
+            states.append({name: whole(v, parameter) if v.shape == share.shape else v for name, v in own.items()})
+        return states
+
+    def held_state(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Undo :meth:`whole_state`; the whole may be plain tensors, as another strategy writes them. Collective."""
+        held = []
+        for parameter, state in zip(trained_by(optimizer), states, strict=True):
+            own = {name: share_out(v, parameter) if v.shape == parameter.shape else v for name, v in state.items()}
+            if local(parameter).numel():
+                held.append(own)
+        return held
+
+    def _buffers_by_optimizer(self) -> dict[int, list[Tensor]]:
+        """Float buffers, each under the optimizer that trains the layer it belongs to (else the first)."""
+        owner = {id(p): index for index, optimizer in enumerate(self.optimizers) for p in trained_by(optimizer)}
+        buffers: dict[int, list[Tensor]] = {}
+        agreeing = {id(buffer) for _, buffer in self._buffers_that_agree()}
+        for layer in self.module.modules():
+            index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
+            buffers.setdefault(index, []).extend(b for b in layer.buffers(recurse=False) if id(b) in agreeing)
+        return buffers
+
+    def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
+        """Float buffers that have a mean, with their names."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        return [(name, b) for name, b in named if b.is_floating_point() and name not in self._without_mean]
+
+
+def check_initialized(module: nn.Module) -> None:
+    """See that all parameters have values that ranks can compare, and send.
+
+    Raises:
+        RuntimeError: If some of a lazy module have none yet.
+    """
+    names = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if names:
+        raise RuntimeError(
+            f"Modules with uninitialized parameters ({', '.join(names)}) can't be used with a hierarchical strategy."
+            " Run a dummy forward pass to correctly initialize the modules, or give lazy layers their sizes"
+        )
+
+
+def _has_mean(buffer: Tensor) -> bool:
+    if not buffer.is_floating_point():
+        return False
+    return bool((buffer.double().abs() <= torch.finfo(buffer.dtype).max / 2).all())
+
+
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's trainable parameters; which of them have a gradient right now does not matter."""
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel())
+    return list(dict.fromkeys(trained))
+
+
+def broadcast_values(tensors: Sequence[Tensor], group: Communicator) -> None:
+    """Give every rank of a group the values of its first rank."""
+    for bucket in Replica(tensors).buckets:
+        flat = bucket.pack()
+        group.broadcast(flat, source=0).wait()
+        bucket.unpack(flat)

@@ -1,0 +1,146 @@
+"""Gradients of a module that is sharded over its node, averaged over the nodes while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.base import Handle
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.shards import local, placed_as, shares_of, whole
+from lightning_hiercomm.schemes.gradients import NodesMean
+
+_BUCKETS_IN_FLIGHT = 3
+
+
+class ShardedGradients:
+    """Averages over the nodes, in place, what a rank holds of gradients; a missing one counts as zero.
+
+    Gradients travel in buckets, those of the last parameters first, a few buckets at a time and in one order on all
+    nodes. A bucket leaves when the backward pass has written all its gradients; what is left leaves at the end. Where a
+    backward pass writes a gradient several times (FSDP2 does, of a module that the forward pass calls several times)
+    the first writing says nothing, so if the first backward pass has done so, on any rank, all buckets wait for the
+    end.
+
+    Args:
+        parameters: Those that have gradients.
+        path: Averages a bucket.
+        topology: The nodes.
+        node: The dimensions of the node's mesh and their sizes.
+        bucket_bytes: Upper bound of a bucket's size in bytes.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        path: NodesMean,
+        topology: Topology,
+        node: Mapping[str, int],
+        bucket_bytes: int,
+    ) -> None:
+        self.parameters = list(dict.fromkeys(parameters))
+        self._path = path
+        self._topology = topology
+        held = {id(local(parameter)): parameter for parameter in reversed(self.parameters)}
+        shares = shares_of(self.parameters, node)
+        self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
+        # the parameters of each bucket, and its pieces in their order
+        self._owners = [[held[id(piece.tensor)] for piece in bucket.pieces] for bucket in self._buckets]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._written) for parameter in self.parameters]
+        self._leaves_early: bool | None = None  # until a backward pass has been seen
+        self._is_backward = False
+        self._times_written: Counter[int] = Counter()
+        self._sent = 0
+        self._in_flight: deque[tuple[int, Tensor, Handle]] = deque()
+        self._missing: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass, after which gradients are complete; at its end they are averaged. Collective."""
+        self._times_written.clear()
+        self._is_backward = True
+        try:
+            yield
+        finally:
+            self._is_backward = False
+        self.average()
+        if self._leaves_early is None:
+            several = torch.tensor([max(self._times_written.values(), default=0)], device=self._device)
+            self._topology.world.all_reduce(several, op="max").wait()
+            self._leaves_early = int(several) <= 1
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients that are still to be averaged, and wait for all. Collective."""
+        while self._sent < len(self._buckets):
+            self._send()
+        while self._in_flight:
+            self._finish()
+        self._sent = 0
+        for parameter in self.parameters:
+            gradient = self._missing.pop(id(parameter), None)
+            if gradient is not None:
+                parameter.grad = whole(gradient, parameter)
+
+    @torch.no_grad()
+    def _written(self, parameter: Tensor) -> None:
+        if not self._is_backward:
+            return
+        self._times_written[id(parameter)] += 1
+        if not self._leaves_early:
+            return
+        if self._times_written[id(parameter)] > 1:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(parameter.shape)} was written a second time when it was on its way to the"
+                " other nodes: in the first step every gradient was written once. Call each module as often in every"
+                " step, or let the nodes average parameters: PeriodicAveraging(1)"
+            )
+        while self._sent < len(self._buckets) and all(id(p) in self._times_written for p in self._owners[self._sent]):
+            self._send()
+
+    def _send(self) -> None:
+        """Let the next bucket leave; of those before it a few stay on their way."""
+        index, bucket = self._sent, self._buckets[self._sent]
+        self._sent += 1
+        flat = bucket.empty(multiple_of=self._topology.holders[bucket.held_by].lanes)
+        for parameter, (piece, values) in zip(self._owners[index], bucket.split(flat), strict=True):
+            if parameter.grad is None:
+                values.zero_()
+            else:
+                parameter.grad = placed_as(parameter.grad, parameter)
+                values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
+        handle = self._path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
+        self._in_flight.append((index, flat, handle))
+        if len(self._in_flight) == _BUCKETS_IN_FLIGHT:
+            self._finish()
+
+    def _finish(self) -> None:
+        index, flat, averaged = self._in_flight.popleft()
+        averaged.wait()
+        if flat.is_cuda:  # made on the stream of the backward pass, perhaps
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        for parameter, (piece, values) in zip(self._owners[index], self._buckets[index].split(flat), strict=True):
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+            elif id(parameter) in self._missing or bool(values.any()):
+                gradient = self._missing.setdefault(id(parameter), torch.zeros_like(local(parameter)))
+            else:
+                continue
+            if piece.covers_tensor():
+                gradient.copy_(values.view(gradient.shape))
+            else:
+                gradient.view(-1)[piece.start : piece.start + piece.length] = values
+
+    @property
+    def _device(self) -> torch.device:
+        return local(self.parameters[0]).device if self.parameters else torch.device("cpu")

@@ -1,0 +1,91 @@
+"""What a rank holds of a model that is sharded over its node: the local tensors of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_hiercomm.comm.dtensor import DTensor, Shard, distribute_tensor, fully_sharded_modules, local_tensor
+from lightning_hiercomm.nodes.bucket import Share
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the same object whenever it is asked for; of a plain tensor, itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, Share]:
+    """What local tensors are of the whole ones, by the local tensor's ``id``; plain tensors are left out.
+
+    Args:
+        tensors: Of which some may be DTensors.
+        node: The dimensions of the node's mesh and their sizes.
+
+    Raises:
+        ValueError: If a tensor lies on another mesh, or holds partial sums.
+    """
+    return {id(local(tensor)): _share(tensor, node) for tensor in tensors if isinstance(tensor, DTensor)}
+
+
+def _share(tensor: DTensor, node: Mapping[str, int]) -> Share:
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(node):
+        raise ValueError(
+            f"a parameter of shape {tuple(tensor.shape)} is distributed over the mesh {names or 'without names'}, which"
+            f" is not part of the node's: apply parallelism to self.device_mesh ({', '.join(node)}) in configure_model"
+        )
+    sharded = [
+        (name, placement)
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if node[name] > 1 and not placement.is_replicate()
+    ]
+    if any(placement.is_partial() for _, placement in sharded):
+        raise ValueError(f"a parameter of shape {tuple(tensor.shape)} holds partial sums: shard or replicate it")
+    others = [name for name, size in node.items() if size > 1 and name not in dict(sharded)]
+    held_by = "rank" if not others else "node" if not sharded else others[0]
+    return Share(held_by, tensor.numel(), _start(tensor, [placement for _, placement in sharded]))
+
+
+def _start(tensor: DTensor, placements: Sequence[object]) -> int | None:
+    """Where the local tensor begins in the flattened whole, if it is a run of it: whole rows, or all of it."""
+    if not placements:
+        return 0
+    first = placements[0]
+    if len(placements) > 1 or type(first) is not Shard or first.dim != 0:
+        return None
+    index = next(i for i, placement in enumerate(tensor.placements) if placement is first)
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size(index)
+    before = min(tensor.device_mesh.get_local_rank(index) * -(-rows // ranks), rows)
+    return before * (tensor.numel() // rows if rows else 0)
+
+
+def whole(held: Tensor, like: Tensor) -> Tensor:
+    """The tensor of which ``held`` is this rank's share, laid out as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return held
+    return DTensor.from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def share_out(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's share of a whole tensor, laid out as ``like`` is. Collective over the node."""
+    if not isinstance(like, DTensor):
+        return value
+    if isinstance(value, DTensor):
+        return local(value)
+    return local(distribute_tensor(value.to(local(like).device), like.device_mesh, like.placements))
+
+
+def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with every value where its parameter's is; partial sums are summed. Collective over the node."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient
+
+
+def reshard(module: nn.Module) -> None:
+    """Let FSDP2 drop parameters that it has gathered: it would go on with these after their shards were written to."""
+    for submodule in fully_sharded_modules(module):
+        submodule.reshard()

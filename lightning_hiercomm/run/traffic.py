@@ -1,0 +1,62 @@
+"""What the network was used for: a rank's counters, their sums over ranks, and what plain DDP would have sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import Scheme
+
+
+def communication(
+    meter: Meter | None, schemes: Sequence[Scheme], batches: HeterogeneousBatches | None
+) -> dict[str, float]:
+    """A rank's counters and the schemes' present values; costs nothing.
+
+    Args:
+        meter: Counts the rank's traffic. None before a run: then nothing was sent.
+        schemes: One per optimizer; where two give the same scalar, it is the first one's.
+        batches: Gives its scalars, if there is one.
+    """
+    values = meter.snapshot() if meter is not None else {}
+    values["agreements"] = float(sum(scheme.agreements for scheme in schemes))
+    values["nonfinite"] = float(sum(scheme.nonfinite for scheme in schemes))
+    values["steps"] = float(sum(scheme.steps for scheme in schemes))
+    for scheme in reversed(schemes):
+        values.update(scheme.scalars())
+    if batches is not None:
+        values.update(batches.scalars())
+    return values
+
+
+def summed_over(group: Communicator, meter: Meter, values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """``values`` with the meter's counters summed over a group's ranks. Collective over the group.
+
+    Args:
+        group: Whose ranks.
+        meter: Counts this rank's traffic.
+        values: What :func:`communication` gave.
+        device: On which the group communicates.
+    """
+    counters = meter.snapshot()
+    sums = torch.tensor(list(counters.values()), dtype=torch.float64, device=device)
+    group.all_reduce(sums).wait()
+    return {**values, **dict(zip(counters, sums.tolist(), strict=True))}
+
+
+def ddp_inter_bytes(topology: Topology, schemes: Sequence[Scheme], steps: float) -> float:
+    """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps.
+
+    A ring all-reduce over R ranks in node order sends ``2 (R - 1) / R`` of the gradients over each of its M links
+    between nodes.
+    """
+    if topology.num_nodes == 1 or not schemes:
+        return 0.0
+    gradients = sum(scheme.replica.whole_bytes for scheme in schemes)
+    ranks = topology.world_size
+    return 2 * (ranks - 1) / ranks * gradients / len(schemes) * topology.num_nodes * steps

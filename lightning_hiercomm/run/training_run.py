@@ -1,0 +1,230 @@
+"""What runs the schemes, from the start of a ``fit`` to its end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+
+T = TypeVar("T")
+
+
+class TrainingRun:
+    """One ``fit``: a deep copy of the configured scheme for every optimizer, and who calls it when.
+
+    It knows no Trainer: whoever drives the training tells it where a run, an epoch and a step begin and end.
+
+    Args:
+        scheme: As the user configured it.
+        replicas: Which tensors agree, under which optimizer; equal on all ranks.
+        topology: The nodes.
+        wire: Payload type between nodes.
+        average_optimizer_state: Whether agreements also average the optimizers' state.
+        gradients: The way of the module's gradients. Default: the one that the scheme asks for.
+        on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
+        verify_replicas: What happens when ranks of a node hold different parameters.
+
+    Attributes:
+        schemes: One per optimizer, in their order.
+        gradients: The way of the module's gradients, whichever optimizer uses them.
+        agreed_model: What all ranks agree on, while they differ.
+        is_closed: Whether the run is over, and nothing of it may communicate.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        replicas: Replicas,
+        topology: Topology,
+        wire: Wire | None = None,
+        average_optimizer_state: bool = False,
+        gradients: GradientPath | None = None,
+        on_nonfinite: OnNonfinite = "raise",
+        verify_replicas: VerifyReplicas = "off",
+    ) -> None:
+        self.replicas = replicas
+        self.topology = topology
+        self.wire = wire or Wire()
+        self.schemes = [copy.deepcopy(scheme) for _ in replicas.optimizers]
+        self.gradients = gradients or gradient_path(
+            scheme.gradients, topology, replicas.device, self.wire, piece_bytes=replicas.bucket_bytes
+        )
+        self.agreed_model = AgreedModel(self.schemes, replicas, topology)
+        self._loss_sum: Tensor | None = None
+        self._loss_count = 0
+        self._last_schedules: list[dict[str, Any]] | None = None
+        self.is_closed = False
+        for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
+            own.averages_optimizer_state = average_optimizer_state
+            own.on_nonfinite, own.verify_replicas = on_nonfinite, verify_replicas
+            own.attach(replicas.of(optimizer), topology, optimizer, self.wire)
+        self.remember_values()
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What trains."""
+        return self.replicas.module
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's own, outside of any wrapper."""
+        return self.replicas.optimizers
+
+    def scheme_of(self, optimizer: Optimizer) -> Scheme:
+        """The scheme of an optimizer."""
+        return next(s for s, other in zip(self.schemes, self.optimizers, strict=True) if other is optimizer)
+
+    def remember_values(self) -> None:
+        """Take what the module holds for what the schemes know; for whoever has restored both."""
+        self._known = self.replicas.checksum()
+
+    def values_have_changed(self) -> bool:
+        """Whether somebody, on any rank, has written to the module behind the schemes' back. Collective."""
+        changed = torch.tensor(int(self.replicas.checksum() != self._known), device=self.replicas.device)
+        self.topology.world.all_reduce(changed.view(1), op="max").wait()
+        return bool(changed)
+
+    def begin_from_module(self) -> None:
+        """Let the nodes go on from what the module holds, equal on all of them."""
+        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
+            scheme.follow(self.replicas.of(optimizer))
+
+    def begin(self, epochs: int | None, steps: int | None) -> None:
+        """Training starts or resumes.
+
+        Args:
+            epochs: The number of epochs the run will have, or None if that is not known.
+            steps: The number of optimizer steps after which the run ends, or None if that is not known.
+        """
+        for scheme in self.schemes:
+            scheme.begin_run(epochs, steps)
+
+    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+        """An epoch starts.
+
+        Args:
+            epoch: Its number, from 0.
+            metrics: What the user logged so far.
+        """
+        self._loss_sum, self._loss_count = None, 0
+        for scheme in self.schemes:
+            scheme.begin_epoch(epoch, metrics)
+
+    def watch_loss(self, output: Any) -> None:
+        """Take what a training step returned: the loss, a mapping that holds it, or anything else."""
+        if self.schemes and self.schemes[0].watches_loss:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if isinstance(loss, Tensor):
+                loss = loss.detach().float().mean()
+                self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+                self._loss_count += 1
+
+    def loss_so_far(self) -> dict[str, Any]:
+        """What this rank knows of the loss of an epoch that has not ended; empty if that is nothing."""
+        return {} if self._loss_sum is None else {"sum": self._loss_sum.clone(), "count": self._loss_count}
+
+    def mean_loss_so_far(self) -> dict[str, Any]:
+        """The mean of all ranks' :meth:`loss_so_far`, from which all come to the same mean of the epoch. Collective."""
+        if not (self.schemes and self.schemes[0].watches_loss):
+            return {}
+        sums = torch.zeros(2, device=self.replicas.device)
+        if self._loss_sum is not None:
+            sums[0], sums[1] = self._loss_sum, self._loss_count
+        self.topology.world.all_reduce(sums.mul_(self.topology.rank_weight)).wait()
+        count = round(sums[1].item())
+        return {"sum": sums[0].clone(), "count": count} if count else {}
+
+    def load_loss(self, state: Mapping[str, Any]) -> None:
+        """Go on with :meth:`loss_so_far`."""
+        if state:
+            self._loss_sum, self._loss_count = state["sum"].to(self.replicas.device), state["count"]
+
+    def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
+        """One attempt of an optimizer to step.
+
+        Args:
+            optimizer: Which one.
+            run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
+            last: Whether it is known to be the last one of the epoch.
+
+        Returns:
+            What ``run`` returns.
+        """
+        self._last_schedules = None
+        scheme = self.scheme_of(optimizer)
+        if self.replicas.has_changed(scheme.replica, optimizer):
+            scheme.agree()
+            scheme.follow(self.replicas.of(optimizer))
+        return scheme.step(run, last=last)
+
+    def end_epoch(self) -> None:
+        """The epoch's last batch is done; validation and checkpoints come next."""
+        loss = self._loss_sum / self._loss_count if self._loss_sum is not None else None
+        self._loss_sum, self._loss_count = None, 0
+        for scheme in self.schemes:
+            scheme.end_epoch(loss)
+
+    def finish(self) -> None:
+        """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
+        for scheme in self.schemes:
+            scheme.finish()
+        self._last_schedules = self.schedules()
+        self.replicas.have_written()
+        self.remember_values()
+
+    def begin_anew(self) -> None:
+        """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
+        self.agreed_model.average_module()
+        self.begin_from_module()
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """The state that all replicas share, one per scheme; of a sharded module, for whole parameters. Collective."""
+        if self._last_schedules is not None:
+            return self._last_schedules
+        schedules = [scheme.schedule() for scheme in self.schemes]
+        for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
+            if "outer" in schedule:
+                state = self.replicas.whole_state(optimizer, scheme.replica, schedule["outer"]["state"])
+                schedule["outer"] = {**schedule["outer"], "state": state}
+        return schedules
+
+    def load_schedules(self, schedules: Sequence[Mapping[str, Any]]) -> None:
+        """Restore :meth:`schedules`: all ranks go on from the parameters that the module holds. Collective.
+
+        Raises:
+            ValueError: If they are those of a run with another number of optimizers.
+        """
+        if len(schedules) != len(self.schemes):
+            raise ValueError(
+                f"the checkpoint holds {len(schedules)} schemes, but this run has {len(self.schemes)} optimizers"
+            )
+        for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
+            outer = schedule.get("outer")
+            if outer is not None:
+                outer = {**outer, "state": self.replicas.held_state(optimizer, outer["state"])}
+                schedule = {**schedule, "outer": outer}
+            scheme.load_schedule(schedule)
+
+    def close(self, timeout: float) -> None:
+        """End background threads, also after an error; not collective.
+
+        Args:
+            timeout: Seconds to wait for each.
+        """
+        self.is_closed = True
+        for scheme in self.schemes:
+            scheme.close(timeout)
+        self.gradients.close(timeout)

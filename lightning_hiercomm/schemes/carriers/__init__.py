@@ -1,0 +1,1 @@
+"""Who carries a bucket between nodes, and what is in flight."""

@@ -1,0 +1,446 @@
+"""The mean over all ranks: inside a node by parts, part ``l`` between the nodes over lane ``l``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
+from lightning_hiercomm.comm.encoded_sum import Feedback
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Holders, Topology
+from lightning_hiercomm.schemes.carriers.base import Carrier, Land
+from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
+from lightning_hiercomm.schemes.health.nonfinite import (
+    OnNonfinite,
+    is_asynchronous,
+    is_marked,
+    mark_of,
+    mark_of_buckets,
+    put_mark,
+)
+
+_BUCKETS_IN_FLIGHT = 3
+_STEPS_TOLD_APART = 4096
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Who carries a bucket, and with which weight, decided when it is launched: its sums end later, on other threads.
+
+    Attributes:
+        part: The part of the packed bucket that this rank takes to the other nodes, as a view; empty if it takes none.
+        share: Gives every rank of the node all of it, in place.
+        rank_weight: Of this rank.
+        node_weight: Of this node.
+    """
+
+    part: Callable[[Tensor], Tensor]
+    share: Callable[[Tensor], Handle]
+    rank_weight: float
+    node_weight: float
+
+
+class Average(Carrier):
+    """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
+
+    The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
+    over its lane, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread over all its links.
+    Where a rank holds a part of the model anyway, nothing is left to gather.
+    While one bucket is gathered the next are already on the wire. Values that differ inside a node are summed there
+    first, each rank getting the sum of its own part.
+
+    All ranks end with identical bits.
+
+    Args:
+        replica: What agrees.
+        topology: Between whom, and with which weights.
+        wire: What travels between nodes. If that is not exact, it is the differences from the last agreed values (see
+            :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
+        through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.twin` whose communicators carry it, where averages
+            also run beside training. Default: the topology itself.
+        second: Another twin, for the second round of codes that do not add, if sums end beside training.
+        buckets: What of the replica agrees, in place of all its buckets.
+        land: Says where the last agreed values go when the nodes' mean has arrived, and what every rank gets in place
+            of the mean. Differences travel in any case. Default: to the mean.
+        on_nonfinite: Unless ``"ignore"``, buckets are void for which a rank sent anything that is not finite, or for
+            which the wire has no finite number.
+
+    Attributes:
+        landed: The buckets whose last agreed values have moved, on this lane, in the last exchange that was waited for.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        topology: Topology,
+        wire: Wire | None = None,
+        through: Topology | None = None,
+        second: Topology | None = None,
+        *,
+        buckets: Sequence[Bucket] | None = None,
+        land: Land | None = None,
+        on_nonfinite: OnNonfinite = "ignore",
+    ) -> None:
+        self.on_nonfinite = on_nonfinite
+        self._mark: Tensor | None = None
+        self._is_sharded = bool(replica.shares)
+        self.landed: set[int] = set()
+        self.buckets = list(replica.buckets if buckets is None else buckets)
+        self.topology = topology
+        self.through = through or topology
+        self.wire = wire or Wire()
+        self._turn = 0
+        self._is_alone = topology.num_nodes == 1 and replica.equal_in_node
+        self._device = replica.device
+        self._land = land
+        self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
+        self._feedback: list[Feedback] = []
+        self.disagreement = Disagreement()
+        self.anchor()
+
+    def anchor(self) -> None:
+        if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
+            self.anchors = [self._present(index) for index in range(len(self.buckets))]
+            feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
+            self._feedback = [each for each in feedback if each is not None]
+
+    def restart(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            if self.anchors and self._land is None:
+                self.anchors[index].copy_(self._present(index))
+            if self._feedback:
+                self._feedback[index].clear()
+
+    def _present(self, index: int) -> Tensor:
+        return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
+
+    def _differ_in_node(self, indexes: Sequence[int]) -> bool:
+        return not all(self.buckets[index].equal_in_node for index in indexes)
+
+    # ---- waited for ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        step: int = 0,
+        turn: int = 0,
+        only: Sequence[int] | None = None,
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+    ) -> list[int]:
+        indexes = range(len(self.buckets)) if only is None else only
+        if self._is_alone:
+            return []
+        self._turn = turn
+        self.landed = set()
+        self._look_at(indexes)
+        void: list[int] = []
+        carries_step = bool(indexes) and self._can_carry_step(self.buckets[indexes[-1]])
+        check = finished if carries_step else same_step(self.through, step, self._device)
+        in_flight: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
+
+        def finish() -> None:
+            index, flat, complete = in_flight.popleft()
+            complete()
+            if self._mark is not None and is_marked(flat, self.parts_of(index)):
+                void.append(index)
+            else:
+                take(self.buckets[index], flat)
+
+        for index in indexes:
+            bucket, is_last = self.buckets[index], index == indexes[-1]
+            flat = bucket.pack(bucket.empty(self.parts_of(index), extra=int(carries_step and is_last)))
+            if carries_step and is_last:
+                flat[-1] = step % _STEPS_TOLD_APART
+            self._put_mark(index, flat)
+            way = self._way(index)
+            summed_in_node = self._sum_in_node(index, flat, self.through.intra, way)
+            in_flight.append(
+                (index, flat, self._between_nodes(index, flat, summed_in_node, way, self.landed, waiting=True))
+            )
+            if len(in_flight) == _BUCKETS_IN_FLIGHT:
+                finish()
+        while in_flight:
+            finish()
+        check.wait()
+        if carries_step:
+            self._check_step(step, float(flat[-1]))
+        return void
+
+    # ---- beside training -----------------------------------------------------------------------------------------
+
+    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
+        indexes = range(len(self.buckets)) if only is None else only
+        self._turn = turn
+        self._look_at(indexes)
+        return same_step(self.topology if self._differ_in_node(indexes) else self.through, step, self._device)
+
+    @torch.no_grad()
+    def start(
+        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
+    ) -> Move:
+        bucket = self.buckets[index]
+        sent = bucket.pack(multiple_of=self.parts_of(index))
+        flat = sent.clone() if keep_sent else sent
+        self._put_mark(index, flat)
+        background.uses(flat)
+        way, landed = self._way(index), set[int]()
+        # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
+        summed_in_node = self._sum_in_node(index, flat, self.topology.intra, way)
+        if summed_in_node is None:
+            complete_now = self._between_nodes(index, flat, None, way, landed)
+            return Move(index, flat, sent, background.submit(complete_now), landed)
+        if outbound is None:
+            raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
+        outbound.uses(flat)
+        launched: list[Callable[[], None]] = []
+        has_left = outbound.submit(
+            lambda: launched.append(self._between_nodes(index, flat, summed_in_node, way, landed))
+        )
+
+        def complete() -> None:
+            has_left.wait()
+            launched.pop()()
+
+        return Move(index, flat, sent, background.submit(complete), landed)
+
+    # ---- what is not finite ------------------------------------------------------------------------------------------
+
+    def _look_at(self, indexes: Sequence[int]) -> None:
+        """See whether what leaves is finite."""
+        if self.on_nonfinite == "ignore" or self._is_alone:
+            return
+        self._mark = mark_of_buckets(self.buckets[index] for index in indexes)
+        if self._is_sharded:  # the ranks of a node hold different parts: what is wrong with one is wrong with all
+            self._mark = self._mark.to(self._device, torch.float32)
+            self.topology.intra.all_reduce(self._mark).wait()
+
+    def _put_mark(self, index: int, flat: Tensor) -> None:
+        if self._mark is not None and self.buckets[index].numel:
+            put_mark(self._mark, flat, self.parts_of(index))
+
+    def _land_in(self, index: int, anchor: Tensor, part: Tensor, landed: set[int]) -> None:
+        """Move the last agreed values, unless nothing finite has arrived; leave in ``part`` what every rank gets."""
+        assert self._land is not None
+        if self._mark is None or not part.numel():
+            part.copy_(self._land(index, anchor, part))
+        elif is_asynchronous(part):  # it takes the way zero, and so does not wait to know
+            mark = part[0] * -0.0
+            part.copy_(self._land(index, anchor, torch.where(mark.isnan(), 0.0, part)))
+            put_mark(mark.abs().neg(), part)
+        elif not is_marked(part):
+            part.copy_(self._land(index, anchor, part))
+            landed.add(index)
+
+    # ---- who carries what ----------------------------------------------------------------------------------------
+
+    def _way(self, index: int) -> _Way:
+        """The way of a bucket that is launched now; by the training thread, which alone knows what now is."""
+        holders = self._holders(index)
+        return _Way(holders.part, holders.share, self.topology.rank_weight, self.topology.node_weight)
+
+    def parts_of(self, index: int) -> int:
+        return self._holders(index).lanes
+
+    def carried(self, flat: Tensor, index: int) -> Tensor:
+        return self._holders(index).part(flat)
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        return self._holders(index).share(flat)
+
+    def remembered(self, flat: Tensor, index: int) -> Tensor:
+        """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
+        return self.carried(flat, index)
+
+    def _holders(self, index: int) -> Holders:
+        return self.through.holders[self.buckets[index].held_by]
+
+    def _sum_in_node(self, index: int, flat: Tensor, intra: Communicator, way: _Way) -> Callable[[], None] | None:
+        """Start to sum values that differ inside the node, each rank's with its weight; None if they do not.
+
+        Returns:
+            A function that waits, and leaves the sum in the part of ``flat`` that this rank carries.
+        """
+        if self.buckets[index].equal_in_node:
+            return None
+        topology = self.topology
+        flat.mul_(way.rank_weight)
+        part = way.part(flat)
+        if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
+            node_sum = torch.empty_like(part)
+            summed = intra.reduce_scatter(node_sum, flat)
+
+            def finish() -> None:
+                summed.wait()
+                part.copy_(node_sum)
+
+            return finish
+        return intra.all_reduce(flat).wait
+
+    def _between_nodes(
+        self,
+        index: int,
+        flat: Tensor,
+        summed_in_node: Callable[[], None] | None,
+        way: _Way,
+        landed: set[int],
+        waiting: bool = False,
+    ) -> Callable[[], None]:
+        """Send a packed bucket on its way between the nodes.
+
+        Returns:
+            A function that waits for it, and leaves in ``flat`` what the nodes agree on.
+        """
+        part, weight = way.part(flat), way.node_weight
+        has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
+        anchor = self.anchors[index] if has_anchor else None
+        if summed_in_node is not None:
+            summed_in_node()
+        sent = sample(part[: self.buckets[index].numel])
+        if summed_in_node is None:
+            if anchor is not None:
+                part.sub_(anchor[: part.numel()])
+            part.mul_(weight)
+        else:
+            sent.div_(weight)
+            if anchor is not None:
+                part.sub_(anchor[: part.numel()], alpha=weight)
+        feedback = self._feedback[index] if self._feedback else None
+        arrive = self._sum.launch(part, feedback, waiting)  # weighted before it is rounded, so it is rounded once
+
+        def complete() -> None:
+            arrive()
+            if self._mark is not None and self.wire.compresses(flat.dtype):
+                put_mark(mark_of([part]), part)  # all numbers were finite, but perhaps too large for the wire
+            arrived = sample(part[: self.buckets[index].numel])
+            if anchor is not None:
+                arrived.add_(sample(anchor[: part.numel()][: self.buckets[index].numel]))
+            self.disagreement.compare(index, sent, arrived)
+            if anchor is not None and self._land is not None:
+                self._land_in(index, anchor, part, landed)
+            elif anchor is not None:
+                part.add_(anchor[: part.numel()])
+            way.share(flat).wait()
+            if anchor is not None and self._land is None:
+                anchor.copy_(self.remembered(flat, index))
+
+        return complete
+
+    # ---- the step, and state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._feedback:
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        for feedback, saved in zip(self._feedback, state.get("feedback", ()), strict=True):
+            feedback.load_state_dict(saved)
+
+    def _can_carry_step(self, bucket: Bucket) -> bool:
+        """Whether the step can travel as one more element of the last bucket: half the latency of a small model.
+
+        Its mean over all ranks then comes back. That takes a lane that carries whole buckets, in a type with digits.
+        """
+        return (
+            self.topology.holders[bucket.held_by].lanes == 1
+            and self._land is None
+            and bucket.dtype.itemsize >= 4
+            and not self.wire.compresses(bucket.dtype)
+        )
+
+    def _check_step(self, step: int, mean: float) -> None:
+        # if ranks differ, the furthest is at least half a step from the mean; rounding takes a hundredth
+        if abs(mean - step % _STEPS_TOLD_APART) > 0.25:
+            raise _unequal_steps(self.topology, step, "another number of them")
+
+
+class RotatingAverage(Average):
+    """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
+
+    With a wire that is not exact every rank keeps the last agreed values of all parameters, for its turn will come.
+    """
+
+    def _way(self, index: int) -> _Way:
+        topology, carrier = self.topology, self._turn % self.topology.lanes
+
+        def part(flat: Tensor) -> Tensor:
+            return flat if topology.local_rank == carrier else flat[:0]
+
+        share = partial(self.through.intra.broadcast, source=carrier)
+        return _Way(part, share, topology.rank_weight, topology.node_weight)
+
+    def remembered(self, flat: Tensor, index: int) -> Tensor:
+        return flat
+
+
+def same_step(topology: Topology, step: int, device: torch.device) -> Handle:
+    """Check, beside other moves, that the lane's ranks have taken the same number of steps; the wait raises if not."""
+    if topology.inter is None or topology.inter.size == 1:
+        return finished
+    bounds = torch.tensor([step, -step], device=device)
+    return _SameStep(topology, step, bounds, topology.inter.all_reduce(bounds, op="max"))
+
+
+@torch.no_grad()
+def average_optimizer_state(optimizer: Optimizer, replica: Replica, topology: Topology) -> None:
+    """Replace momentum and moments by their weighted mean over all ranks; blocks.
+
+    What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
+    anyway.
+
+    Raises:
+        CommunicationError: If the nodes hold state for different parameters (some got no gradient on one of them).
+    """
+    state = [
+        tensor
+        for parameter in replica.parameters
+        for _, tensor in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.shape == parameter.shape
+    ]
+    count = topology.world.all_gather_object(len(state))
+    if len(set(count)) > 1:
+        raise CommunicationError(
+            f"average_optimizer_state=True needs the same optimizer state on every rank, but they hold {count} tensors:"
+            " some parameters had no gradient on some ranks. Set average_optimizer_state=False."
+        )
+    Average(Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node), topology)()
+
+
+class _SameStep(Handle):
+    def __init__(self, topology: Topology, step: int, bounds: Tensor, handle: Handle) -> None:
+        self._topology = topology
+        self._step = step
+        self._bounds = bounds
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.wait()
+        most, least = self._bounds.tolist()
+        if most != self._step or -least != self._step:
+            raise _unequal_steps(self._topology, self._step, f"{-least} to {most}")
+
+    def is_done(self) -> bool:
+        return self._handle.is_done()
+
+
+def _unequal_steps(topology: Topology, step: int, others: str) -> CommunicationError:
+    return CommunicationError(
+        f"rank {topology.rank} (node {topology.node}) came to an agreement after {step} optimizer steps, others after"
+        f" {others}. All ranks must take equally many steps: give all ranks dataloaders of one length (or"
+        " limit_train_batches)."
+    )

@@ -1,0 +1,331 @@
+"""Through whom: segments are exchanged with those nodes that a graph names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.spares import Spares
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.topology import Holders, Topology
+from lightning_hiercomm.schemes.carriers.base import Carrier, Land
+from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.health.nonfinite import choose, is_asynchronous, is_marked, mark_of
+from lightning_hiercomm.schemes.words.graphs import Graph, Round, round_of
+
+
+class Peers:
+    """Sends shares of segments to other nodes, and takes theirs.
+
+    Of the L ranks of a node that hold a segment ``s``, the one in place ``s mod L`` carries it, so all links of a node
+    work, and shares what arrived with the others.
+
+    Args:
+        segments: What is exchanged, each as a whole.
+        graph: Who sends to whom.
+        topology: The nodes.
+        beside: Its twin, on whose communicators nodes share what arrived, beside training.
+        wire: What travels. Its sender subtracts from its own value what it really sent.
+        push_sum: Whether a node gives shares of its value away, so that sums over nodes are conserved. Otherwise it
+            sends all of its value, and goes on with the plain mean of that and what arrives.
+
+    Attributes:
+        disagreement: How far a node is from the mean of all, estimated from what peers sent. Over uniformly random
+            peers ``E ||z_r - z_peer||^2`` is ``2 n / (n - 1)`` times the mean squared distance from the mean.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Bucket],
+        graph: Graph,
+        topology: Topology,
+        beside: Topology,
+        wire: Wire,
+        push_sum: bool = True,
+    ) -> None:
+        self.segments = segments
+        self.graph = graph
+        self.disagreement = Disagreement((topology.num_nodes - 1) / (2 * topology.num_nodes))
+        self._topology = topology
+        self._beside = beside
+        self._codec = wire.codec
+        self._push_sum = push_sum
+        self._spares = Spares()
+
+    def round(self, step: int, index: int) -> Round:
+        """Who exchanges a segment with whom after ``step`` optimizer steps."""
+        return round_of(self.graph, self._topology.num_nodes, step - 1, index)
+
+    def weights_after(self, step: int, index: int, weights: Sequence[float]) -> list[float]:
+        """The nodes' push-sum weights of a segment after an exchange, from those before it."""
+        return self.round(step, index).push(weights) if self._push_sum else list(weights)
+
+    def carrier(self, index: int) -> int:
+        """The place, among its holders, of the rank that carries a segment."""
+        return index % self._holders(index).lanes
+
+    def carries(self, index: int) -> bool:
+        """Whether this rank carries a segment."""
+        return self.carrier(index) == self._holders(index).place
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        """Give every holder what the rank that carries a segment has got, in place."""
+        return self._holders(index).broadcast(flat, source=self.carrier(index))
+
+    @torch.no_grad()
+    def start(
+        self,
+        index: int,
+        step: int,
+        weights: Sequence[float],
+        background: Background,
+        then: Callable[[Tensor], None] | None = None,
+        is_sick: bool | None = None,
+    ) -> Move:
+        """Send a share of a segment, and make room for what comes.
+
+        Args:
+            index: Of the segment.
+            step: Optimizer steps that this, and every other, rank has taken.
+            weights: The nodes' push-sum weights of this segment.
+            background: Where the node gets what arrives, after what was started before.
+            then: Does something to what arrived before the node shares it; on a rank that does not carry the segment,
+                to nothing.
+            is_sick: Whether what the node sends is not finite; None: nobody looks. Otherwise a peer that sends what is
+                not finite counts as one that holds the same as this node, and a node that is sick itself goes on with
+                the mean of what healthy peers send.
+
+        Returns:
+            A move that brings what arrived less what was sent: what is to be added to the segment's x; to zero, if this
+            node is sick.
+        """
+        bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
+        is_alone = self._topology.num_nodes == 1
+        if not self.carries(index) or inter is None or is_alone:
+            flat = bucket.empty(spares=self._spares)
+            if is_alone:
+                flat.zero_()  # what arrives from nobody
+            background.uses(flat)
+
+            def receive() -> None:
+                if then is not None:
+                    then(flat if is_alone and self.carries(index) else flat[:0])
+                self.share(flat, index).wait()
+
+            return Move(index, flat, flat, background.submit(receive))
+        round_ = self.round(step, index)
+        own_part = self._part(round_, weights, node)
+        share = bucket.pack(bucket.empty(spares=self._spares), weight=own_part)
+        if is_sick and share.numel():
+            share[0] = math.nan
+        payload = self._codec.encode(share)
+        received = [
+            self._spares.take(payload.numel(), payload.dtype, payload.device) for _ in round_.receive_from[node]
+        ]
+        arrived = inter.exchange(
+            [(payload, peer) for peer in round_.send_to[node]],
+            list(zip(received, round_.receive_from[node], strict=True)),
+        )
+        travels_as_it_is = payload is share
+        flat = received[0] if travels_as_it_is else bucket.empty(spares=self._spares)
+        for tensor in (share, payload, flat, *received):
+            background.uses(tensor)
+
+        def decoded(payload: Tensor, out: Tensor) -> Tensor:
+            return payload if travels_as_it_is else self._codec.decode(payload, out)
+
+        def is_finite(values: Tensor) -> Tensor:
+            return ~(values[:1].sum() if travels_as_it_is else mark_of([values])).isnan()  # a shard may be empty
+
+        def collect() -> None:
+            arrived.wait()
+            if is_sick is not False or travels_as_it_is:
+                own = decoded(payload, share)
+            else:  # what was too large for the wire, nobody takes
+                sent = decoded(payload, torch.empty_like(share))
+                own = choose(is_finite(sent), sent, lambda: share)
+
+            def theirs(place: int, out: Tensor) -> Tensor:
+                values = decoded(received[place], out)
+                if is_sick is None or (travels_as_it_is and not is_asynchronous(values) and not is_marked(values[:1])):
+                    return values
+                as_own = self._part(round_, weights, round_.receive_from[node][place]) / own_part
+                return choose(is_finite(values), values, lambda: own * as_own)
+
+            def of_the_healthy() -> Tensor:
+                total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
+                for place, peer in enumerate(round_.receive_from[node]):
+                    values = decoded(received[place], torch.empty_like(own))
+                    is_healthy = is_finite(values)
+                    total += torch.where(is_healthy, values / self._part(round_, weights, peer), 0.0)
+                    healthy += is_healthy
+                after = self.weights_after(step, index, weights)[node] if self._push_sum else 1.0
+                return total.mul_(after).div_(healthy)  # NaN, if nobody is
+
+            def mixed() -> Tensor:
+                change = theirs(0, flat)
+                self._compare(index, round_, weights, own, change)
+                change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
+                for place in range(1, len(received)):
+                    change.add_(theirs(place, torch.empty_like(own)).sub_(own))
+                more_came = len(received) - len(round_.send_to[node])
+                if not self._push_sum:
+                    change.div_(len(received) + 1)
+                elif more_came:
+                    change.add_(own, alpha=more_came)
+                return change
+
+            change = of_the_healthy() if is_sick else mixed()
+            if change is not flat:
+                flat.copy_(change)
+            for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
+                self._spares.give_back(used_up)
+            if then is not None:
+                then(flat)
+            self.share(flat, index).wait()
+
+        return Move(index, flat, flat, background.submit(collect))
+
+    def give_back(self, move: Move) -> None:
+        """Nobody needs any more what a move has brought."""
+        self._spares.give_back(move.flat)
+
+    def _holders(self, index: int) -> Holders:
+        return self._beside.holders[self.segments[index].held_by]
+
+    def _compare(self, index: int, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> None:
+        """Note how far apart this node's and a peer's parameters are."""
+        node = self._topology.node
+        peer = round_.receive_from[node][0]
+        self.disagreement.compare(
+            index,
+            sample(theirs).div_(self._part(round_, weights, peer)),
+            sample(own).div_(self._part(round_, weights, node)),
+        )
+
+    def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
+        """What of its parameters a node sends to each of its peers."""
+        return weights[node] * round_.share(node) if self._push_sum else 1.0
+
+
+class PeerMean(Carrier):
+    """The mean of this node's and its peers' parts, for a graph in which everyone sends as much as it receives.
+
+    All nodes count alike, whatever their weights. Where the ranks of a node train alone, the node's mean takes the
+    place of what they hold when it leaves.
+
+    Args:
+        buckets: What is carried, each as a whole.
+        graph: Who exchanges with whom.
+        topology: The nodes.
+        through: Its twin.
+        wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
+        land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.base.Scheme.look`.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        graph: Graph,
+        topology: Topology,
+        through: Topology,
+        background: Background,
+        wire: Wire,
+        land: Land | None = None,
+        look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
+    ) -> None:
+        self.buckets = buckets
+        self.topology = topology
+        self.through = through
+        self._peers = Peers(buckets, graph, topology, through, wire)
+        self._background = background
+        self._land = land
+        self._look = look
+        self._sick: bool | None = None
+        self.disagreement = self._peers.disagreement
+        self._step = 0
+        self.anchor()
+
+    def anchor(self) -> None:
+        if self._land is not None:
+            self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
+
+    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
+        self._step = step
+        leaving = self.buckets if only is None else [self.buckets[index] for index in only]
+        self._average_in_node(leaving)
+        self._sick = self._look(leaving)
+        self.is_sick = bool(self._sick)
+        return finished  # ranks that come after different numbers of steps wait for others than those that come
+
+    @torch.no_grad()
+    def _average_in_node(self, leaving: Sequence[Bucket]) -> None:
+        """Let ranks of a node that train alone agree first: it is nodes that the graph knows."""
+        for bucket in leaving:
+            if not bucket.equal_in_node:
+                flat = bucket.pack()
+                self.topology.intra.all_reduce(flat, weight=self.topology.weight_in_node).wait()
+                bucket.unpack(flat)
+
+    def start(
+        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
+    ) -> Move:
+        self._check(self._peers.round(self._step, index))
+        bucket = self.buckets[index]
+        is_needed = self._peers.carries(index) or keep_sent
+        own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        background.uses(own)
+        if self.is_sick:
+            own.zero_()
+
+        def land(change: Tensor) -> None:
+            mean = change.add_(self.carried(own, index))
+            if self._land is not None:
+                anchor = self.anchors[index]
+                mean.copy_(self._land(index, anchor, mean.sub(anchor)))
+
+        equal_weights = [1.0] * self.topology.num_nodes
+        move = self._peers.start(index, self._step, equal_weights, background, land, self._sick)
+        return Move(index, move.flat, own, move.arrived) if keep_sent else move
+
+    def __call__(
+        self,
+        step: int = 0,
+        turn: int = 0,
+        only: Sequence[int] | None = None,
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+    ) -> list[int]:
+        self.begin(step, turn, only)
+        moves = [self.start(index, self._background) for index in (range(len(self.buckets)) if only is None else only)]
+        for move in moves:
+            move.arrived.wait()
+            self._background.hands_out(move.flat)
+            (Bucket.unpack if self.is_sick else take)(self.buckets[move.index], move.flat)
+        return []
+
+    def is_void(self, move: Move) -> bool:
+        return False
+
+    def parts_of(self, index: int) -> int:
+        return 1
+
+    def carried(self, flat: Tensor, index: int) -> Tensor:
+        return flat if self._peers.carries(index) else flat[:0]
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        return self._peers.share(flat, index)
+
+    def _check(self, round_: Round) -> None:
+        if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):
+            raise ValueError(
+                f"{self._peers.graph!r} lets nodes receive more than they send, so what arrives has no mean: use a"
+                " graph in which everyone sends as much as it receives, or Gossip, which keeps push-sum weights"
+            )

@@ -1,0 +1,1 @@
+"""What is not finite; what should be equal and is not."""

@@ -1,0 +1,155 @@
+"""NaN and infinity: noticed in what is about to be sent, and kept from spreading.
+
+Whoever sends a bucket adds a *mark* to one element of it: a number that changes nothing if all that is sent is finite,
+and NaN if anything is not. So a sum that a sick rank takes part in is NaN where everybody looks, on every rank alike:
+nobody has to ask. Only then is there more to say, in exchanges of their own: who it was, and what the mean of the
+others is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+
+log = logging.getLogger(__name__)
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+
+
+class NonfiniteError(RuntimeError):
+    """Parameters or gradients are NaN or infinite."""
+
+
+@torch.no_grad()
+def mark_of(tensors: Iterable[Tensor]) -> Tensor:
+    """A scalar: -0.0, which added to any number leaves every bit of it, if the tensors are finite; NaN if not.
+
+    It takes one read of them, and waits for nothing. Finite values whose sum overflows count as not finite: look again,
+    with :func:`describe`.
+    """
+    sums = [tensor.sum(dtype=_wide(tensor.dtype)) for tensor in tensors if tensor.numel()]
+    if not sums:
+        return torch.tensor(-0.0)
+    if len({(each.dtype, each.device) for each in sums}) > 1:  # what is too large for float32 is finite
+        sums = [each.abs().mul(0.0).to(sums[0].device, torch.float32) for each in sums]
+    return torch.stack(sums).sum().abs().mul_(-0.0)
+
+
+def mark_of_buckets(buckets: Iterable[Bucket]) -> Tensor:
+    """The :func:`mark_of` all values of some buckets."""
+    pieces = (piece for bucket in buckets for piece in bucket.pieces)
+    return mark_of(
+        piece.tensor if piece.covers_tensor() else piece.tensor.view(-1)[piece.start :][: piece.length]
+        for piece in pieces
+    )
+
+
+def put_mark(mark: Tensor, flat: Tensor, parts: int = 1) -> None:
+    """Add a mark to the first element of each of ``flat``'s equal parts."""
+    if flat.numel():
+        flat.view(parts, -1)[:, 0].add_(mark)
+
+
+def is_marked(flat: Tensor, parts: int = 1) -> bool:
+    """Whether somebody who sent what arrived in ``flat`` was sick. Waits for it, on CUDA too."""
+    return bool(flat.numel()) and math.isnan(abs(flat.view(parts, -1)[:, 0].sum().item()))
+
+
+def choose(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+    """``value`` if a scalar says so; on CUDA without waiting to know."""
+    if is_asynchronous(condition):
+        return torch.where(condition, value, otherwise())
+    return value if bool(condition) else otherwise()
+
+
+def is_asynchronous(tensor: Tensor) -> bool:
+    """Whether to look at a value means to wait for it."""
+    return tensor.is_cuda
+
+
+def describe(replica: Replica, gradients: bool = False) -> str | None:
+    """The first tensor of a replica that is not finite, or whose gradient is not, for people; None if all are."""
+    for index, tensor in enumerate(replica.tensors):
+        looked_at = tensor.grad if gradients else tensor.detach()
+        if looked_at is None:
+            continue
+        bad = int(looked_at.numel() - looked_at.isfinite().sum().item())
+        if bad:
+            kind = "parameter" if index < len(replica.parameters) else "buffer"
+            name = replica.names.get(id(tensor), f"number {index} of shape {tuple(tensor.shape)}")
+            whose = "the gradient of " if gradients else ""
+            return f"{whose}{kind} {name} ({bad} of {looked_at.numel()} elements)"
+    return None
+
+
+def find_healthy(replica: Replica, topology: Topology, policy: OnNonfinite, step: int, wire: Wire) -> frozenset[int]:
+    """The ranks whose values are finite, now that something was not. Collective over the world; blocks.
+
+    Args:
+        replica: What agrees; ranks of a node that hold the same parameters are sick together.
+        topology: The nodes.
+        policy: What is to be done.
+        step: Optimizer steps that were taken, for people.
+        wire: What travelled, likewise.
+
+    Raises:
+        NonfiniteError: On all ranks, if that is the policy, or no rank is healthy.
+    """
+    found: list[str | None] = topology.world.all_gather_object(describe(replica))
+    sick = {rank for rank, what in enumerate(found) if what is not None}
+    where = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
+    said = "; ".join(f"rank {rank} (node {where[rank]}): {found[rank]}" for rank in sorted(sick)[:8])
+    trouble = (
+        f"after {step} optimizer steps these are NaN or infinite: {said}"
+        if sick
+        else f"after {step} optimizer steps all parameters are finite, but not what {wire.codec} makes of them"
+    )
+    if replica.equal_in_node:
+        sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
+    healthy = frozenset(range(topology.world_size)) - sick
+    if not sick and not wire.is_lossy:  # it was only their sum that is too large
+        return healthy
+    if not healthy:
+        raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
+    if policy == "raise":
+        raise NonfiniteError(f"{trouble}. {ADVICE}{SKIPPING}")
+    if topology.rank == 0:
+        left_out = "The agreement goes on without them" if sick else "The agreement is repeated as it is"
+        log.warning("%s. %s (on_nonfinite='skip')", trouble, left_out)
+    return healthy
+
+
+ADVICE = "Lower the learning rate, clip gradients, or look for the batch with Trainer(detect_anomaly=True)."
+SKIPPING = " on_nonfinite='skip' leaves such a node out of an agreement and gives it the others' mean."
+
+
+@torch.no_grad()
+def begin_state_anew(optimizer: Optimizer) -> None:
+    """Set the state of every parameter for which it is not finite to zero, as it was at the beginning."""
+    for state in optimizer.state.values():
+        held = {name: _local(value) for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = [value for value in held.values() if value.is_floating_point()]
+        if any(not bool(value.isfinite().all()) for value in tensors):
+            for value in tensors:  # the number of steps among them, or Adam's next ones would be six times too long
+                value.zero_()
+            if isinstance(state.get("step"), int):
+                state["step"] = 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,142 @@
+"""What a node does with its own gradients between two pulls: GLU, SGD, delay compensation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.arguments import check_fields
+
+
+@dataclass
+class LocalUpdate:
+    """What a local rule may use for some of the parameters; it moves :attr:`weights` in place, and nothing else.
+
+    All tensors are 1-D, of one length, dtype and device, and hold a part of the parameters of one param group: a rule
+    is called for one part after another, always the same parts, and must treat each element by itself.
+
+    Attributes:
+        weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
+        gradient: The node's mean gradient g.
+        taken_at: The weights at which g was taken: w' itself, unless a pull has arrived.
+        pulled: pre, the server's weights from the last pull but the one that has just arrived, if one has.
+        has_arrived: Whether this is the first update after a pull arrived.
+        learning_rate: The server's, from the param group.
+        local_learning_rate: ``local_lr_scale`` times that.
+        momentum: From the param group; 0 if it has none.
+        dampening: From the param group; 0 if it has none.
+        weight_decay: From the param group; 0 if it has none.
+        delay: k.
+        alpha: Weight of the local gradient in GLU.
+        beta: Weight of the global gradient in GLU.
+        hold: Whether GLU's global gradient stays the same between pulls.
+        state: The rule's own tensors, 1-D as the others or of one number, kept from one call to the next and in
+            checkpoints. It must not keep others: their memory is used again.
+    """
+
+    weights: Tensor
+    gradient: Tensor
+    taken_at: Tensor
+    pulled: Tensor
+    has_arrived: bool
+    learning_rate: float
+    local_learning_rate: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    delay: int
+    alpha: float
+    beta: float
+    hold: bool
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+LocalRule: TypeAlias = Callable[[LocalUpdate], None]
+
+
+def glu(update: LocalUpdate) -> None:
+    """Global gradient for local update: guess the global gradient from how far the server went between two pulls.
+
+    With a constant gradient a server with momentum m ends up moving by ``lr / (1 - m)`` times the gradient per step,
+    so::
+
+        grad_sync = (pre - w') * (1 - m) / (lr * k)
+        w'       := w' - loc_lr * (alpha * g + wd * w' + beta * grad_sync)
+
+    Source: SSD-SGD, Section 3.2.1, Eq. 8 and Algorithm 2. The paper prints "+ loc_lr"; its momentum rule, and sense,
+    say minus. Dampening d makes the server's steps (1 - d) times as long, which grad_sync undoes.
+    """
+    if update.learning_rate == 0:  # a schedule's first or last step: the local learning rate is 0, too
+        return
+    scale = (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
+    weights, local_learning_rate = update.weights, update.local_learning_rate
+    direction, share = update.gradient, update.alpha
+    if update.weight_decay:
+        direction, share = direction.mul(share).add_(weights, alpha=update.weight_decay), 1.0
+    if not update.hold:
+        # w' - loc_lr * beta * grad_sync in one pass, without a copy: w' moves away from pre
+        weights.lerp_(update.pulled, -local_learning_rate * update.beta * scale)
+    else:
+        if update.has_arrived or "grad_sync" not in update.state:
+            update.state["grad_sync"] = (update.pulled - weights).mul_(scale)
+        weights.sub_(update.state["grad_sync"], alpha=local_learning_rate * update.beta)
+    weights.sub_(direction, alpha=local_learning_rate * share)
+
+
+def sgd(update: LocalUpdate) -> None:
+    """Plain local SGD, ``w' := w' - loc_lr * (g + wd * w')``: the paper's first comparison (Section 4.4)."""
+    direction = update.gradient
+    if update.weight_decay:
+        direction = direction.add(update.weights, alpha=update.weight_decay)
+    update.weights.sub_(direction, alpha=update.local_learning_rate)
+
+
+@dataclass(frozen=True)
+class DelayCompensation:
+    """Local SGD with the delay compensation of DC-ASGD-a, the paper's second comparison (Section 4.4).
+
+    A gradient taken at weights v but used at w' is corrected by a diagonal guess of the Hessian::
+
+        mean_square := decay mean_square + (1 - decay) g * g
+        lambda       = strength / sqrt(mean_square + 1e-7)
+        w'          := w' - loc_lr * (g + lambda * g * g * (w' - v) + wd * w')
+
+    w' and v differ when a pull has just arrived; otherwise this is :func:`sgd`.
+
+    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14.
+    There the server compensates; here the node does, as in the SSD-SGD paper.
+
+    Args:
+        decay: Of the mean square; the default is that paper's for CIFAR-10.
+        strength: lambda_0; likewise.
+    """
+
+    decay: float = 0.95
+    strength: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay={self.decay} must be from 0 to less than 1")
+
+    def __call__(self, update: LocalUpdate) -> None:
+        """Move the weights."""
+        gradient = update.gradient
+        mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
+        mean_square.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
+        trust = self.strength * (mean_square + 1e-7).rsqrt_()
+        direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)
+        direction.add_(gradient).add_(update.weights, alpha=update.weight_decay)
+        update.weights.sub_(direction, alpha=update.local_learning_rate)
+
+
+dc_asgd = DelayCompensation()
+"""The rule with the constants of its paper."""
+
+
+LOCAL_RULES: dict[str, LocalRule] = {"glu": glu, "sgd": sgd, "dc_asgd": dc_asgd}
+"""The local rules that have a name."""

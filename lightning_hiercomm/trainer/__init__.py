@@ -1,0 +1,1 @@
+"""Lightning's face: strategies, the hooks that a Trainer calls, the callback that shows what was sent."""

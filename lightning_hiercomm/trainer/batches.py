@@ -1,0 +1,63 @@
+"""Batches of unequal size in a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lightning_hiercomm._lightning.trainer import (
+    leave_train_dataloaders_alone,
+    mark_means_of_a_step,
+    prepare_train_dataloaders_again,
+    restart_train_dataloaders,
+    unmark_means_of_a_step,
+)
+from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.trainer.rehearsal import rehearsal
+
+
+class WeightedMeans:
+    """Knows when a mean over ranks must be weighted by the sizes of the ranks' batches."""
+
+    def __init__(self) -> None:
+        self.apply_now = False
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Inside, they must: what is reduced are means of a step."""
+        self.apply_now = True
+        try:
+            yield
+        finally:
+            self.apply_now = False
+
+
+def attach_batches(
+    batches: HeterogeneousBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
+) -> None:
+    """Let ``batches`` divide the train dataloaders of a trainer; before anybody asks for their length."""
+    batches.bind(topology, topology.meter, device)
+    leave_train_dataloaders_alone(trainer)
+    mark_means_of_a_step(trainer, means.applying)
+
+
+def detach_batches(trainer: pl.Trainer) -> None:
+    """Undo :func:`attach_batches`."""
+    prepare_train_dataloaders_again(trainer)
+    unmark_means_of_a_step(trainer)
+
+
+def begin_batches(batches: HeterogeneousBatches, trainer: pl.Trainer) -> None:
+    """Everything is set up and training starts: measure the ranks' speeds, if need be, and divide the epoch."""
+    if batches.needs_measuring:
+        with rehearsal(trainer) as rehearse:
+            batches.measure(rehearse)
+    batches.announce()
+    if batches.go_to(trainer.current_epoch):
+        with isolate_rng():
+            restart_train_dataloaders(trainer)

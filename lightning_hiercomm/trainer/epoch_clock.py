@@ -1,0 +1,96 @@
+"""Where an epoch begins and ends: Lightning tells it to callbacks, not to strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.trainer.watch import RunControl
+
+
+class EpochClock(pl.Callback):
+    """Tells a run where epochs begin and end; it comes before the user's callbacks, validation and checkpoints.
+
+    Args:
+        run: Of the ``fit`` that is being set up.
+        batches: Gets to know of steps, too, if there is one.
+        control: Gets to know of exceptions, and of what this rank is doing.
+        begin_validation: Called when a validation starts.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        batches: HeterogeneousBatches | None,
+        control: RunControl,
+        begin_validation: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._batches = batches
+        self._control = control
+        self._begin_validation = begin_validation
+        self._epoch_has_ended = True
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch starts."""
+        self._begin_epoch(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """An epoch starts here, too, in a run that was resumed at the very end of the last one."""
+        # such a run gets no `on_train_epoch_start` for the next epoch, and one resumed in the middle of an epoch is not
+        # to begin it again
+        if self._epoch_has_ended and batch_idx == 0:
+            self._begin_epoch(trainer)
+        self._epoch_has_ended = False
+        self._control.note_progress(f"training batch {batch_idx}", trainer)
+        if self._batches is not None:
+            self._batches.begin_step()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """An epoch ends with its last batch: validation comes before ``on_train_epoch_end``."""
+        self._control.note_progress(f"past training batch {batch_idx}", trainer)
+        if self._batches is not None:
+            self._batches.end_step()
+        if trainer.is_last_batch:
+            self._end_epoch()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation starts: strategies hear of it only after the callbacks that may swap weights for it."""
+        self._begin_validation()
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """A validation gets on."""
+        self._control.note_progress(f"validating batch {batch_idx}", trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch cut short by ``max_steps`` has no last batch, and ends here."""
+        self._end_epoch()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The run is over."""
+        self._run.finish()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run fails, or stops."""
+        self._control.note_exception(exception)
+
+    def _begin_epoch(self, trainer: pl.Trainer) -> None:
+        self._epoch_has_ended = False
+        if self._batches is not None:
+            self._batches.begin_epoch(trainer.current_epoch)
+        self._run.begin_epoch(trainer.current_epoch, trainer.callback_metrics)
+
+    def _end_epoch(self) -> None:
+        if not self._epoch_has_ended:
+            self._epoch_has_ended = True
+            self._run.end_epoch()

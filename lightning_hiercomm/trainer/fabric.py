@@ -1,0 +1,383 @@
+"""HierarchicalFabricStrategy: a scheme between nodes for training loops of one's own, on Lightning Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hiercomm._lightning.ddp import FabricSyncControl, check_ddp_arguments, register_bucket_hook
+from lightning_hiercomm._lightning.launcher import leave_garbage_of_parent
+from lightning_hiercomm.nodes.connect import connect_world, process_group
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run import traffic
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.trainer.settings import Settings
+
+
+class HierarchicalFabricStrategy(DDPStrategy):
+    """What :class:`~lightning_hiercomm.HierarchicalStrategy` is for a ``Trainer``, for ``lightning.fabric.Fabric``.
+
+    The ranks of a node agree on gradients at every step, through DDP over the node's own process group; the nodes agree
+    when, and how, the scheme says. The loop is yours, and a strategy cannot see where it begins and ends: say it with
+    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`agreed_model` is where to validate, and
+    ``fabric.save`` saves the agreed ones by itself. All of these are collective: every rank calls them, like
+    ``fabric.save``.
+
+    Example::
+
+        strategy = HierarchicalFabricStrategy(DASO(warmup_epochs=1, cooldown_epochs=1))
+        fabric = Fabric(strategy=strategy, devices=4, num_nodes=2)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+        for epoch in strategy.epochs(10):
+            for batch in loader:
+                fabric.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            with strategy.agreed_model():
+                validate(model)
+        fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
+
+    The last entry, if it is there, is the schemes' schedule (the steps taken, DASO's plateau, the outer optimizer's
+    state): load it in the same way, with ``fabric.load``, before :meth:`epochs`.
+
+    What belongs to the Trainer is not here: ``HeterogeneousBatches``, checkpoints of every rank's own parameters, and
+    the control plane that names a rank that died; without it the others end by the process group's timeout.
+
+    Args:
+        scheme: As for ``HierarchicalStrategy``, and so are the next nine.
+        ranks_per_node: The size of every node, or a list of sizes. Default: what the cluster environment says.
+        inter_node: ``"torch"`` or ``"mpi"``.
+        wire_dtype: Payload type of inter-node traffic.
+        wire_raw: Cast the parameters themselves, not their differences.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``.
+        on_nonfinite: What becomes of parameters that are NaN or infinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
+        verify_replicas: Compare the ranks of a node at agreements: ``"off"``, ``"warn"`` or ``"raise"``.
+        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
+        gradient_as_bucket_view: Let gradients lie in DDP's buckets, which saves a copy of them.
+        accelerator: As for Fabric's ``DDPStrategy``.
+        parallel_devices: As for Fabric's ``DDPStrategy``.
+        cluster_environment: As for Fabric's ``DDPStrategy``.
+        checkpoint_io: As for Fabric's ``DDPStrategy``.
+        precision: As for Fabric's ``DDPStrategy``.
+        process_group_backend: As for Fabric's ``DDPStrategy``.
+        timeout: As for Fabric's ``DDPStrategy``.
+        start_method: As for Fabric's ``DDPStrategy``.
+        **ddp_kwargs: Whatever ``torch.nn.parallel.DistributedDataParallel`` takes, such as ``find_unused_parameters``.
+
+    Attributes:
+        topology: The nodes; None before ``fabric.launch``.
+
+    Raises:
+        ValueError: For arguments that make no sense, naming what would be right.
+        TypeError: For keywords that neither this strategy nor ``DistributedDataParallel`` knows.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | SchemeName = "periodic",
+        ranks_per_node: int | list[int] | None = None,
+        inter_node: Literal["torch", "mpi"] = "torch",
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_raw: bool = False,
+        average_buffers: bool = True,
+        average_optimizer_state: bool = False,
+        on_nonfinite: OnNonfinite = "raise",
+        verify_replicas: VerifyReplicas = "off",
+        bucket_mb: float = 4.0,
+        gradient_as_bucket_view: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_kwargs: Any,
+    ) -> None:
+        check_ddp_arguments(ddp_kwargs, type(self))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **ddp_kwargs,
+        )
+        self._settings = Settings.checked(
+            scheme=scheme,
+            batches=None,
+            ranks_per_node=ranks_per_node,
+            inter_node=inter_node,
+            wire_dtype=wire_dtype,
+            wire_raw=wire_raw,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            evaluate="consensus",
+            checkpoint_replicas=False,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
+            control_port=None,
+            hang_timeout=None,
+            bucket_mb=bucket_mb,
+        )
+        self._backward_sync_control = FabricSyncControl()
+        self.topology: Topology | None = None
+        self._runs: list[TrainingRun] = []
+        self._without_optimizer: list[nn.Module] = []
+        self._losses: list[Tensor] = []
+        self._losses_have_stepped = False
+        self._has_begun = False
+        self._is_saving = False
+        self._steps_of_epoch: int | None = None
+        self._loaded: list[list[dict[str, Any]]] = []
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+
+    # ---- the loop, as its author tells it ------------------------------------------------------------------------
+
+    def epochs(self, count: int, first: int = 0, steps: int | None = None) -> Iterator[int]:
+        """Numbers of epochs, to loop over: schemes learn where an epoch begins and ends, and where the run does.
+
+        After the last one every rank holds the agreed parameters, and training is over.
+
+        Args:
+            count: Epochs of the whole run.
+            first: Where a run that is resumed goes on.
+            steps: Optimizer steps of an epoch, if they are known: then an exchange that the end of the epoch would
+                make useless is left out, and schemes may count steps to the end of the run.
+
+        Yields:
+            ``first``, ..., ``count - 1``.
+        """
+        self._steps_of_epoch = steps
+        self._begin(count, None if steps is None else count * steps)
+        for epoch in range(first, count):
+            for run in self._runs:
+                run.begin_epoch(epoch, {})
+            yield epoch
+            for run in self._runs:
+                run.end_epoch()
+        self.finish()
+
+    @contextmanager
+    def agreed_model(self) -> Iterator[None]:
+        """Inside, every rank's modules hold the agreed parameters; afterwards training goes on from its own."""
+        with ExitStack() as agreed:
+            for run in self._runs:
+                agreed.enter_context(run.agreed_model())
+            yield
+
+    def finish(self) -> None:
+        """Training is over, and every rank holds the agreed parameters; for loops that do without :meth:`epochs`."""
+        for run in self._runs:
+            run.finish()
+
+    def communication(self) -> dict[str, float]:
+        """This rank's counters, and the schemes' present values; see ``HierarchicalStrategy.communication``."""
+        return traffic.communication(None if self.topology is None else self.topology.meter, self.schemes, None)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """One per optimizer, in the order of ``fabric.setup``."""
+        return [scheme for run in self._runs for scheme in run.schemes]
+
+    # ---- setting up ----------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        leave_garbage_of_parent(self._start_method)  # the first thing that a rank does
+        super().setup_environment()
+        settings, place = self._settings, (self.node_rank, self.local_rank)
+        self.topology = connect_world(
+            self.global_rank, self.world_size, place, settings.ranks_per_node, settings.inter_node, self._timeout
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
+
+    @override
+    def setup_module(self, module: nn.Module) -> Any:
+        """``fabric.setup(module)``, whose one optimizer ``fabric.setup_optimizers`` brings later."""
+        self._begin_equal(module)
+        self._without_optimizer.append(module)
+        return self._wrapped(module)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        """``fabric.setup_optimizers(optimizer)``, after ``fabric.setup(module)``.
+
+        Raises:
+            TypeError: If it trains no module that is waiting for an optimizer.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in self._without_optimizer:
+            if any(id(parameter) in trained for parameter in module.parameters()):
+                self._without_optimizer.remove(module)
+                self._start_run(module, [optimizer])
+                return optimizer
+        raise TypeError(
+            f"{type(optimizer).__name__} trains no module that was set up without an optimizer: call"
+            " fabric.setup(module, optimizer), with all optimizers of a module that has several"
+        )
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Optimizer], Any]:
+        self._begin_equal(module)
+        self._start_run(module, optimizers)
+        return self._wrapped(module), optimizers, scheduler
+
+    def _begin_equal(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's values; collective."""
+        world = self._topology.world
+        check_initialized(module)
+        broadcast_values([*module.parameters(), *module.buffers()], world)
+
+    def _start_run(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        settings = self._settings
+        replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        self._runs.append(settings.new_run(replicas, self._topology))
+
+    def _wrapped(self, module: nn.Module) -> nn.Module:
+        """The module in DDP over whoever shares gradients, if DDP has anything to do."""
+        topology = self._topology
+        group = {"node": topology.intra, "world": topology.world, "none": None}[self._settings.scheme.gradients]
+        if group is None or group.size == 1 or not any(p.requires_grad for p in module.parameters()):
+            return module
+        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
+        wrapped = super().setup_module(module)
+        register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
+        return wrapped
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if any(scheme.watches_loss for scheme in self.schemes):
+            if self._losses_have_stepped:
+                self._losses, self._losses_have_stepped = [], False
+            self._losses.append(tensor.detach())
+        super().backward(tensor, module, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if not self._has_begun:  # a loop without epochs is one
+            self._begin(None, None)
+            for run in self._runs:
+                run.begin_epoch(0, {})
+        step, run = super().optimizer_step, self._run_of(optimizer)
+        for loss in self._losses:  # a loss is that of the optimizers that step before the next backward pass
+            run.watch_loss(loss)
+        self._losses_have_stepped = True
+        last = run.scheme_of(optimizer).step_in_epoch + 1 == self._steps_of_epoch
+        return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
+
+    def _begin(self, epochs: int | None, steps: int | None) -> None:
+        self._has_begun = True
+        for run in self._runs:
+            if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
+                self._begin_equal(run.module)
+                run.begin_from_module()
+            run.begin(epochs, steps)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.agreed_model():
+            self._is_saving = True
+            try:
+                super().save_checkpoint(*args, **kwargs)
+            finally:
+                self._is_saving = False
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        only_on = 0 if self._is_saving else None  # the rank that writes; or the user asks, on any
+        return self._run_of(optimizer).scheme_of(optimizer).optimizer_state(only_on)
+
+    @override
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if not state:  # somebody only wants to read
+            return rest
+        for run in self._runs:
+            for scheme, optimizer in zip(run.schemes, run.optimizers, strict=True):
+                scheme.follow(run.replicas.of(optimizer))  # all ranks have read the same
+        if self._loaded:
+            if len(self._loaded) != len(self._runs):
+                raise ValueError(
+                    f"the checkpoint holds the schedules of {len(self._loaded)} modules, but {len(self._runs)} are set"
+                    " up: call fabric.setup(module, optimizer) for the same ones before fabric.load"
+                )
+            for run, schedules in zip(self._runs, self._loaded, strict=True):
+                run.load_schedules(schedules)
+            self._loaded = []
+        for run in self._runs:
+            run.remember_values()
+        self._has_begun = False
+        return rest
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schemes' schedules, which are the same on every rank. Collective."""
+        return {"schedules": [run.schedules() for run in self._runs]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well."""
+        self._loaded = list(state["schedules"])
+
+    # ---- what is there from some moment on -----------------------------------------------------------------------
+
+    @property
+    def _topology(self) -> Topology:
+        if self.topology is None:
+            raise RuntimeError("there are no nodes yet: call fabric.launch() before fabric.setup(...)")
+        return self.topology
+
+    def _run_with(self, module: nn.Module) -> TrainingRun:
+        for run in self._runs:
+            if run.module is module:
+                return run
+        raise RuntimeError(
+            f"{type(module).__name__} has no optimizer yet: call fabric.setup(module, optimizer), or"
+            " fabric.setup_optimizers(optimizer) before the first backward pass"
+        )
+
+    def _run_of(self, optimizer: Optimizer) -> TrainingRun:
+        for run in self._runs:
+            if any(own is optimizer for own in run.optimizers):
+                return run
+        raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")

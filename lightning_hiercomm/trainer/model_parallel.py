@@ -1,0 +1,352 @@
+"""HierarchicalModelParallelStrategy: FSDP2 or tensor parallelism inside the node, a scheme between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hiercomm._lightning.trainer import raw_optimizer
+from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
+from lightning_hiercomm.run.sharded_gradients import ShardedGradients
+from lightning_hiercomm.run.shards import local, reshard
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import DASO, Agreement, Gossip, Scheme, SchemeName, StepsDelay
+from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.settings import Settings
+
+_DIMENSIONS = ("data_parallel", "tensor_parallel")
+
+
+class NodeModelParallelStrategy(ModelParallelStrategy):
+    """Lightning's strategy with a device mesh, data and checkpoint directories that know of nodes.
+
+    Whoever finds the nodes sets :attr:`topology` and calls :meth:`make_mesh`.
+    """
+
+    topology: Topology | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        self._setup_distributed()  # without the mesh over the world
+
+    def make_mesh(self, topology: Topology) -> None:
+        """Make the node's mesh, as a part of one over the world, and show it to the module; collective.
+
+        Args:
+            topology: The nodes, which must be of equal size.
+
+        Raises:
+            ValueError: If they are not, or do not fit the sizes of the mesh.
+        """
+        sizes = sorted({len(ranks) for ranks in topology.nodes})
+        if len(sizes) > 1:
+            raise ValueError(
+                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} joins ranks that hold"
+                " the same part of the model: use nodes of equal size, or HierarchicalStrategy"
+            )
+        ranks = sizes[0]
+        tensor_parallel = ranks if self._tensor_parallel_size == "auto" else self._tensor_parallel_size
+        data_parallel = ranks // tensor_parallel if self._data_parallel_size == "auto" else self._data_parallel_size
+        if data_parallel * tensor_parallel != ranks:
+            raise ValueError(
+                f"data_parallel_size={self._data_parallel_size} times tensor_parallel_size={self._tensor_parallel_size}"
+                f" must be the {ranks} ranks of a node: data_parallel_size='auto' is what tensor_parallel_size leaves"
+            )
+        meshes = torch.tensor(topology.nodes).view(-1, data_parallel, tensor_parallel)
+        if self._device_mesh is None:  # parameters of an earlier fit lie on the mesh that was made then
+            # a mesh of each node's own ranks would wait for ever: making one is collective over the world
+            world = DeviceMesh(self.root_device.type, meshes, mesh_dim_names=("node", *_DIMENSIONS))
+            self._device_mesh = world[_DIMENSIONS]
+        module = self.lightning_module
+        assert module is not None
+        module._device_mesh = self._device_mesh  # what `module.device_mesh` gives in `configure_model`
+        if data_parallel > 1 and tensor_parallel > 1:
+            topology.divide(
+                {
+                    "data_parallel": meshes.transpose(1, 2).reshape(-1, data_parallel).tolist(),
+                    "tensor_parallel": meshes.reshape(-1, tensor_parallel).tolist(),
+                }
+            )
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """The dimensions of the node's mesh and their sizes."""
+        return dict(zip(_DIMENSIONS, self.device_mesh.mesh.shape, strict=True))
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        in_node = self.device_mesh["data_parallel"]
+        nodes, node = (1, 0) if self.topology is None else (self.topology.num_nodes, self.topology.node)
+        return {
+            "num_replicas": nodes * in_node.size(),
+            "rank": node * in_node.size() + in_node.get_local_rank(),
+        }
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if not self._save_distributed_checkpoint or storage_options is not None or self.topology is None:
+            whole_on_rank_zero(checkpoint, self.global_rank)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            save_directory(checkpoint, Path(self.broadcast(filepath)), self.topology)
+
+
+class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStrategy):
+    """Train a module that is sharded inside each node, on nodes joined by a network much slower than their own links.
+
+    The module shards itself in ``configure_model`` over ``self.device_mesh``, with FSDP2's ``fully_shard``, a tensor
+    parallel plan, or both, as for Lightning's ``ModelParallelStrategy``: here the mesh is that of the *node*, with the
+    dimensions ``data_parallel`` and ``tensor_parallel``. Ranks that hold the same part on different nodes agree on it
+    when, and how, the scheme says; nothing needs to be gathered for that. What a person sees is the *agreed* model, as
+    with ``HierarchicalStrategy``.
+
+    With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
+    clipped by the norm of the node's, or, with ``AllReduce``, of all.
+
+    All nodes begin with node 0's values, part by part, so a module made on the meta device is never whole anywhere;
+    also where the module itself writes them, in ``on_fit_start`` or ``on_train_start``.
+
+    Args:
+        scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its
+            default arguments (``"daso"``: with ``exchange="sharded"``).
+        data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that ``tensor_parallel_size``
+            leaves.
+        tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all.
+        save_distributed_checkpoint: Save a directory to which every rank of node 0 writes its shards. False: one file,
+            put together by rank 0, which any strategy loads.
+        ranks_per_node: The number of ranks on a node. Default: what the cluster environment says.
+        inter_node: What carries traffic between nodes: ``"torch"`` or ``"mpi"`` (mpi4py, with CPU tensors).
+        wire_dtype: Payload type of inter-node traffic; see ``HierarchicalStrategy``.
+        wire_raw: Cast the parameters themselves, not their differences from the last agreed ones.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each node's own
+            (``"replica"``), which costs no communication.
+        checkpoint_replicas: Also store every rank's own shards, optimizer and scheme state beside each checkpoint, for
+            a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite are about to be sent to other nodes; see
+            ``HierarchicalStrategy``.
+        verify_replicas: Whether to compare, at every agreement, the parameters that several ranks of a node hold
+            (those that are not sharded, or not over these ranks); see ``HierarchicalStrategy``.
+        control_port: Port of rank 0's node on which the control plane listens; every rank must be able to reach it.
+            None: any free port.
+        hang_timeout: Seconds of silence after which a rank is taken for frozen, and ends the run; None: never. See
+            ``HierarchicalStrategy``.
+        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
+        process_group_backend: As for ``ModelParallelStrategy``.
+        timeout: As for ``ModelParallelStrategy``.
+
+    Raises:
+        ValueError: For arguments that make no sense, and for schemes that need whole parameters on every rank:
+            ``StepsDelay``, ``Gossip(hierarchical=False)``, ``DASO(exchange="rotating")``, ``gradients="none"``.
+    """
+
+    strategy_name = "hierarchical_model_parallel"
+
+    def __init__(
+        self,
+        scheme: Scheme | SchemeName = "periodic",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = 1,
+        save_distributed_checkpoint: bool = True,
+        ranks_per_node: int | None = None,
+        inter_node: Literal["torch", "mpi"] = "torch",
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_raw: bool = False,
+        average_buffers: bool = True,
+        evaluate: Literal["consensus", "replica"] = "consensus",
+        checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
+        control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
+        bucket_mb: float = 4.0,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto" and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        settings = Settings.checked(
+            scheme=DASO(exchange="sharded") if scheme == "daso" else scheme,
+            batches=None,
+            ranks_per_node=ranks_per_node,
+            inter_node=inter_node,
+            wire_dtype=wire_dtype,
+            wire_raw=wire_raw,
+            average_buffers=average_buffers,
+            average_optimizer_state=False,
+            evaluate=evaluate,
+            checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
+            control_port=control_port,
+            hang_timeout=hang_timeout,
+            bucket_mb=bucket_mb,
+        )
+        refuse_what_needs_whole_parameters(settings.scheme)
+        self._configure(settings)
+        self._gradients: ShardedGradients | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(
+            cls.strategy_name, cls, description="FSDP2 or tensor parallel nodes agree by a scheme", override=True
+        )
+
+    # ---- setting up ----------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set, but not declared
+        if any(isinstance(callback, WeightAveraging) for callback in callbacks):
+            raise ValueError(
+                f"WeightAveraging needs whole parameters on every rank, but {type(self).__name__} shards them: leave"
+                " the callback out"
+            )
+        super().setup_environment()
+        self.make_mesh(self._topology)
+
+    @override
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        self._begin_equal()
+
+    @override
+    def _begin_equal(self) -> None:
+        """Give all nodes node 0's values, part by part; collective."""
+        topology = self._topology
+        reshard(self._module)
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        if topology.inter is not None:
+            broadcast_values([local(tensor) for tensor in tensors if local(tensor) is not tensor], topology.inter)
+        broadcast_values([tensor for tensor in tensors if local(tensor) is tensor], topology.world)
+
+    @override
+    def _new_run(self) -> TrainingRun:
+        settings, topology = self._settings, self._topology
+        optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
+        replicas = Replicas(
+            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, node=self.mesh_sizes
+        )
+        crosses = settings.scheme.gradients == "world" and topology.num_nodes > 1
+        gradients: GradientPath = NodesMean(topology, settings.wire) if crosses else Untouched()
+        return settings.new_run(replicas, topology, gradients)
+
+    # ---- gradients between nodes ---------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(self._run.gradients, NodesMean) or not self._module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        gradients = self._gradients_of(trained_by(raw_optimizer(optimizer)))
+
+        def backward() -> Any:  # clipping comes after it, and accumulation ends with it
+            with gradients.backward():
+                return closure()
+
+        return super().optimizer_step(optimizer, backward, model, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if isinstance(self._run.gradients, NodesMean) and not self._module.automatic_optimization:
+            # averaging once more what was averaged before, and accumulated, does not change it
+            self._gradients_of(p for optimizer in self._run.optimizers for p in trained_by(optimizer)).average()
+
+    def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
+        """What averages these parameters' gradients; made anew when they have changed."""
+        parameters, known = list(dict.fromkeys(parameters)), self._gradients
+        if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
+            if known is not None:
+                known.close()
+            path = self._run.gradients
+            assert isinstance(path, NodesMean)
+            known = ShardedGradients(parameters, path, self._topology, self.mesh_sizes, self._settings.bucket_bytes)
+            self._gradients = known
+        return known
+
+    @override
+    def teardown(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        super().teardown()
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return ModelParallelStrategy.optimizer_state(self, optimizer)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        reshard(self._module)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            run = self._run
+            for scheme, optimizer in zip(run.schemes, run.optimizers, strict=True):
+                scheme.follow(run.replicas.of(optimizer))
+            load_sharded_state(checkpoint, Path(self.broadcast(checkpoint_path)), run.optimizers)
+            self._checkpoints.restore(run, self.checkpoint_io)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has done it."""
+
+
+def refuse_what_needs_whole_parameters(scheme: Scheme) -> None:
+    """See that ranks which hold parts of the model can follow a scheme.
+
+    Raises:
+        ValueError: If not, naming what they can follow.
+    """
+    name = type(scheme).__name__
+    if isinstance(scheme, StepsDelay):
+        raise ValueError(f"{name} keeps the model on servers of its own: use HierarchicalStrategy, or another scheme")
+    if isinstance(scheme, Gossip) and not scheme.hierarchical:
+        raise ValueError(
+            f"{name}(hierarchical=False) lets every rank train a whole model by itself, but the ranks of a node hold"
+            " parts of one: use hierarchical=True"
+        )
+    if scheme.gradients == "none":
+        raise ValueError(
+            f"{name}(gradients='none') lets every rank train a whole model by itself, but the ranks of a node hold"
+            " parts of one: use gradients='node'"
+        )
+    if isinstance(scheme, Agreement) and scheme.through == "rotating":
+        raise ValueError(
+            f"{name} lets one rank of a node carry the whole model in turn, but every rank holds a part of it: use"
+            + (" exchange='sharded'" if isinstance(scheme, DASO) else " through='mean'")
+        )

@@ -1,0 +1,223 @@
+"""Callbacks that show what a strategy whose nodes agree by a scheme does on the network."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from lightning_hiercomm._lightning.trainer import batches_that_stepped, name_tree
+from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+
+_MB = 1e6
+
+_TIERS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all ranks"}
+
+# Counters that only grow and are sums over this rank's traffic; every other number of the snapshot is a present value.
+_RATES = ("exposed_seconds", *(f"{tier}_{unit}" for tier in _TIERS for unit in ("bytes", "exposed_seconds")))
+_COUNTERS = (*_RATES, *(f"{tier}_messages" for tier in _TIERS), "steps")
+
+_LOGGERS_OF_TEXT = (CSVLogger, WandbLogger)
+"""Those whose metrics may be text."""
+
+
+class CommunicationMonitor(Callback):
+    """Logs what was sent where, and how long training waited for it.
+
+    Works with any Lightning logger, or none. Every ``trainer.log_every_n_steps`` steps these scalars are logged, on the
+    same x-axis as Lightning's own ``self.log``:
+
+    - ``hiercomm/inter_bytes``, ``hiercomm/intra_bytes``: bytes that a node (rank zero's) sends to other nodes, and
+      inside itself, per optimizer step; the mean over the steps since the last log.
+    - ``hiercomm/world_bytes``: the same for traffic whose route the strategy leaves to the backend, such as the first
+      broadcast of the parameters.
+    - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication, and
+      for ranks that came later; ``hiercomm/intra_exposed_seconds``, ``inter_...`` and ``world_...`` are its parts.
+    - ``hiercomm/agreements``: how often nodes have agreed so far in this run: a mean over the nodes, an exchange that
+      was merged, a pull, one step of gossip; or on gradients.
+    - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/outer_lr``,
+      ``hiercomm/batch_size``: present values, where the scheme has them.
+    - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
+      to the mean; estimated, from a few elements of what arrived.
+    - ``hiercomm/nonfinite``: how often, so far, an agreement had to do without a node whose values were NaN or infinite
+      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay``, how often it was rank zero's node.
+    - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
+
+    The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
+    the end of fit rank zero prints a table of the whole run: of all nodes, and per step and node, which is what the bar
+    showed last where nodes are equal; how long a rank waited, and the time it took; agreements, and what plain DDP
+    would have sent between nodes.
+
+    The numbers of a node need one small collective among its ranks at each log; ranks of different nodes exchange
+    something for this callback only once, at the end of fit.
+
+    Args:
+        progress_bar: Whether to add phase and MB per step to Lightning's progress bar.
+        summary: Whether to print the table at the end of fit.
+
+    Example::
+
+        trainer = Trainer(strategy=HierarchicalStrategy("periodic"), callbacks=[CommunicationMonitor()])
+    """
+
+    @checked_arguments
+    def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
+        self.progress_bar = progress_bar
+        self.summary = summary
+        self._before: dict[str, float] = {}
+        self._begun = 0.0
+        self._first: dict[str, float] = {}
+        self._report: str | None = None
+        self._last: dict[str, float] = {}
+        self._first_step = self._last_step = 0
+        self._phase = ""
+        self._log_every = 0
+        self._next_log = 0
+        self._inter_mb_per_step = 0.0
+        self._restore_progress_bar: Callable[[], None] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuses a trainer whose strategy has nothing to report; starts counting for the table."""
+        if stage == "fit":
+            # An earlier fit of this process was counted too; the first broadcast of the parameters is yet to come.
+            self._before = _strategy(trainer).total_communication() if self.summary else {}
+            self._begun = time.perf_counter()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts counting for the logs, and joins the progress bar."""
+        self._first = self._last = self._snapshot(trainer)
+        self._first_step = self._last_step = trainer.global_step  # of a resumed run, it is not 0
+        self._phase = ""
+        self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
+        self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
+        self._inter_mb_per_step = 0.0
+        if self.progress_bar and isinstance(trainer.progress_bar_callback, ProgressBar):
+            self._join(trainer.progress_bar_callback, _strategy(trainer))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs, when a log is due and an optimizer has stepped since the last one."""
+        x = batches_that_stepped(trainer)
+        steps = trainer.global_step - self._last_step
+        if not self._log_every or x < self._next_log or not steps:
+            return
+        now = self._snapshot(trainer)
+        scalars = {key: value for key, value in now.items() if key not in _COUNTERS}
+        scalars |= {key: (now[key] - self._last[key]) / steps for key in _RATES}
+        scalars["agreements"] -= self._first["agreements"]
+        self._last, self._last_step = now, trainer.global_step
+        self._next_log = _next_log(x + 1, self._log_every)
+        sent = now["inter_bytes"] - self._first["inter_bytes"]
+        self._inter_mb_per_step = sent / _MB / (trainer.global_step - self._first_step)
+        phase, self._phase = self._phase, _strategy(trainer).phase
+        for logger in trainer.loggers:
+            metrics: dict[str, Any] = {f"hiercomm/{key}": value for key, value in scalars.items()}
+            if isinstance(logger, _LOGGERS_OF_TEXT):
+                metrics["hiercomm/phase_name"] = self._phase
+            logger.log_metrics(metrics, step=x)
+            if phase != self._phase and trainer.is_global_zero:
+                _log_text(logger, "hiercomm/phase_name", self._phase, x)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leaves the progress bar; sums up, the last agreement included."""
+        self._leave()
+        if self.summary:
+            self._report = self._sum_up(_strategy(trainer), trainer.world_size)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves the progress bar; no summary, for other ranks may be gone."""
+        self._leave()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the table, now that the progress bar is closed."""
+        if self._report is not None and trainer.is_global_zero:
+            print(self._report)
+        self._report = None
+
+    def _snapshot(self, trainer: pl.Trainer) -> dict[str, float]:
+        strategy = _strategy(trainer)
+        mine, node = strategy.communication(), strategy.node_communication()
+        return mine | {key: node[key] for key in node if key.endswith("_bytes")}
+
+    def _sum_up(self, strategy: HierarchicalHooks, ranks: int) -> str:
+        seconds, mine = time.perf_counter() - self._begun, strategy.communication()
+        steps, agreements = (mine[key] - self._first[key] for key in ("steps", "agreements"))
+        total = strategy.total_communication()
+        total = {key: total[key] - self._before.get(key, 0.0) for key in total}
+        nodes = 1 if strategy.topology is None else strategy.topology.num_nodes
+        lines = [
+            f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
+            f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",
+        ]
+        for tier, where in _TIERS.items():
+            mb, waited = total[f"{tier}_bytes"] / _MB, total[f"{tier}_exposed_seconds"] / ranks
+            lines.append(
+                f"  {f'{tier} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
+                f"{total[f'{tier}_messages']:>10.0f}{waited:>20.2f}"
+            )
+        waited = total["exposed_seconds"] / ranks
+        interval = f"{steps / agreements:.3g}" if agreements else ""
+        every = ", one at every step" if interval == "1" else f", one in {interval} steps" if interval else ""
+        lines.append(f"  agreements between nodes: {agreements:.0f}{every}")
+        lines.append(f"  waited for communication: {waited:.2f} s per rank, {waited / seconds:.0%} of the run")
+        lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")
+        return "\n".join(lines)
+
+    def _join(self, bar: ProgressBar, strategy: HierarchicalHooks) -> None:
+        # `self.log(prog_bar=True)` takes numbers only and would put these into `trainer.callback_metrics` too. So this
+        # extends `get_metrics`, the method a progress bar is documented to be customised by, whichever bar it is.
+        original = bar.get_metrics
+
+        def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+            mb = f"{self._inter_mb_per_step:.3g}"
+            return {**original(trainer, pl_module), "phase": strategy.phase, "inter_MB/step/node": mb}
+
+        bar.get_metrics = get_metrics  # type: ignore[method-assign]
+        self._restore_progress_bar = partial(setattr, bar, "get_metrics", original)
+
+    def _leave(self) -> None:
+        if self._restore_progress_bar is not None:
+            self._restore_progress_bar()
+            self._restore_progress_bar = None
+
+
+def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
+    strategy = trainer.strategy
+    if not isinstance(trainer, pl.Trainer):
+        raise MisconfigurationException(f"this CommunicationMonitor is of {name_tree('CommunicationMonitor')}")
+    if not isinstance(strategy, HierarchicalHooks):
+        raise MisconfigurationException(
+            f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"
+            f" {type(strategy).__name__}. Use Trainer(strategy=HierarchicalStrategy(...)) or leave the callback out."
+        )
+    return strategy
+
+
+def _next_log(x: int, every: int) -> int:
+    """The first step from ``x`` on that Lightning itself would log: it logs ``every - 1``, ``2 * every - 1``, ..."""
+    return x if not every else (x // every + 1) * every - 1
+
+
+def _compared(total: dict[str, float], ddp_bytes: float) -> str:
+    # Traffic over the world group may or may not cross nodes: counting all of it keeps the claim on the safe side.
+    sent = total["inter_bytes"] + total["world_bytes"]
+    if not ddp_bytes:
+        return "nothing, there is one node only"
+    megabytes = f"{ddp_bytes / _MB:.3f} MB"
+    if ddp_bytes < sent:
+        return f"{megabytes}; {sent / ddp_bytes:.1f} times that was sent (inter + world)"
+    return f"{megabytes}, {ddp_bytes / sent:.1f} times what was sent (inter + world)" if sent else megabytes
+
+
+def _log_text(logger: Logger, name: str, text: str, step: int) -> None:
+    """For a logger that keeps text apart from metrics."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(name, text, step)

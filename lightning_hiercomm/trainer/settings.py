@@ -1,0 +1,172 @@
+"""What a user may choose about how nodes agree, checked before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.mpi import load_mpi
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that every strategy whose nodes agree has in common.
+
+    They are documented where users meet them: :class:`~lightning_hiercomm.trainer.strategy.HierarchicalStrategy`.
+    """
+
+    scheme: Scheme
+    batches: HeterogeneousBatches | None
+    ranks_per_node: int | list[int] | None
+    inter_node: Literal["torch", "mpi"]
+    wire: Wire
+    average_buffers: bool
+    average_optimizer_state: bool
+    evaluate: Literal["consensus", "replica"]
+    checkpoint_replicas: bool
+    on_nonfinite: OnNonfinite
+    verify_replicas: VerifyReplicas
+    control_port: int
+    hang_timeout: float | None
+    bucket_bytes: int
+
+    @classmethod
+    @checked_arguments
+    def checked(
+        cls,
+        *,
+        scheme: Scheme | SchemeName,
+        batches: HeterogeneousBatches | None,
+        ranks_per_node: int | list[int] | None,
+        inter_node: Literal["torch", "mpi"],
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
+        wire_raw: bool,
+        average_buffers: bool,
+        average_optimizer_state: bool,
+        evaluate: Literal["consensus", "replica"],
+        checkpoint_replicas: bool,
+        on_nonfinite: OnNonfinite,
+        verify_replicas: VerifyReplicas,
+        control_port: int | None,
+        hang_timeout: float | None,
+        bucket_mb: float,
+    ) -> Settings:
+        """Make settings of a strategy's arguments.
+
+        Raises:
+            ValueError: For arguments that make no sense, naming what would be right.
+        """
+        if isinstance(scheme, str):
+            if scheme not in SCHEMES:
+                raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme")
+            scheme = SCHEMES[scheme]()
+        if not isinstance(scheme, Scheme):
+            raise ValueError(f"scheme={scheme!r} must be a Scheme or one of {', '.join(SCHEMES)}")
+        _warn_of_kept_arguments(scheme)
+        if evaluate not in ("consensus", "replica"):
+            raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
+        if inter_node not in ("torch", "mpi"):
+            raise ValueError(f"inter_node={inter_node!r} must be 'torch' or 'mpi'")
+        if inter_node == "mpi":
+            load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
+        sizes = [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise ValueError(f"ranks_per_node={ranks_per_node} must be a positive number, or a list of one per node")
+        if not 0 < bucket_mb < 2**40:
+            raise ValueError(f"bucket_mb={bucket_mb} must be positive, and a size that memory can have")
+        if on_nonfinite not in ("raise", "skip", "ignore"):
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
+        if on_nonfinite == "skip" and scheme.gradients == "world":
+            raise ValueError(
+                f"on_nonfinite='skip' leaves a node out of an agreement, but {type(scheme).__name__} averages every"
+                " gradient over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
+            )
+        if verify_replicas not in ("off", "warn", "raise"):
+            raise ValueError(f"verify_replicas={verify_replicas!r} must be 'off', 'warn' or 'raise'")
+        if verify_replicas != "off" and scheme.gradients == "none":
+            raise ValueError(
+                f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
+                " trains alone: leave it out, or let ranks share their gradients"
+            )
+        if control_port is not None and not 0 <= control_port < 65536:
+            raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
+        if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
+            raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
+        if wire_raw and wire_dtype is None:
+            raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
+        if average_optimizer_state and not scheme.can_average_optimizer_state:
+            raise ValueError(
+                f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
+                " agree on everything at once: leave it out, or use PeriodicAveraging"
+            )
+        return cls(
+            scheme=scheme,
+            batches=batches,
+            ranks_per_node=ranks_per_node,
+            inter_node=inter_node,
+            wire=Wire.named(wire_dtype, wire_raw),
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            evaluate=evaluate,
+            checkpoint_replicas=checkpoint_replicas,
+            on_nonfinite=on_nonfinite,
+            verify_replicas=verify_replicas,
+            control_port=control_port or 0,
+            hang_timeout=hang_timeout,
+            bucket_bytes=max(1, int(bucket_mb * 2**20)),
+        )
+
+    def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
+        """The module's schemes, attached; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
+        return TrainingRun(
+            self.scheme,
+            replicas,
+            topology,
+            self.wire,
+            self.average_optimizer_state,
+            gradients,
+            on_nonfinite=self.on_nonfinite,
+            verify_replicas=self.verify_replicas,
+        )
+
+
+def _warn_of_kept_arguments(scheme: Scheme) -> None:
+    """Warn where a scheme whose class was given on the command line has values of the class before it.
+
+    By design (its issue 460), jsonargparse keeps from the configuration files what the new class takes as well, and the
+    objects that it makes do not know where their arguments come from: so this reads the command line.
+    """
+    command_line = " ".join(sys.argv)
+    if not re.search(r"\.scheme(\.class_path)?[ =]\S*\b" + type(scheme).__name__ + r"\b", command_line):
+        return
+    before = set[str]().union(
+        *(inspect.signature(other).parameters for other in SCHEMES.values() if other is not type(scheme))
+    )
+    given = re.findall(r"\.scheme(?:\.init_args)?\.(\w+)", command_line)
+    kept = [
+        f"{name}={getattr(scheme, name)!r}"
+        for name, parameter in inspect.signature(type(scheme)).parameters.items()
+        if name in before and name not in given and getattr(scheme, name, parameter.default) != parameter.default
+    ]
+    if kept:
+        warnings.warn(
+            f"{type(scheme).__name__}, chosen on the command line, keeps {', '.join(kept)} from the configuration file,"
+            " even if that was meant for another scheme. Give these arguments, too, or choose the scheme by its name,"
+            " which stands for its own defaults.",
+            stacklevel=4,
+        )

@@ -1,0 +1,283 @@
+"""HierarchicalStrategy: DDP inside the node, a scheme between nodes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hiercomm._lightning.ddp import (
+    check_ddp_arguments,
+    keep_sync_batchnorm_in_group,
+    register_bucket_hook,
+    time_buffer_broadcasts,
+)
+from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
+from lightning_hiercomm._lightning.trainer import raw_optimizer
+from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.meter import Mark
+from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.settings import Settings
+
+
+class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
+    """Train any LightningModule on nodes joined by a network much slower than the links inside them.
+
+    The ranks of a node agree on gradients at every step, through DDP over the node's own process group. The nodes agree
+    when, and how, the scheme says. Between agreements the nodes hold different parameters; what a person sees is the
+    *agreed* model: validation runs on it, a checkpoint holds it (a plain Lightning checkpoint that any strategy loads),
+    and ``fit`` ends on it.
+
+    Args:
+        scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its default arguments.
+        batches: Gives ranks of unequal speed batches of unequal size. None: all take what the dataloader says.
+        ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: what the
+            cluster environment says (found by asking every rank, so ranks of a node need not be consecutive).
+        inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend) or ``"mpi"`` (mpi4py;
+            start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
+        wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
+            quantised in blocks, whose rounding errors are sent later; None is the tensors' own. Parameters then travel
+            as differences from the last agreed ones.
+        wire_raw: Cast the parameters themselves instead, as DASO's paper does. It saves a copy of this rank's part of
+            the model, but updates smaller than half a unit in the last place of ``wire_dtype`` are lost.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) at agreements of
+            ``PeriodicAveraging``.
+        evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each rank's own
+            (``"replica"``), which costs no communication.
+        checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
+            for a bit-exact resume. Without it a run resumes from the agreed parameters.
+        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
+            to be sent to other nodes. ``"raise"``: all ranks end, and say which parameter of which rank it was.
+            ``"skip"``: the node is left out of that agreement and gets the mean of the others. ``"ignore"``: nobody
+            looks, and all nodes get them.
+        verify_replicas: Whether to compare, at every agreement, the bits of the parameters of a node's ranks, which
+            should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; ``"off"`` does not
+            look.
+        control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
+            say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
+        hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
+            machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
+            dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
+        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
+        gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
+            saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
+            longer than a step.
+        accelerator: As for ``DDPStrategy``.
+        parallel_devices: As for ``DDPStrategy``.
+        cluster_environment: As for ``DDPStrategy``.
+        checkpoint_io: As for ``DDPStrategy``.
+        precision_plugin: As for ``DDPStrategy``.
+        process_group_backend: As for ``DDPStrategy``.
+        timeout: As for ``DDPStrategy``.
+        start_method: As for ``DDPStrategy``.
+        **ddp_kwargs: Whatever ``torch.nn.parallel.DistributedDataParallel`` takes, such as ``find_unused_parameters``.
+
+    Raises:
+        ValueError: For arguments that make no sense, naming what would be right.
+        TypeError: For keywords that neither this strategy nor ``DistributedDataParallel`` knows.
+    """
+
+    strategy_name = "hierarchical"
+
+    def __init__(
+        self,
+        scheme: Scheme | SchemeName = "periodic",
+        batches: HeterogeneousBatches | None = None,
+        ranks_per_node: int | list[int] | None = None,
+        inter_node: Literal["torch", "mpi"] = "torch",
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_raw: bool = False,
+        average_buffers: bool = True,
+        average_optimizer_state: bool = False,
+        evaluate: Literal["consensus", "replica"] = "consensus",
+        checkpoint_replicas: bool = False,
+        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        verify_replicas: Literal["off", "warn", "raise"] = "off",
+        control_port: int | None = None,
+        hang_timeout: float | None = 300.0,
+        bucket_mb: float = 4.0,
+        gradient_as_bucket_view: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **ddp_kwargs: Any,
+    ) -> None:
+        check_ddp_arguments(ddp_kwargs, type(self))
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            # ours to set; naming them here keeps them out of the command line's help
+            ddp_comm_state=None,
+            ddp_comm_hook=None,
+            ddp_comm_wrapper=None,
+            model_averaging_period=None,
+            process_group=None,
+            device_mesh=None,
+            output_device=None,
+            dim=0,
+            **ddp_kwargs,
+        )
+        self._configure(
+            Settings.checked(
+                scheme=scheme,
+                batches=batches,
+                ranks_per_node=ranks_per_node,
+                inter_node=inter_node,
+                wire_dtype=wire_dtype,
+                wire_raw=wire_raw,
+                average_buffers=average_buffers,
+                average_optimizer_state=average_optimizer_state,
+                evaluate=evaluate,
+                checkpoint_replicas=checkpoint_replicas,
+                on_nonfinite=on_nonfinite,
+                verify_replicas=verify_replicas,
+                control_port=control_port,
+                hang_timeout=hang_timeout,
+                bucket_mb=bucket_mb,
+            )
+        )
+        self._frozen: list[torch.nn.Parameter] = []
+        self._last_bucket: Mark | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
+        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._environment.creates_processes_externally:
+            self._start_method = "popen"  # whose launcher starts nothing where someone else did
+        elif self._start_method == "popen":
+            check_program_can_run_again()
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = WatchfulLauncher(self, start_method=self._start_method)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
+
+    # ---- DDP over the node ---------------------------------------------------------------------------------------
+
+    @override
+    def configure_ddp(self) -> None:
+        module, intra, world = self._module, self._topology.intra, self._topology.world
+        self._begin_equal()  # DDP over the node would leave the nodes with different initial values
+        keep_sync_batchnorm_in_group(module, process_group(intra))
+        # its own group tells DDP which parameters nobody used: those get no gradient
+        group = process_group(world if self.scheme.gradients == "world" else intra)
+        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
+        self._wrap_in_ddp()
+
+    def _wrap_in_ddp(self) -> None:
+        self._frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        if self._gradients_cross_ranks():
+            super().configure_ddp()
+
+    def _gradients_cross_ranks(self) -> bool:
+        """Whether DDP has anything to do: not on a node of one rank whose gradients stay on the node."""
+        topology = self._topology
+        group = {"node": topology.intra, "world": topology.world, "none": None}[self.scheme.gradients]
+        return group is not None and group.size > 1
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if any(p.requires_grad for p in self._frozen):  # DDP ignores what was frozen when it was made
+            self.model = self._module
+            gc.collect()  # the old DDP's hooks die with it
+            self._wrap_in_ddp()
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # DDPStrategy registers hooks on CUDA only and drops them in silence elsewhere
+        if not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("DDP's hooks are registered before the model is wrapped in DDP")
+        register_bucket_hook(self.model, self._reduce_bucket)
+        time_buffer_broadcasts(self.model, self._waiting_for_buffers)
+
+    def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
+        future = self._run.gradients.reduce_bucket(bucket)
+        if bucket.is_last():
+            self._last_bucket = self._topology.meter.mark(bucket.buffer().device)
+        return future
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not (evaluates_loss(raw_optimizer(optimizer)) and self._gradients_cross_ranks()):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def with_common_loss() -> Any:
+            # by its loss such an optimizer decides how often it evaluates it: ranks that average gradients must decide
+            # alike, or their backward passes no longer match
+            loss = closure()
+            if not isinstance(loss, Tensor):
+                return loss
+            common = loss.detach().clone().view(1)
+            self._run.gradients.reduce(common, index=-1).wait()
+            return common.view(())
+
+        return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)
+
+    def _waiting_for_buffers(self) -> AbstractContextManager[None]:
+        return self._topology.meter.waiting("intra", self.root_device)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._last_bucket is not None:
+            # from the last bucket's hook to the end of backward, training waited for gradients
+            meter = self._topology.meter
+            meter.add_wait(self._run.gradients.tier, self._last_bucket, meter.mark(self.root_device))
+            self._last_bucket = None

@@ -1,0 +1,110 @@
+"""The control plane in a Trainer: all ranks stop at one batch, and learn of a failure."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hiercomm._lightning.ddp import explain_unused_parameters
+from lightning_hiercomm._lightning.trainer import (
+    is_interrupted,
+    mark_sigterm_received,
+    replace_sigterm_broadcast,
+    restore_sigterm_broadcast,
+)
+from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
+
+log = logging.getLogger(__name__)
+
+
+class RunControl:
+    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them."""
+
+    def __init__(self) -> None:
+        self.plane: ControlPlane | None = None
+        self._is_stopping_together = False
+        self._has_noted_exception = False
+
+    def start(
+        self,
+        rank: int,
+        size: int,
+        node: int,
+        address: tuple[str, int],
+        hang_timeout: float | None,
+        broadcast: Callable[[Any], Any],
+        gather: Callable[..., list[Any]],
+    ) -> None:
+        """Connect the ranks, if there are several and they are not connected; collective.
+
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            node: This rank's node, for people.
+            address: Of rank 0, which every rank can reach, and the port on which it listens; 0 for any free port.
+            hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
+            broadcast: Gives all ranks what rank 0 gives.
+            gather: Gives all ranks what each gives; its second argument may raise while it waits.
+        """
+        if size > 1 and self.plane is None:
+            place = f"rank {rank} (node {node})"
+            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather)
+
+    def watch_over(self, trainer: pl.Trainer) -> None:
+        """Stop this trainer's ranks together from now on."""
+        if self.plane is not None:
+            replace_sigterm_broadcast(trainer, self.plane.should_stop, self.plane.request_stop)
+
+    def note_start(self) -> None:
+        """Remember that this rank is about to train, for others who ask."""
+        if self.plane is not None:
+            self.plane.doing = "beginning to train"
+
+    def note_progress(self, doing: str, trainer: pl.Trainer | None) -> None:
+        """Remember what this rank does, such as "training batch 7", for the others, if they have to ask."""
+        if self.plane is not None:
+            where = f" of epoch {trainer.current_epoch}, after {trainer.global_step} steps" if trainer else ""
+            self.plane.note_progress(f"{doing}{where}")
+
+    def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
+        """False while an exception is handled that only this rank may have: no collective would end."""
+        return self._is_stopping_together or not is_interrupted(trainer)
+
+    def note_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
+        explain_unused_parameters(exception)
+        if isinstance(exception, SIGTERMException):
+            # without a control plane Lightning's own broadcast stops all ranks at one batch
+            self._is_stopping_together = self.plane is None or self.plane.stops_together
+            if self._is_stopping_together:
+                return
+        if self.plane is None or self._has_noted_exception or isinstance(exception, RankFailure):
+            return
+        self._has_noted_exception = True
+        if isinstance(exception, SystemExit) and not exception.code:
+            exception.code = 1  # with 0 torchrun takes a node for finished, and gives the others 300 s to follow
+        # a peer that is gone breaks our collective before the news of it arrives
+        heard = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
+        if heard is None:
+            self.plane.report_failure(exception)
+            note = f"{self.plane.place} failed: {type(exception).__name__}: {exception}"
+        else:
+            note = f"{self.plane.place} ends because {heard}"
+        log.error(note)
+        if sys.version_info >= (3, 11):
+            exception.add_note(f"lightning_hiercomm: {note}")
+
+    def stop(self, trainer: pl.Trainer | None) -> None:
+        """Leave the trainer as it was, and disconnect."""
+        if trainer is not None:
+            restore_sigterm_broadcast(trainer)
+        if self.plane is not None:
+            if self.plane.stop_requested and trainer is not None:
+                mark_sigterm_received(trainer)
+            self.plane.close()
+            self.plane = None

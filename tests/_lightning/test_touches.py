@@ -1,0 +1,493 @@
+"""Every private or fragile touch of Lightning still does what `_lightning` relies on."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hiercomm._lightning.ddp import (
+    FabricSyncControl,
+    explain_unused_parameters,
+    keep_sync_batchnorm_in_group,
+    register_bucket_hook,
+    time_buffer_broadcasts,
+)
+from lightning_hiercomm._lightning.launcher import (
+    check_program_can_run_again,
+    check_ranks_of_node,
+    process_group_meets_at,
+)
+from lightning_hiercomm._lightning.saves import METADATA_FILENAME, holds_averaged_weights
+from lightning_hiercomm._lightning.trainer import (
+    batches_that_stepped,
+    is_interrupted,
+    join_train_batches,
+    leave_train_dataloaders_alone,
+    mark_means_of_a_step,
+    mark_sigterm_received,
+    prepare_train_dataloaders_again,
+    put_callback_first,
+    raw_optimizer,
+    remove_callback,
+    replace_sigterm_broadcast,
+    restart_train_dataloaders,
+    restore_sigterm_broadcast,
+    skips_backward,
+    takes_dataloader_iter,
+    train_dataloaders,
+    training_step_inputs,
+    unmark_means_of_a_step,
+)
+from lightning_hiercomm.comm.dtensor import fully_sharded_modules, local_tensor
+from lightning_hiercomm.comm.torch import unprofiled
+
+
+def trainer(**arguments) -> pl.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **arguments})
+
+
+@pytest.fixture
+def process_group():
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_epoch_loop_calls_the_sigterm_broadcast_before_every_batch():
+    # on one rank it is not called at all, so look at the source: this is what `replace_sigterm_broadcast` stands on
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._broadcast_sigterm_tensor()" in source
+    assert source.index("self._broadcast_sigterm_tensor()") < source.index("next(data_fetcher)")
+    assert "torch.distributed.broadcast(" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+
+
+def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
+    run, heard = trainer(), []
+    replace_sigterm_broadcast(run, lambda: True, lambda: heard.append("term"))
+    with pytest.raises(SIGTERMException):
+        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert run.received_sigterm
+    restore_sigterm_broadcast(run)
+    assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
+    assert "_sigterm_notifier_fn" not in vars(run._signal_connector)
+
+
+def test_a_sigterm_reaches_the_replaced_handler_only():
+    run, heard = trainer(), []
+    replace_sigterm_broadcast(run, lambda: False, lambda: heard.append("term"))
+    run._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        run._signal_connector.teardown()
+    assert heard == ["term"]
+    assert not run.received_sigterm
+
+
+def test_the_launcher_of_forked_ranks_does_what_the_watchful_one_builds_on():
+    launch = inspect.getsource(_MultiProcessingLauncher.launch)
+    assert launch.index("self._wrapping_function,") < launch.index("self.procs = ") < launch.index(".join()")
+    assert issubclass(SIGTERMException, SystemExit)  # which leaves a rank with exit code 0
+
+
+def test_a_version_without_the_touched_method_is_refused(monkeypatch):
+    monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
+    with pytest.raises(RuntimeError, match=r"no _TrainingEpochLoop\._broadcast_sigterm_tensor"):
+        replace_sigterm_broadcast(trainer(), lambda: False, lambda: None)
+
+
+def test_a_marked_sigterm_is_what_lightning_sees():
+    run = trainer()
+    assert not run.received_sigterm
+    mark_sigterm_received(run)
+    assert run.received_sigterm
+
+
+def test_the_raw_optimizer_is_the_users_own():
+    seen = []
+
+    class Model(BoringModel):
+        def training_step(self, batch, batch_idx):
+            seen.append((raw_optimizer(self.optimizers()), self.trainer.optimizers[0]))
+            return super().training_step(batch, batch_idx)
+
+    trainer(max_steps=1, limit_val_batches=0).fit(Model())
+    ((raw, users),) = seen
+    assert raw is users
+    assert type(raw) is torch.optim.SGD
+
+
+def test_an_exception_marks_the_trainer_before_callbacks_hear_of_it():
+    seen = []
+
+    class Listener(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            seen.append(is_interrupted(trainer))
+
+    class Model(BoringModel):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("stop")
+
+    run = trainer(max_steps=1, callbacks=[Listener()], limit_val_batches=0)
+    with pytest.raises(KeyError):
+        run.fit(Model())
+    assert seen == [True]
+    assert run.state.status == TrainerStatus.INTERRUPTED
+    assert not is_interrupted(None)
+
+
+def test_the_first_callback_hears_before_the_users_and_can_leave():
+    heard = []
+
+    class Named(pl.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_train_batch_end(self, *_):
+            heard.append(self.name)
+
+    class First(Named):
+        pass
+
+    first = First("first")
+    run = trainer(max_steps=1, callbacks=[Named("users")], limit_val_batches=0)
+    put_callback_first(run, first)
+    put_callback_first(run, first)  # a second fit does not double it
+    run.fit(BoringModel())
+    assert heard == ["first", "users"]
+    remove_callback(run, first)
+    assert first not in run.callbacks
+
+
+def test_the_epoch_ends_are_where_the_strategy_looks_for_them():
+    """Order of calls: the last batch's end, then validation, then the epoch's end."""
+    heard = []
+
+    class Listener(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            heard.append(("batch", trainer.is_last_batch))
+
+        def on_validation_start(self, *_):
+            heard.append("validation")
+
+        def on_train_epoch_end(self, *_):
+            heard.append("epoch")
+
+    run = trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0)
+    run.callbacks.append(Listener())
+    run.fit(BoringModel())
+    assert heard == [("batch", False), ("batch", True), "validation", "epoch"]
+
+
+def test_sync_batchnorm_layers_take_the_group():
+    model = torch.nn.Sequential(torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm1d(3))
+    group = object()
+    keep_sync_batchnorm_in_group(model, group)
+    assert model[0].process_group is group
+    assert not hasattr(model[1], "process_group")
+
+
+def test_batches_that_stepped_are_the_loggers_steps():
+    run = trainer(max_steps=3, limit_val_batches=0)
+    assert batches_that_stepped(run) == 0
+    run.fit(BoringModel())
+    assert batches_that_stepped(run) == 3
+
+
+def test_a_checkpoint_says_whether_it_holds_averaged_weights(tmp_path):
+    averaging = pl.callbacks.WeightAveraging()
+    for name, callbacks in (("averaged", [averaging]), ("plain", [])):
+        run = trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks, default_root_dir=tmp_path)
+        run.fit(BoringModel())
+        run.save_checkpoint(tmp_path / name)
+        checkpoint = torch.load(tmp_path / name, weights_only=False)
+        assert holds_averaged_weights(checkpoint) == (name == "averaged")
+
+
+def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
+    class WithBatchNorm(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 2))
+
+        def train_dataloader(self):
+            return DataLoader(torch.randn(4, 32), batch_size=4)
+
+    class Listener(pl.Callback):
+        def __init__(self):
+            self.skips = []
+
+        def on_train_batch_start(self, trainer, *_):
+            self.skips.append(skips_backward(trainer))
+
+    listener = Listener()
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    trainer(max_epochs=2, limit_train_batches=1, limit_val_batches=0, callbacks=[averaging, listener]).fit(
+        WithBatchNorm()
+    )
+    assert listener.skips == [False, False, True]
+
+
+def test_the_ranks_of_a_node_are_compared_with_devices(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    environment = TorchElasticEnvironment()
+    assert "validate_settings" in vars(TorchElasticEnvironment)
+    check_ranks_of_node(environment)
+    environment.validate_settings(num_devices=2, num_nodes=7)
+    with pytest.raises(ValueError, match=r"devices=1\), but 2 ranks were started on this node: give devices=2"):
+        environment.validate_settings(num_devices=1, num_nodes=1)
+
+
+def test_train_dataloaders_are_left_alone_and_others_are_not():
+    run = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    loader, connector = DataLoader(range(8)), run._data_connector
+
+    def prepared(mode: RunningStage) -> DataLoader:
+        return connector._prepare_dataloader(loader, shuffle=False, mode=mode)
+
+    leave_train_dataloaders_alone(run)
+    assert prepared(RunningStage.TRAINING) is loader
+    assert isinstance(prepared(RunningStage.VALIDATING).sampler, DistributedSampler)
+    prepare_train_dataloaders_again(run)
+    assert isinstance(prepared(RunningStage.TRAINING).sampler, DistributedSampler)
+
+
+def test_means_of_a_step_are_marked_and_sums_of_an_epoch_are_not(process_group):
+    heard, marked = [], []
+
+    @contextmanager
+    def mark():
+        marked.append(True)
+        yield
+        marked.pop()
+
+    class Reducing(DDPStrategy):
+        def setup(self, trainer):
+            super().setup(trainer)
+            mark_means_of_a_step(trainer, mark)
+
+        def reduce(self, tensor, *arguments, **keywords):
+            heard.append(bool(marked))
+            return tensor
+
+    class Logging(BoringModel):
+        def on_train_start(self):
+            heard.clear()
+
+        def training_step(self, batch, batch_idx):
+            self.log("x", torch.tensor(1.0), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=0, strategy=Reducing())
+    run.fit(Logging())
+    assert heard[:2] == [True, True]
+    assert heard[2:]
+    assert not any(heard[2:])
+    unmark_means_of_a_step(run)
+    assert "update_metrics" not in vars(run.fit_loop.epoch_loop._results)
+
+
+def test_a_step_that_fetches_its_own_batches_is_seen():
+    class Fetching(BoringModel):
+        def training_step(self, dataloader_iter):
+            return super().training_step(*next(dataloader_iter)[:2])
+
+    assert takes_dataloader_iter(Fetching())
+    assert not takes_dataloader_iter(BoringModel())
+
+
+def test_the_training_step_is_called_with_what_we_would_call_it_with():
+    called, expected = [], []
+
+    class WithIndex(BoringModel):
+        def training_step(self, batch, batch_idx):
+            called.append([batch, batch_idx])
+            return super().training_step(batch, batch_idx)
+
+    class Without(BoringModel):
+        def training_step(self, batch):
+            called.append([batch])
+            return super().training_step(batch, 0)
+
+    class Listener(pl.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            expected.append(training_step_inputs(trainer, batch))
+
+    for model in (WithIndex(), Without()):
+        trainer(max_steps=1, limit_val_batches=0, callbacks=[Listener()]).fit(model)
+    assert [len(inputs) for inputs in expected] == [2, 1]
+    for inputs, seen in zip(expected, called, strict=True):
+        assert inputs[0] is seen[0]
+        assert inputs[1:] == seen[1:]
+
+
+def test_train_dataloaders_are_found_restarted_and_their_batches_joined():
+    seen = []
+
+    class Two(BoringModel):
+        def train_dataloader(self):
+            return {"a": DataLoader(torch.arange(4.0)), "b": [DataLoader(torch.arange(10.0, 14.0))]}
+
+        def training_step(self, batch, batch_idx):
+            seen.append((batch["a"].item(), batch["b"][0].item()))
+            return self.layer(torch.ones(1, 32)).sum()
+
+    class Listener(pl.Callback):
+        def on_train_start(self, trainer, module):
+            loaders = train_dataloaders(trainer)
+            assert [next(iter(loader)).item() for loader in loaders] == [0.0, 10.0]
+            assert join_train_batches(trainer, [1, 2]) == {"a": 1, "b": [2]}
+            next(trainer.fit_loop._data_fetcher)
+            restart_train_dataloaders(trainer)
+
+    trainer(max_epochs=1, limit_val_batches=0, callbacks=[Listener()]).fit(Two())
+    assert seen == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
+
+
+def test_ddp_broadcasts_its_buffers_where_we_time_it(process_group):
+    waits = []
+
+    @contextmanager
+    def waiting():
+        waits.append("begin")
+        yield
+        waits.append("end")
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.BatchNorm1d(2))
+    time_buffer_broadcasts(model, waiting)
+    model(torch.randn(3, 2))
+    assert waits == ["begin", "end"]
+
+
+def test_the_profiler_can_be_kept_from_recording():
+    with torch.profiler.profile() as profile:
+        with unprofiled():
+            torch.ones(2).mul(2)
+        torch.ones(2).add(2)
+    names = {event.name for event in profile.events()}
+    assert "aten::add" in names
+    assert "aten::mul" not in names
+
+
+def test_lightning_refuses_to_run_a_notebook_again_and_asks_its_own_flag(monkeypatch):
+    assert accelerator_connector._IS_INTERACTIVE is imports._IS_INTERACTIVE is False
+    check_program_can_run_again()
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        trainer(devices=2, strategy="ddp")
+    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="_notebook"):
+        check_program_can_run_again()
+
+
+def test_ddp_strategy_takes_any_keyword_and_ddp_only_its_own():
+    assert inspect.signature(DDPStrategy).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    assert {"process_group", "device_mesh", "output_device", "dim", "find_unused_parameters"} <= known.keys()
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+
+
+def test_a_dtensors_local_tensor_is_always_the_same_one(process_group):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    layer = torch.nn.Linear(3, 2)
+    torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    assert fully_sharded_modules(torch.nn.Sequential(layer, torch.nn.ReLU())) == [layer]
+    local = local_tensor(layer.weight)
+    assert local is local_tensor(layer.weight)
+    assert local.data_ptr() == layer.weight.to_local().data_ptr()
+    layer(torch.ones(1, 3)).sum().backward()
+    layer.reshard()
+    with torch.no_grad():
+        local.fill_(7.0)
+    assert layer.weight.full_tensor().tolist() == [[7.0] * 3] * 2
+
+
+def test_fsdp2_goes_on_with_gathered_parameters_unless_told_to_reshard(process_group):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+    local = local_tensor(layer.weight)
+    with torch.no_grad():
+        layer(torch.ones(1, 1))  # the root stays gathered after it
+        local.fill_(7.0)
+        fully_sharded_modules(layer)[0].reshard()
+        assert layer(torch.ones(1, 1)).item() == 7.0
+
+
+def test_directories_of_shards_keep_the_rest_in_a_file_that_lightning_looks_for(tmp_path):
+    from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
+
+    assert not _is_sharded_checkpoint(tmp_path)
+    (tmp_path / METADATA_FILENAME).touch()
+    assert _is_sharded_checkpoint(tmp_path)
+
+
+def test_a_process_group_meets_at_the_store_that_it_is_given():
+    store = dist.HashStore()
+    with process_group_meets_at(store, rank=0, size=1):
+        dist.init_process_group("gloo", rank=0, world_size=1)  # there is no MASTER_ADDR for env://
+    assert store.num_keys() > 0
+    dist.destroy_process_group()
+    with process_group_meets_at(None, rank=0, size=1), pytest.raises(ValueError, match="MASTER_ADDR"):
+        dist.init_process_group("gloo", rank=0, world_size=1)
+
+
+def test_unused_parameters_are_recognised_by_ddps_own_words():
+    source = inspect.getsource(DDPStrategy.on_exception)
+    assert "Expected to have finished reduction in the prior iteration" in source
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. This")
+    explain_unused_parameters(error)
+    assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in str(error)
+    other = RuntimeError("something else")
+    explain_unused_parameters(other)
+    assert str(other) == "something else"
+
+
+def test_a_bucket_hook_reduces_the_gradients(process_group):
+    seen = []
+
+    def reduce(bucket):
+        seen.append(bucket.buffer().clone())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().mul_(3))
+        return future
+
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    register_bucket_hook(model, reduce)
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert torch.equal(torch.cat(seen), torch.tensor([1.0, 2.0]))
+    assert torch.equal(model.module.weight.grad, torch.tensor([[3.0, 6.0]]))
+
+
+def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_group):
+    assert "self._strategy._backward_sync_control.no_backward_sync(" in inspect.getsource(Fabric.no_backward_sync)
+    control, module = FabricSyncControl(), nn.Linear(2, 1)
+    with control.no_backward_sync(module, enabled=True):
+        pass  # a module that is not in DDP, which Fabric's own control refuses
+    wrapped = DistributedDataParallel(module)
+    with control.no_backward_sync(wrapped, enabled=True):
+        assert not wrapped.require_backward_grad_sync
+    with control.no_backward_sync(wrapped, enabled=False):
+        assert wrapped.require_backward_grad_sync

@@ -1,0 +1,103 @@
+"""What a checkpoint holds besides the agreed model goes from every scheme to every other; on threads."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import SCHEMES, Scheme
+
+ARGUMENTS = {"daso": {"sync_every": 4, "warmup_epochs": 0, "cooldown_epochs": 0}, "diloco": {"sync_every": 2}}
+
+
+def on_two_nodes(scheme: Scheme, work):
+    """``work(run)`` on two nodes of one rank, with a run that is set up."""
+
+    def body(rank, world):
+        meter = Meter()
+        topology = Topology([[0], [1]], rank, world.connect(rank, meter), meter)
+        module = nn.Linear(3, 2)
+        nn.init.constant_(module.weight, 0.5)
+        nn.init.zeros_(module.bias)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
+        try:
+            return work(run)
+        finally:
+            run.close(timeout=5.0)
+
+    return ThreadWorld(2).run(body)
+
+
+def train(run: TrainingRun, epoch: int, steps: int) -> None:
+    run.begin(epochs=4, steps=None)
+    run.begin_epoch(epoch, {})
+    for step in range(steps):
+        for parameter in run.module.parameters():
+            parameter.grad = torch.ones_like(parameter) * (run.topology.rank + 1)
+        run.step(run.optimizers[0], run.optimizers[0].step, last=step == steps - 1)
+    run.end_epoch()
+
+
+def scheme(name: str) -> Scheme:
+    return SCHEMES[name](**ARGUMENTS.get(name, {}))
+
+
+def saved_by(name: str) -> dict:
+    """A checkpoint after an epoch of five steps."""
+
+    def work(run):
+        train(run, 0, 5)
+        checkpoint = {"global_step": 5}
+        Checkpoints().add_to(checkpoint, run, None)
+        return checkpoint
+
+    return on_two_nodes(scheme(name), work)[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(SCHEMES, SCHEMES)])
+def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
+    checkpoint = saved_by(before)
+
+    def work(run):
+        checkpoints = Checkpoints()
+        checkpoints.take(checkpoint, "saved.ckpt", None)
+        checkpoints.restore(run, DurableCheckpointIO())
+        checkpoints.check_equal(run.topology)
+        (resumed,) = run.schemes
+        counted = resumed.steps, resumed.step_in_epoch, resumed.epoch
+        train(run, 1, 5)
+        return counted, (resumed.steps, resumed.step_in_epoch, resumed.epoch)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert on_two_nodes(scheme(after), work) == [((5, 5, 0), (10, 5, 1))] * 2
+    names = [type(scheme(name)).__name__ for name in (before, after)]
+    told = [str(warning.message) for warning in caught if "the checkpoint was saved with" in str(warning.message)]
+    expected = f"the checkpoint was saved with {names[0]}: {names[1]} goes on from its parameters"
+    assert [message.startswith(expected) for message in told] == [True] * (before != after)
+
+
+def test_a_scheme_finds_its_own_schedule_again():
+    checkpoint = saved_by("daso")
+    (schedule,) = checkpoint["hiercomm"]["schemes"]
+    schedule["sync_every"], schedule["plateau_bad_values"] = 2, 1
+
+    def work(run):
+        checkpoints = Checkpoints()
+        checkpoints.take(checkpoint, "saved.ckpt", None)
+        checkpoints.restore(run, DurableCheckpointIO())
+        return run.schemes[0].schedule()
+
+    assert on_two_nodes(scheme("daso"), work) == [schedule] * 2

@@ -1,0 +1,420 @@
+"""A resume from a checkpoint with replicas is bit-identical with the run that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.checkpoints.companion import checksum, companion_path, companion_state, load_companion
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.gradients import Untouched
+
+STEPS = 6  # per epoch
+
+
+class Net(pl.LightningModule):
+    """Random numbers (dropout), BatchNorm, momentum, and a schedule; ``report`` is a weight after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(5, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.3), torch.nn.Linear(6, 2)
+        )
+        self.report: list[list[float]] = []
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.report.append(self.layers[0].weight[0].tolist())
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(STEPS * 4 * 2, 5, generator=generator)
+        y = torch.randint(2, (len(x),), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=2)
+
+
+def schemes():
+    return {
+        "all_reduce": AllReduce(),
+        "periodic": PeriodicAveraging(4, at_epoch_end=False),
+        "daso": DASO(sync_every=4, staleness=2, warmup_epochs=0, cooldown_epochs=0),
+        "gossip": Gossip(segments=2),
+        "gossip_overlap": Gossip(segments=2, overlap=True),
+        "steps_delay": StepsDelay(delay=3, warmup_steps=3),
+        "all_reduce_int8": AllReduce(),  # with buckets that DDP never cuts anew, see below
+        "diloco_int4": DiLoCo(4, staleness=3),  # in flight after 6 steps
+        "streaming_int8": DiLoCo(6, AdamW, fragments=2, staleness=2, outer_scheduler=Halved),
+    }
+
+
+AdamW = partial(torch.optim.AdamW, lr=0.02)
+Halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+
+class SaveAfter(pl.Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("name", list(schemes()))
+def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
+    """With a narrow wire, whose last agreed values and what it keeps back are state, too.
+
+    Without one, see compatibility/test_checkpoints.
+    """
+    path, wire = tmp_path / "saved.ckpt", name.rpartition("_")[2]
+
+    def strategy():
+        wire_dtype = wire if wire.startswith("int") else "bfloat16"
+        arguments = {"scheme": schemes()[name], "wire_dtype": wire_dtype, "checkpoint_replicas": True}
+        return {**arguments, "find_unused_parameters": "all_reduce" in name}
+
+    whole = fit(Net(), strategy(), max_epochs=3, callbacks=[SaveAfter(STEPS, path)])
+    resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path})
+    for one, other in zip(whole, resumed, strict=True):
+        assert other["report"] == one["report"][STEPS:]
+        for key, value in one["state_dict"].items():
+            assert torch.equal(value, other["state_dict"][key]), key
+
+
+def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
+    path = tmp_path / "saved.ckpt"
+    fit(Net(), {"scheme": PeriodicAveraging(4, at_epoch_end=False)}, max_epochs=2, callbacks=[SaveAfter(STEPS, path)])
+    saved = torch.load(path, weights_only=True)
+    resumed = fit(Net(), {"scheme": PeriodicAveraging(4)}, max_epochs=1, fit_arguments={"ckpt_path": path})
+    for report in resumed:
+        assert torch.equal(report["state_dict"]["layers.0.weight"], saved["state_dict"]["layers.0.weight"])
+
+
+@pytest.mark.parametrize("nodes", [2, 1, [3, 1]], ids=str)
+def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, tmp_path, nodes):
+    path = tmp_path / "saved.ckpt"
+    fit(Net(), {"scheme": DiLoCo(6, AdamW)}, callbacks=[SaveAfter(11, path)], max_epochs=2)
+    saved = torch.load(path, weights_only=True)
+    (scheme,) = saved["hiercomm"]["schemes"]
+    outer = scheme["outer"]["state"]
+    assert [state["step"].item() for state in outer] == [1.0] * 6  # one agreement before
+    assert [state["exp_avg"].shape for state in outer] == [p.shape for p in Net().parameters()]
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if not seen:
+                seen.append(trainer.strategy.schemes[0].schedule()["outer"]["state"])
+                pl_module.report.append(seen[0])
+
+    resumed = fit(
+        Net(),
+        {"scheme": DiLoCo(6, AdamW, fragments=2, staleness=1), "ranks_per_node": nodes, "bucket_mb": 1e-4},
+        callbacks=[Look()],
+        max_epochs=3,
+        fit_arguments={"ckpt_path": path},
+    )
+    for report in resumed:
+        for restored, before in zip(report["report"][0], outer, strict=True):
+            assert restored.keys() == before.keys()
+            assert all(torch.equal(restored[name], before[name]) for name in before)
+
+
+def companions_of(path: Path) -> list[str]:
+    """The names of what lies beside a checkpoint, which is itself there."""
+    assert path.exists()
+    return sorted(other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}."))
+
+
+def identity_of(path: Path) -> str:
+    return torch.load(path, weights_only=True)["hiercomm"]["identity"]
+
+
+def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, filename="{epoch}", monitor=None, every_n_epochs=1, save_top_k=1)
+    fit(Net(), {"checkpoint_replicas": True}, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
+    identity = identity_of(tmp_path / "epoch=2.ckpt")
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == [
+        "epoch=2.ckpt",
+        *(f"epoch=2.ckpt.rank-{rank:04d}.{identity}" for rank in range(4)),
+    ]
+
+
+class Links(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "last-{epoch}"
+
+
+def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_companions(fit, tmp_path):
+    strategy = {"checkpoint_replicas": True}
+    callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
+    fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    assert [path.name for path in tmp_path.glob("last*")] == ["last-epoch=1.ckpt"]
+    assert len(companions_of(tmp_path / "epoch=0.ckpt")) == len(companions_of(tmp_path / "epoch=1.ckpt")) == 4
+    fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"})
+
+
+@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
+def test_a_checkpoint_that_replaces_another_brings_its_own_companions(fit, tmp_path, io):
+    path = tmp_path / "last.ckpt"
+    strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io()}
+    whole = fit(Net(), strategy, max_epochs=3, callbacks=[SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)])
+    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(4)]
+    resumed = fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": path})
+    assert resumed[0]["report"] == whole[0]["report"][2 * STEPS :]
+
+
+class Fails(DurableCheckpointIO):
+    """Fails, or dies, in the middle of a file of some rank."""
+
+    def __init__(self, name: str, how: str) -> None:
+        self.name, self.how = name, how
+        self.saved = 0
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved += self.name in str(path)
+        if self.name in str(path) and self.saved == 2:
+            Path(f"{path}.part").write_bytes(b"half")
+            if self.how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(28, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+@pytest.mark.parametrize("how", ["dies", "finds no space"])
+@pytest.mark.parametrize("name", ["last.ckpt.rank-0003", "last.ckpt"], ids=["companion", "checkpoint"])
+def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, tmp_path, name, how):
+    path = tmp_path / "last.ckpt"
+
+    def strategy(io=None):
+        return {"scheme": PeriodicAveraging(4, at_epoch_end=False), "checkpoint_replicas": True, "checkpoint_io": io}
+
+    saves = [SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)]
+    # rank 0 writes a companion and the checkpoint itself, whose name is in that of its companion, too
+    io = Fails(name, how) if "rank" in name else FailsAtItself(name, how)
+    with pytest.raises(Exception, match="No space left on device" if "space" in how else "SIGKILL"):
+        fit(Net(), strategy(io), max_epochs=3, callbacks=saves)
+    assert torch.load(path, weights_only=True)["global_step"] == STEPS
+    whole = fit(Net(), strategy(), max_epochs=3)
+    resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path}, callbacks=saves[1:])
+    assert resumed[3]["report"] == whole[3]["report"][STEPS:]
+    # what was left behind goes with the next one
+    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(4)]
+
+
+class FailsAtItself(Fails):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        if Path(path).name == self.name:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            DurableCheckpointIO.save_checkpoint(self, checkpoint, path, storage_options)
+
+
+def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(Net(), callbacks=[callback], enable_checkpointing=True)
+
+    class Confused(HierarchicalStrategy):
+        def load_checkpoint(self, checkpoint_path, weights_only=None):
+            other = Path(checkpoint_path).with_name("step=4.ckpt")
+            return super().load_checkpoint(other if self.global_rank == 1 else checkpoint_path, weights_only)
+
+    with pytest.raises(Exception, match="rank 0 resumed from one of step 2, but rank 1 from one of step 4"):
+        fit(
+            Net(),
+            Confused(ranks_per_node=2, start_method="fork"),
+            fit_arguments={"ckpt_path": tmp_path / "step=2.ckpt"},
+        )
+
+
+LOSSES = [[4.0, 4.0, 4.0, 4.0], [9.0, 9.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]]
+"""The second epoch's is no improvement, but that of its last two batches would be one."""
+
+
+class Noisy(pl.LightningModule):
+    """Moves by NumPy's noise and reports losses of the test's own; the gradients of node 0 overflow once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+        self.report: list[tuple[int, float, float]] = []
+
+    def on_fit_start(self) -> None:
+        numpy.random.seed(self.global_rank)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        value = self.layer(batch).sum() * numpy.random.rand()
+        return value - value.detach() + LOSSES[self.current_epoch][batch_idx]
+
+    def on_after_backward(self) -> None:
+        if self.current_epoch == 0 and self.global_rank < 2 and self.trainer.fit_loop.batch_idx == 1:
+            self.layer.weight.grad.fill_(torch.inf)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        scale = self.trainer.precision_plugin.scaler.get_scale()
+        self.report.append((self.trainer.strategy.schemes[0].sync_every, self.layer.weight.item(), scale))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(16, 1))
+
+
+def trained_noisily(fit, path, replicas: bool, resumed: bool):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(path)
+
+    return fit(
+        Noisy(),
+        {"scheme": DASO(4, 1, 0, 0, threshold=0.0, patience=0), "checkpoint_replicas": replicas},
+        max_epochs=3,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        callbacks=[] if resumed else [Saves()],
+        fit_arguments={"ckpt_path": path} if resumed else {},
+    )
+
+
+@pytest.mark.parametrize("replicas", [True, False], ids=["companions", "plain checkpoint"])
+def test_the_loss_so_far_the_scale_and_numpys_stream_go_on(fit, tmp_path, replicas):
+    whole = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=False)
+    again = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=True)
+    for rank, (one, other) in enumerate(zip(whole, again, strict=True)):
+        periods, _, scales = zip(*one["report"], strict=True)
+        assert periods == (4,) * 7 + (2,) * 4 + (1,)
+        assert scales[-1] == (512.0 if rank < 2 else 1024.0)
+        if replicas:
+            assert other["report"] == one["report"][6:]
+        assert [period for period, _, _ in other["report"]] == [4, 2, 2, 2, 2, 1]
+
+
+# ---- without processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path):
+    """``load(rank, identity=..., nodes=..., module=...)`` for what two ranks have saved beside "saved.ckpt"."""
+
+    def attached(rank, nodes, module):
+        def work(own, world):
+            meter = Meter()
+            topology = Topology(nodes, own, world.connect(own, meter), meter)
+            scheme = AllReduce()
+            scheme.attach(Replica(module.parameters()), topology)
+            return topology, scheme
+
+        return ThreadWorld(sum(map(len, nodes))).run(work)[rank]
+
+    def run(rank, identity="good", nodes=((0,), (1,)), module=None):
+        module = module or torch.nn.Linear(2, 2)
+        topology, scheme = attached(rank, nodes, module)
+        return load_companion(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology, module, [scheme])
+
+    for identity in ("good", "other"):
+        for rank in range(2):
+            module = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.Adam(module.parameters())
+            topology, scheme = attached(rank, ((0,), (1,)), module)
+            state = companion_state(identity, topology, module, [optimizer], [scheme], Untouched(), {}, False)
+            DurableCheckpointIO().save_checkpoint(state, companion_path(tmp_path / "saved.ckpt", rank, identity))
+    return run
+
+
+def test_a_companion_is_what_its_rank_saved(load):
+    assert [load(rank)["rank"] for rank in range(2)] == [0, 1]
+
+
+def is_refused(load, file: Path, message: str, error=ValueError, **arguments) -> None:
+    with pytest.raises(error, match=message) as raised:
+        load(1, **arguments)
+    assert str(file) in str(raised.value)
+    assert "Set checkpoint_replicas=False to resume from the agreed parameters instead." in str(raised.value)
+
+
+def test_a_companion_of_another_place_is_refused(load, tmp_path):
+    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole = file.read_bytes()
+    is_refused(load, tmp_path / "saved.ckpt", "saved without checkpoint_replicas=True", identity=None)
+    is_refused(load, file, r"saved by nodes \[\[0\], \[1\]\], but this run has \[\[0, 1\]\]", nodes=((0, 1),))
+    is_refused(load, file, "another model: bias, weight are not the same", module=torch.nn.Linear(3, 3))
+    file.write_bytes(Path(companion_path(tmp_path / "saved.ckpt", 0, "good")).read_bytes())
+    is_refused(load, file, "saved by rank 0, not by rank 1")
+    file.write_bytes(Path(companion_path(tmp_path / "saved.ckpt", 1, "other")).read_bytes())
+    is_refused(load, file, "another checkpoint")
+    file.unlink()
+    is_refused(load, file, "is missing", FileNotFoundError)
+    file.write_bytes(whole)
+    assert load(1)["rank"] == 1
+
+
+def test_a_companion_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
+    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole = file.read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        is_refused(load, file, "is damaged, and cannot be read")
+    for something in ([1, 2], {}, {"identity": "good"}):
+        torch.save(something, file)
+        is_refused(load, file, "is no companion of a checkpoint")
+
+
+def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
+    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole, expected = file.read_bytes(), checksum(load(1))
+    refused = 0
+    for place in range(0, len(whole), 29):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            same = checksum(load(1)) == expected  # it lay between the records
+        except ValueError as error:
+            same = str(file) in str(error)
+            refused += 1
+        assert same
+    assert refused > len(whole) / 29 / 3
+
+
+def test_a_checksum_is_of_every_kind_of_value():
+    values = [None, 0, 0.0, False, "0", b"0", [], {}, [0], [[0]], {0: 0}, {"0": 0}, torch.zeros(1), torch.zeros(2)]
+    values += [torch.zeros(()), torch.zeros(1, 1), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1).bool()]
+    assert len({checksum(value) for value in values}) == len(values)
+    assert checksum([torch.arange(6).view(2, 3).T]) == checksum([torch.arange(6).view(2, 3).T.contiguous()])
+    assert checksum([float("nan")]) == checksum([float("nan")])
+
+
+def test_other_settings_are_refused(fit, tmp_path):
+    path = tmp_path / "saved.ckpt"
+    strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True}
+    fit(Net(), strategy, callbacks=[SaveAfter(2, path)])
+    with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
+        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path})

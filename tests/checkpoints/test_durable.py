@@ -1,0 +1,97 @@
+"""A checkpoint's file is whole, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+
+OLD, NEW = {"x": torch.zeros(5)}, {"x": torch.ones(500_000)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a checkpoint that is there already."""
+    path = tmp_path / "folder" / "saved.ckpt"
+    DurableCheckpointIO().save_checkpoint(OLD, path)
+    return path
+
+
+def holds(path: Path, expected: dict[str, torch.Tensor]) -> bool:
+    return torch.equal(torch.load(path, weights_only=True)["x"], expected["x"])
+
+
+def test_a_checkpoint_takes_the_place_of_another(path):
+    DurableCheckpointIO().save_checkpoint(NEW, path)
+    assert holds(path, NEW)
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_is_named(path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+            DurableCheckpointIO().save_checkpoint(NEW, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert holds(path, OLD)
+    assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, moment):
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    monkeypatch.setattr(os if moment == "fsync" else Path, moment, die)
+    child = os.fork()
+    if child == 0:
+        DurableCheckpointIO().save_checkpoint(NEW, path)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    assert holds(path, OLD)
+    DurableCheckpointIO().save_checkpoint(NEW, path)  # what the dead one left behind is in nobody's way
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_the_file_and_then_its_name_are_synced(path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (events.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    monkeypatch.setattr(Path, "replace", lambda self, other: (events.append("renamed"), replace(self, other)))
+    DurableCheckpointIO().save_checkpoint(NEW, path)
+    assert events == [f"{path}.part", "renamed", str(path.parent)]
+
+
+def test_other_file_systems_are_left_to_lightning():
+    DurableCheckpointIO().save_checkpoint(OLD, "memory://saved.ckpt")
+    assert torch.equal(DurableCheckpointIO().load_checkpoint("memory://saved.ckpt")["x"], OLD["x"])
+
+
+def test_a_strategy_uses_it_unless_the_user_brings_another(tmp_path):
+    def of(*plugins, **arguments):
+        strategy = HierarchicalStrategy(**arguments)
+        trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, plugins=[*plugins], logger=False)
+        return trainer.strategy.checkpoint_io
+
+    assert type(of()) is DurableCheckpointIO
+    assert type(of(TorchCheckpointIO())) is TorchCheckpointIO
+    assert type(of(checkpoint_io=TorchCheckpointIO())) is TorchCheckpointIO
+    assert type(of(AsyncCheckpointIO()).checkpoint_io) is DurableCheckpointIO
+    assert type(of(AsyncCheckpointIO(TorchCheckpointIO())).checkpoint_io) is TorchCheckpointIO

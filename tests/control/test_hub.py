@@ -1,0 +1,383 @@
+"""The control plane's hub: strangers, and members who misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from subprocess import PIPE
+
+import pytest
+
+from lightning_hiercomm.control import hub
+
+TOKEN = "secret"
+
+
+class Served:
+    """A hub of three ranks in a thread, and connections to it."""
+
+    def __init__(self, **settings: object) -> None:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+        self.port = listener.getsockname()[1]
+        self.hub = hub.Hub(listener, size=3, token=TOKEN, **settings)
+        parent, self.parent = os.pipe()
+        self.thread = threading.Thread(target=self.hub.serve, args=(parent,))
+        self.thread.start()
+        self.connections: list[socket.socket] = [listener]
+
+    def connect(self) -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10.0)
+        self.connections.append(connection)
+        return connection
+
+    def member(self, rank: int) -> socket.socket:
+        connection = self.connect()
+        join(connection, rank)
+        assert read(connection) == {"kind": "welcome"}
+        return connection
+
+    def close(self) -> None:
+        os.close(self.parent)
+        for connection in self.connections[1:]:
+            connection.close()
+        self.thread.join(5.0)
+        assert not self.thread.is_alive()
+        self.connections[0].close()
+
+
+def read(connection: socket.socket) -> dict:
+    """The next message."""
+    line = b""
+    while not line.endswith(b"\n"):
+        seen = connection.recv(20_000, socket.MSG_PEEK)
+        assert seen, "closed"
+        line += connection.recv(len(seen.partition(b"\n")[0]) + 1)
+    return json.loads(line)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the hub ends the connection, which may take as long as its timeout."""
+    with contextlib.suppress(ConnectionError):
+        while connection.recv(1000):
+            pass
+    return True
+
+
+def join(connection: socket.socket, number: int, token: str = TOKEN, **other: object) -> None:
+    """Answer the challenge, with ``other`` values than those of a rank."""
+    shown = hub.proof(token, read(connection)["nonce"], number)
+    hello = {"kind": "hello", "rank": number, "place": f"rank {number}", "proof": shown, **other}
+    hub.Channel(connection).send(hello)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """``serve(**settings)`` starts a hub."""
+    running: list[Served] = []
+
+    def start(**settings: object) -> Served:
+        running.append(Served(**settings))
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.close()
+
+
+@pytest.fixture
+def served(serve) -> Served:
+    return serve()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\xff\xfe\n",
+        b"null\n",
+        b"[1, 2]\n",
+        b'{"kind": 5}\n',
+        b'{"kind": "failed", "message": "rank 0 died"}\n',
+        b'{"kind": "hello"}\n',
+        b'{"kind": "hello", "rank": [0], "place": {}, "proof": null}\n',
+        b'{"kind": "hello", "rank": true, "place": "rank 0", "proof": ""}\n',
+        "{'kind': 'hello', 'rank': 0, 'place': 'rank 0', 'proof': 'ä'}\n".replace("'", '"').encode(),
+        b"[" * 4000 + b"\n",
+        b"9" * 4500 + b"\n",
+        b"x" * 5000,
+        b"\n" * 5000,
+    ],
+)
+def test_a_stranger_ends_only_itself(served, said):
+    members = [served.member(rank) for rank in (0, 1)]
+    stranger = served.connect()
+    stranger.sendall(said)
+    assert is_closed(stranger)
+    hub.Channel(members[0]).send({"kind": "failed", "message": "the first news"})
+    assert [read(member)["message"] for member in members] == ["the first news"] * 2
+
+
+def test_who_connects_and_says_nothing_is_sent_away(served, monkeypatch):
+    monkeypatch.setattr(hub, "STRANGER_SECONDS", 0.2)
+    assert is_closed(served.connect())
+
+
+def test_who_connects_and_leaves_changes_nothing(served):
+    for _ in range(20):
+        served.connect().close()
+    served.member(0)
+
+
+def test_a_crowd_of_strangers_keeps_no_rank_out(served):
+    early = served.connect()
+    crowd = [served.connect() for _ in range(200)]
+    assert is_closed(early)
+    assert is_closed(crowd[0])
+    served.member(1)
+    assert len(served.hub._strangers) <= hub.MAX_STRANGERS
+
+
+def test_the_token_is_not_said(served):
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as rank, listener.accept()[0] as seen:
+        hub.Channel(seen).send({"kind": "challenge", "nonce": "once"})
+        join(rank, 1)
+        assert TOKEN.encode() not in seen.recv(1000)
+
+
+def test_an_answer_counts_once(served):
+    first, second = served.connect(), served.connect()
+    said = {"kind": "hello", "rank": 1, "place": "rank 1", "proof": hub.proof(TOKEN, read(first)["nonce"], 1)}
+    hub.Channel(second).send(said)  # what somebody overheard
+    assert is_closed(second)
+    hub.Channel(first).send(said)
+    assert read(first) == {"kind": "welcome"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"token": "guess"}, {"proof": ""}, {"proof": 5}, {"rank": 2}, {"rank": "1"}, {"place": None}, {"kind": "failed"}],
+    ids=str,
+)
+def test_who_does_not_know_the_token_is_sent_away(served, wrong):
+    stranger = served.connect()
+    join(stranger, 1, **wrong)
+    assert is_closed(stranger)
+
+
+def test_a_rank_joins_once(served):
+    served.member(1)
+    second = served.connect()
+    join(second, 1)
+    assert is_closed(second)
+
+
+def test_a_rank_that_joins_late_hears_what_happened(served):
+    first = served.member(0)
+    served.member(1).close()
+    news = {"kind": "failed", "message": "rank 1 died while rank 2 had not come yet"}
+    assert read(first) == news
+    hub.Channel(first).send({"kind": "stop"})
+    assert read(first) == {"kind": "propose"}
+    late = served.member(2)
+    assert read(late) == news
+    assert read(late) == {"kind": "propose"}
+
+
+@pytest.mark.parametrize(
+    "said", [b"x" * 20_000, b"nonsense\n", b'{"kind": "hold"}\n'], ids=["endless", "line", "short"]
+)
+def test_a_member_that_talks_nonsense_is_a_death(served, said):
+    members = [served.member(rank) for rank in (0, 1, 2)]
+    members[1].sendall(said)
+    assert read(members[0]) == {"kind": "failed", "message": "rank 1 died"}
+
+
+def test_a_member_that_reads_nothing_stops_nobody(served):
+    deaf, *others = [served.member(rank) for rank in (0, 1, 2)]
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    said, heard = {"kind": "failed", "message": "x" * 10_000}, []
+    for _ in range(1000):
+        hub.Channel(others[0]).send(said)
+        heard += [read(other)["message"] for other in others]
+        if heard[-1] != said["message"]:
+            break
+    assert heard[-1] == "rank 0 died"
+
+
+def test_without_file_descriptors_strangers_leave_first(tmp_path):
+    """1100 idle connections are more than a process may usually have; here it may have 30."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); exec(open({hub.__file__!r}).read())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, pass_fds=[listener.fileno()])
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"listener": listener.fileno(), "size": 1, "token": TOKEN}).encode() + b"\n")
+    process.stdin.flush()
+    with listener, contextlib.ExitStack() as connections:
+        for _ in range(100):
+            connections.enter_context(socket.create_connection(listener.getsockname(), timeout=10.0))
+        rank = connections.enter_context(socket.create_connection(listener.getsockname(), timeout=10.0))
+        join(rank, 0)
+        assert read(rank) == {"kind": "welcome"}
+        hub.Channel(rank).send({"kind": "bye"})
+        process.stdin.close()
+        assert process.wait(10.0) == 0
+
+
+def test_it_outlives_rank_zero_and_names_only_the_first_to_die(capfd):
+    listener = socket.create_server(("127.0.0.1", 0))
+    process = subprocess.Popen([sys.executable, hub.__file__], stdin=PIPE, pass_fds=[listener.fileno()])
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"listener": listener.fileno(), "size": 3, "token": TOKEN}).encode() + b"\n")
+    process.stdin.flush()
+    ranks = [socket.create_connection(listener.getsockname(), timeout=5.0) for _ in range(3)]
+    for rank, connection in enumerate(ranks):
+        join(connection, rank)
+        assert read(connection) == {"kind": "welcome"}
+    process.send_signal(signal.SIGTERM)  # a scheduler sends it to everybody; the ranks end in their own time
+    process.stdin.close()
+    ranks[0].close()
+    assert read(ranks[2]) == {"kind": "failed", "message": "rank 0 died"}
+    ranks[1].close()
+    assert read(ranks[2]) == {"kind": "failed", "message": "rank 1 died"}
+    assert process.poll() is None
+    ranks[2].close()
+    assert process.wait(5.0) == 0
+    listener.close()
+    assert capfd.readouterr().err == "lightning_hiercomm: rank 0 died\n"
+
+
+# ---- who is silent, and who does not move ----------------------------------------------------------------------------
+
+
+class Beating:
+    """Members of a hub; those that live say so, again and again."""
+
+    def __init__(self, served: Served, ranks: int = 3) -> None:
+        self.members = [served.member(rank) for rank in range(ranks)]
+        self.news: list[list[dict]] = [[] for _ in self.members]
+        self._channels = [hub.Channel(member) for member in self.members]
+
+    def beat(self, seconds: float, *alive: int, progress: bool = True, stuck: tuple[str, float] = ("", 0.0)) -> None:
+        """Stuck is the last of the living."""
+        for moment in range(int(seconds / 0.05)):
+            for rank in alive:
+                said = {"doing": f"training batch {moment}", "progress": moment + 1 if progress else 1}
+                self._channels[rank].send({"kind": "beat", **said, "stuck": stuck if rank == alive[-1] else ("", 0.0)})
+            time.sleep(0.05)
+            for rank, member in enumerate(self.members):
+                while select.select([member], [], [], 0)[0]:
+                    self.news[rank].append(read(member))
+
+
+def test_a_silent_rank_is_frozen_and_named_with_its_last_step(serve, capfd):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0, 0, 1)
+    message = "rank 2 is frozen: nothing was heard of it for 0.5 s, and before it was training batch 3"
+    assert ranks.news == [[{"kind": "failed", "message": message, "frozen": True, "silent": [2]}]] * 3
+    assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+    for member in ranks.members:
+        member.setblocking(False)  # or Python waits for data that are not urgent
+    assert ranks.members[2].recv(1, socket.MSG_OOB) == b"!"
+    with pytest.raises(OSError, match="Invalid argument"):  # nothing urgent for those that live
+        ranks.members[1].recv(1, socket.MSG_OOB)
+
+
+def test_a_rank_whose_worker_is_stuck_is_frozen(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2, stuck=("its worker 7", 0.4))
+    assert ranks.news == [[]] * 3
+    ranks.beat(0.2, 0, 1, 2, stuck=("its worker 7", 0.6))
+    assert "rank 2 is frozen: its worker 7 has been stopped or stuck for 0.5 s" in ranks.news[0][0]["message"]
+
+
+def test_silent_ranks_are_nobodys_business_without_a_limit(serve):
+    ranks = Beating(serve(hang_timeout=None))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0, 0)
+    assert ranks.news == [[]] * 3
+
+
+def test_if_all_ranks_are_silent_the_job_has_been_stopped_and_may_go_on(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0)
+    ranks.beat(0.3, 0)  # its machine was continued first
+    ranks.beat(0.5, 0, 1, 2)
+    assert ranks.news == [[]] * 3
+
+
+def test_a_rank_that_stays_silent_when_the_others_go_on_is_frozen(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.0)
+    ranks.beat(1.0, 0, 1)
+    assert [[news["silent"] for news in heard] for heard in ranks.news] == [[[2]]] * 3
+
+
+def test_a_hub_that_was_stopped_itself_does_not_take_that_for_silence(serve, monkeypatch):
+    served = serve(hang_timeout=0.5)
+    ranks = Beating(served)
+    ranks.beat(0.2, 0, 1, 2)
+    clock = time.monotonic
+    monkeypatch.setattr(hub.time, "monotonic", lambda: clock() + 1000)  # it was stopped for so long
+    ranks.beat(0.3, 0)  # and the others need a moment
+    ranks.beat(0.3, 0, 1, 2)
+    assert ranks.news == [[]] * 3
+
+
+def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    ranks.beat(1.5, 0, 1, 2, progress=False)
+    assert ranks.news == [[{"kind": "dump"}]] * 3
+    where = "; ".join(f"rank {rank} is training batch" for rank in range(3))
+    said = re.sub(r" \d+(?=;|\n)", "", capfd.readouterr().err)
+    assert said == f"lightning_hiercomm: no rank got on for 0.5 s: {where}\n"
+
+
+def test_ranks_that_have_not_begun_may_take_their_time(serve):
+    served = serve(hang_timeout=0.5)
+    ranks = Beating(served)
+    for channel in ranks._channels:
+        channel.send({"kind": "beat", "doing": "preparing data", "progress": 0, "stuck": ("", 0.0)})
+    for _ in range(20):
+        time.sleep(0.05)
+        for channel in ranks._channels:
+            channel.send({"kind": "beat", "doing": "preparing data", "progress": 0, "stuck": ("", 0.0)})
+    ranks.beat(0.05, 0, 1, 2)
+    assert ranks.news == [[]] * 3
+
+
+def test_a_rank_that_does_not_come_back_to_a_new_hub_is_dead(serve):
+    first = serve(patience=0.5, gone=[2]).member(0)
+    assert read(first) == {"kind": "failed", "message": "rank 1 did not come back"}
+
+
+def test_the_others_hear_who_left(served):
+    first, second = served.member(1), served.member(2)
+    hub.Channel(second).send({"kind": "bye"})
+    assert read(first) == {"kind": "left", "rank": 2}
+
+
+def test_it_ends_a_while_after_a_failure_whoever_is_still_there(serve, monkeypatch):
+    monkeypatch.setattr(hub, "AFTERMATH_SECONDS", 0.2)
+    served = serve(hang_timeout=1.0)
+    first = served.member(0)
+    hub.Channel(first).send({"kind": "failed", "message": "all is lost"})
+    served.thread.join(5.0)
+    assert not served.thread.is_alive()
+    assert [read(first)["kind"], read(first)["kind"]] == ["failed", "closed"]

@@ -1,0 +1,290 @@
+"""The control plane, its ranks being threads of this process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_hiercomm.control import plane as control
+from lightning_hiercomm.control.plane import ControlPlane, Invitation, RankFailure, start_control_plane
+
+
+class Star:
+    """Some ranks' planes, joined."""
+
+    def __init__(self) -> None:
+        self.planes: list[ControlPlane] = []
+        self.invitation: Invitation
+
+    def __call__(self, size: int, host: str = "127.0.0.1", joining: int | None = None) -> list[ControlPlane]:
+        # `grace` is long: a rank that is not ended by its failure would take the test process with it
+        self.planes = [ControlPlane(rank, size, f"rank {rank} (node 0)", grace=60.0) for rank in range(size)]
+        self.invitation = self.planes[0].invite(host)
+        for plane in self.planes[:joining]:
+            plane.join(self.invitation)
+        return self.planes
+
+    def lose_hub(self) -> None:
+        hub = self.planes[0]._hub
+        assert hub is not None
+        os.kill(hub.pid, 9)
+        wait_until(lambda: self.planes[0]._hub is not hub)
+
+
+@pytest.fixture
+def star() -> Iterator[Star]:
+    star = Star()
+    yield star
+    for plane in reversed(star.planes):
+        plane.close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stopping_batches(planes: list[ControlPlane], batches: tuple[int, ...]) -> list[int]:
+    """The batch at which each stops, having begun so many."""
+    stopped_at = []
+    for plane, begun in zip(planes, batches, strict=True):
+        while not plane.should_stop():
+            begun += 1
+            assert begun < 50
+        stopped_at.append(begun + 1)
+    return stopped_at
+
+
+def test_a_failure_reaches_every_rank_by_name(star):
+    planes = star(3)
+    planes[1].report_failure(ValueError("boom"))
+    for plane in (planes[0], planes[2]):
+        assert plane.wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: boom"
+        with pytest.raises(RankFailure, match=r"rank 1 \(node 0\) failed"):
+            plane.should_stop()
+
+
+def test_a_failure_of_many_words_is_cut(star):
+    planes = star(2)
+    planes[1].report_failure(ValueError("ä" * 100_000))
+    failure = planes[0].wait_for_failure(5.0)
+    assert failure is not None
+    assert failure.startswith("rank 1 (node 0) failed: ValueError: ää")
+    assert len(failure) == 2000
+
+
+def test_only_the_first_failure_counts(star):
+    planes = star(3)
+    planes[1].report_failure(ValueError("the cause"))
+    assert planes[2].wait_for_failure(5.0)
+    planes[2].report_failure(RuntimeError("a consequence"))
+    assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: the cause"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_connection_that_breaks_is_a_death(star, capfd, host):
+    planes = star(2, host, joining=1)
+    channel, _ = planes[1]._greet(planes[1]._call(star.invitation, 5.0), star.invitation)
+    channel.close()
+    assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) died"
+    # the hub says so itself, because a launcher may end everybody else at once
+    assert capfd.readouterr().err == "lightning_hiercomm: rank 1 (node 0) died\n"
+
+
+def test_leaving_is_no_failure(star):
+    planes = star(3)
+    planes[2].close()
+    planes[0].close()
+    assert planes[1].wait_for_failure(0.5) is None
+
+
+@pytest.mark.parametrize("asking", [0, 1, 2])
+def test_all_ranks_stop_at_one_batch_however_far_apart_they_are(star, asking):
+    planes, begun = star(3), (3, 10, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    planes[asking].request_stop()
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [11, 11, 11]
+    assert all(plane.stops_together for plane in planes)
+
+
+def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
+    planes, begun = star(3), (3, 10, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    star.lose_hub()
+    planes[2].request_stop()
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [11, 11, 11]
+    lost = "lost the control plane's hub, a process beside rank 0, and looks for a new one"
+    assert sorted(caplog.messages) == [f"{plane.place} {lost}" for plane in planes]
+
+
+def test_what_the_lost_hub_did_not_pass_on_the_new_one_does(star):
+    planes = star(3)
+    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}
+    star.lose_hub()
+    assert planes[2].wait_for_failure(5.0) == "told to the old hub"
+
+
+def test_a_hub_lost_while_the_ranks_agree_on_a_batch_to_stop_at(star):
+    planes, begun = star(3, joining=2), (3, 10, 6)  # without the third the others cannot agree yet
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    planes[0].request_stop()
+    wait_until(lambda: planes[1].stop_requested)
+    star.lose_hub()
+    planes[2].join(star.invitation)
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [11, 11, 11]
+
+
+def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch, caplog):
+    planes = star(2)
+    monkeypatch.setattr(control, "_REJOIN_SECONDS", 0.5)
+    monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_, **__: None)
+    os.kill(planes[0]._hub.pid, 9)
+    wait_until(lambda: sum("goes on without the control plane" in message for message in caplog.messages) == 2)
+    assert not planes[1].should_stop()
+    planes[1].request_stop()
+    assert planes[1].should_stop()
+    assert not planes[1].stops_together
+    assert not planes[0].should_stop()
+    assert planes[0].failure is planes[1].failure is None
+
+
+def test_a_hub_that_is_lost_with_rank_zero_is_a_death(star):
+    planes = star(2)
+    hub, planes[0]._hub = planes[0]._hub, None
+    planes[0]._closing.set()
+    assert planes[0]._listener is not None
+    planes[0]._listener.close()
+    planes[0]._listener = None
+    hub.kill()
+    hub.communicate()
+    assert planes[1].wait_for_failure(5.0) == "rank 0 died, and the control plane's hub with it"
+
+
+# ---- joining together or not at all ----------------------------------------------------------------------------------
+
+
+class Gathering:
+    """What the strategy's collectives do, between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=20.0)
+        self._values: dict[int, object] = {}
+
+    def __call__(self, rank: int, value: object) -> list:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = [self._values[rank] for rank in range(self.size)]
+        self._barrier.wait()
+        return values
+
+
+def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
+    gathering = Gathering(size)
+
+    def start(rank: int) -> ControlPlane | None:
+        return start_control_plane(
+            rank,
+            size,
+            f"rank {rank} (node {rank})",
+            host,
+            port,
+            None,
+            broadcast=lambda own: gathering(rank, own)[0],
+            gather=lambda own, alarm: gathering(rank, own),
+        )
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(start, range(size)))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
+def test_all_ranks_join_whatever_their_address_looks_like(host, caplog):
+    planes = start_all(3, host)
+    assert all(plane is not None and plane.is_connected for plane in planes)
+    assert all(list(plane.processes) == [0, 1, 2] for plane in planes)
+    assert {plane.processes[2][1] for plane in planes} == {str(os.getpid())}
+    for plane in reversed(planes):
+        plane.close()
+    assert not caplog.messages
+
+
+def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkeypatch):
+    first, _ = star(2)
+    ended: list[object] = []
+    monkeypatch.setattr(control.process, "end_process", ended.append)
+    first.processes, first.grace = {1: ["here", "4711", "12"]}, 0.2
+    first._end_frozen([1])
+    assert not ended  # it is still dumping its stacks
+    first.close()
+    assert ended == [["here", "4711", "12"]]
+
+
+def test_only_the_address_of_the_ranks_listens(star):
+    star(1)
+    assert star.planes[0]._listener.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", star.invitation.port), timeout=5.0)
+
+
+def test_if_one_rank_cannot_reach_the_hub_none_uses_it_and_one_says_so(monkeypatch, caplog):
+    call = ControlPlane._call
+
+    def call_if_not_rank_two(self, *arguments):
+        if self.rank == 2:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        return call(self, *arguments)
+
+    monkeypatch.setattr(ControlPlane, "_call", call_if_not_rank_two)
+    assert start_all(3, "127.0.0.1") == [None] * 3
+    (message,) = caplog.messages
+    assert message.startswith("No control plane: rank 2 (node 2) cannot reach 127.0.0.1:")
+    assert "No route to host" in message
+    assert "HierarchicalStrategy(control_port=...)" in message
+
+
+def test_a_name_that_does_not_resolve_leaves_all_ranks_without(caplog):
+    assert start_all(2, "no.such.host.invalid") == [None] * 2
+    assert "rank 1 (node 1) cannot reach no.such.host.invalid:" in caplog.text
+
+
+def test_a_port_that_is_taken_leaves_all_ranks_without(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert start_all(2, "127.0.0.1", port) == [None] * 2
+    assert f"rank 0 (node 0) cannot listen on port {port}: [Errno {errno.EADDRINUSE}]" in caplog.text
+
+
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b'{"kind": "welcome"}\n', b""])
+def test_what_answers_like_something_else_is_not_joined(says):
+    plane, calls = ControlPlane(1, 2, "rank 1 (node 1)"), queue.Queue()
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.sendall(says)
+        connection.close()
+        calls.put("answered")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        threads.submit(answer, listener)
+        invitation = Invitation("127.0.0.1", listener.getsockname()[1], "token")
+        with pytest.raises(OSError, match=r"what answers there is not|closed by the peer|reset by peer"):
+            plane._greet(plane._call(invitation, 5.0), invitation)
+    assert not plane.is_connected
+    assert not plane.should_stop()

@@ -1,0 +1,75 @@
+"""What a rank knows of its own process and of its neighbours', and what ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_hiercomm.control import process
+
+
+@pytest.fixture
+def stopped() -> Iterator[tuple[int, list[str]]]:
+    """A stopped child and its identity, as it gives it itself."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, "\n".join(process.identity()).encode())
+        while True:  # continued, it stops again
+            os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    said = os.read(reader, 4096).decode().split("\n")
+    yield child, said
+    for end in (reader, writer):
+        os.close(end)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def state_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def test_a_stopped_process_is_ended_by_who_knows_it(stopped):
+    child, identity = stopped
+    process.end_process(identity, patience=0.1)
+    deadline = time.monotonic() + 5
+    while state_of(child) != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("other", [("elsewhere", 0), ("1", 2), ("", 2)], ids=["machine", "later one", "unknown"])
+def test_no_other_process_is(stopped, other):
+    child, identity = stopped
+    value, place = other
+    identity[place] = value
+    process.end_process(identity)
+    time.sleep(0.05)
+    assert state_of(child) == "T"
+
+
+def test_a_stuck_worker_is_told_from_one_that_waits(stopped, monkeypatch):
+    child, _ = stopped
+    reader, writer = os.pipe()
+    waiting = os.fork()
+    if waiting == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    children = [type("Child", (), {"pid": pid, "daemon": True}) for pid in (child, waiting)]
+    monkeypatch.setattr(process.multiprocessing, "active_children", lambda: children)
+    stuck = process.Stuck()
+    stuck.look()
+    time.sleep(0.1)
+    what, seconds = stuck.look()
+    assert what == f"its worker {child}"
+    assert 0.1 <= seconds < 5
+    os.write(writer, b".")
+    os.waitpid(waiting, 0)
+    for end in (reader, writer):
+        os.close(end)

@@ -1,0 +1,280 @@
+"""Replicas as buckets: whatever the shapes, dtypes, memory layouts and bucket size, nothing is lost or doubled."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from harness import on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Share
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes.carriers.mean import Average
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+NODES = [[[0, 1], [2, 3]], [[0], [1]], [[0, 1, 2], [3]], [[1], [2, 0]], [[0], [1], [2]], [[0, 1]]]
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+layouts = st.sampled_from(["contiguous", "transposed", "strided", "channels_last", "offset"])
+kinds = st.tuples(shapes, st.sampled_from(DTYPES), layouts)
+bucket_sizes = st.one_of(st.integers(1, 64), st.just(4 * 2**20))
+
+
+def make(kind) -> torch.Tensor:
+    """An empty tensor of a shape, dtype and memory layout."""
+    shape, dtype, layout = kind
+    if layout == "transposed":
+        return torch.empty(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+    if layout == "strided" and shape:
+        return torch.empty((*shape[:-1], 2 * shape[-1]), dtype=dtype)[..., ::2]
+    if layout == "offset":
+        numel = torch.Size(shape).numel()
+        return torch.empty(numel + 3, dtype=dtype)[3:].view(shape)
+    tensor = torch.empty(shape, dtype=dtype)
+    return tensor.to(memory_format=torch.channels_last) if layout == "channels_last" and len(shape) == 4 else tensor
+
+
+def filled(kinds, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        tensor.copy_(torch.randn(tensor.shape, dtype=torch.float64, generator=generator)) for tensor in map(make, kinds)
+    ]
+
+
+@given(st.lists(kinds, max_size=8), st.lists(kinds, max_size=3), bucket_sizes)
+def test_every_element_lies_in_exactly_one_bucket(parameters, buffers, bucket_bytes):
+    parameters, buffers = filled(parameters, 0), filled(buffers, 1)
+    replica = Replica(parameters, buffers, bucket_bytes)
+    covered = Counter(
+        (id(piece.tensor), i)
+        for bucket in replica.buckets
+        for piece in bucket.pieces
+        for i in range(piece.start, piece.start + piece.length)
+    )
+    elements = {(id(tensor), i) for tensor in (*parameters, *buffers) for i in range(tensor.numel())}
+    assert covered == Counter(elements)
+    assert replica.numel == len(elements)
+    assert replica.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in (*parameters, *buffers))
+
+
+@given(st.lists(kinds, max_size=8), st.lists(kinds, max_size=3), bucket_sizes)
+def test_a_bucket_holds_one_dtype_one_kind_and_no_more_than_fits(parameters, buffers, bucket_bytes):
+    parameters, buffers = filled(parameters, 0), filled(buffers, 1)
+    for bucket in Replica(parameters, buffers, bucket_bytes).buckets:
+        own = {id(tensor) for tensor in (parameters if bucket.equal_in_node else buffers)}
+        assert all(piece.tensor.dtype == bucket.dtype and id(piece.tensor) in own for piece in bucket.pieces)
+        assert bucket.numel == sum(piece.length for piece in bucket.pieces)
+        capacity = max(1, bucket_bytes // bucket.dtype.itemsize)
+        # only a tensor that cannot be cut makes a bucket larger
+        assert bucket.numel <= capacity or not bucket.pieces[-1].tensor.is_contiguous()
+        assert sum(piece.length for piece in bucket.pieces[:-1]) < capacity
+
+
+@given(st.lists(kinds, max_size=8), bucket_sizes, st.integers(1, 5))
+def test_packing_and_unpacking_gives_every_tensor_back(kinds, bucket_bytes, multiple_of):
+    tensors = filled(kinds, 0)
+    before = [tensor.clone() for tensor in tensors]
+    replica = Replica(tensors, bucket_bytes=bucket_bytes)
+    flats = [bucket.pack(multiple_of=multiple_of) for bucket in replica.buckets]
+    for bucket, flat in zip(replica.buckets, flats, strict=True):
+        assert flat.numel() % multiple_of == 0
+        assert flat.numel() - bucket.numel < multiple_of
+        assert not flat[bucket.numel :].any()
+    for tensor in tensors:
+        tensor.fill_(7)
+    for bucket, flat in zip(replica.buckets, flats, strict=True):
+        bucket.unpack(flat)
+    for tensor, expected in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+@given(st.lists(kinds, min_size=1, max_size=6), bucket_sizes)
+def test_equal_shapes_have_equal_buckets_whatever_the_values(kinds, bucket_bytes):
+    first, second = (Replica(filled(kinds, seed), bucket_bytes=bucket_bytes) for seed in range(2))
+    assert [b.numel for b in first.buckets] == [b.numel for b in second.buckets]
+    assert [b.dtype for b in first.buckets] == [b.dtype for b in second.buckets]
+
+
+def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact=False):
+    """Each rank's tensors before and after an average; the ranks of a node begin with equal parameters."""
+
+    def work(topology):
+        replica = Replica(filled(kinds, 0), filled(buffers, 50), bucket_bytes)
+        average = Average(replica, topology, wire)  # takes the first values as the agreed ones
+        replica.restore(
+            filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + topology.rank)
+        )
+        before = replica.snapshot()
+        (Average(replica, topology) if exact else average)()
+        return before, replica.snapshot(), replica.fingerprint()
+
+    return on_ranks(work, nodes, weights)
+
+
+def filled_without_empty(kinds, seed):
+    return [tensor for tensor in filled(kinds, seed) if tensor.numel()]
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(NODES),
+    st.lists(kinds, min_size=1, max_size=5),
+    st.lists(kinds, max_size=2),
+    bucket_sizes,
+    st.sampled_from([None, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.data(),
+)
+def test_an_average_keeps_the_weighted_mean_and_leaves_identical_bits(
+    nodes, kinds, buffers, bucket_bytes, dtype, exact, data
+):
+    size = sum(map(len, nodes))
+    weights = data.draw(st.lists(st.integers(1, 8), min_size=size, max_size=size))
+    results = average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, Wire(dtype), exact)
+    if len(nodes) == 1:
+        assert all(torch.equal(*pair) for before, after, _ in results for pair in zip(before, after, strict=True))
+        return
+    assert len({fingerprint for _, _, fingerprint in results}) == 1
+    for index, tensor in enumerate(results[0][1]):
+        mean = sum(
+            weight * before[index].double() for weight, (before, _, _) in zip(weights, results, strict=True)
+        ) / sum(weights)
+        narrowest = tensor.dtype if dtype is None or exact else max((tensor.dtype, dtype), key=precision)
+        torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=16 * precision(narrowest))
+        for _, after, _ in results:
+            assert torch.equal(after[index], tensor)
+
+
+def precision(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+@given(st.lists(kinds, min_size=1, max_size=5), bucket_sizes, st.floats(0, 1))
+def test_blending_moves_every_element_by_the_weight(kinds, bucket_bytes, weight):
+    tensors, others = filled(kinds, 0), filled(kinds, 1)
+    expected = [torch.lerp(a.double(), b.double(), weight) for a, b in zip(tensors, others, strict=True)]
+    flats = [bucket.pack() for bucket in Replica(others, bucket_bytes=bucket_bytes).buckets]
+    Replica(tensors, bucket_bytes=bucket_bytes).blend(flats, weight)
+    for tensor, value in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), value, rtol=0, atol=8 * precision(tensor.dtype))
+
+
+@given(st.lists(kinds, min_size=1, max_size=5), bucket_sizes)
+def test_a_snapshot_is_a_copy_that_restores(kinds, bucket_bytes):
+    tensors = filled(kinds, 0)
+    replica = Replica(tensors, bucket_bytes=bucket_bytes)
+    before, snapshot = [tensor.clone() for tensor in tensors], replica.snapshot()
+    for tensor in tensors:
+        tensor.zero_()
+    replica.restore(snapshot)
+    assert all(torch.equal(tensor, expected) for tensor, expected in zip(tensors, before, strict=True))
+
+
+@given(st.lists(kinds, min_size=1, max_size=5), st.data())
+def test_a_fingerprint_changes_with_any_bit_and_with_nothing_else(kinds, data):
+    tensors = [tensor for tensor in filled(kinds, 0) if tensor.numel()]
+    replica = Replica(tensors)
+    before = replica.fingerprint()
+    assert Replica([tensor.contiguous() for tensor in tensors]).fingerprint() == before
+    if not tensors:
+        return
+    tensor = data.draw(st.sampled_from(tensors))
+    place = tuple(data.draw(st.integers(0, extent - 1)) for extent in tensor.shape)
+    bits = tensor[place].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    tensor[place] = (bits ^ 1).view(tensor.dtype)
+    assert replica.fingerprint() != before
+
+
+def test_tied_tensors_count_once_and_unpacking_keeps_parameters_trainable():
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    replica = Replica([weight, weight, torch.nn.Parameter(torch.zeros(0))])
+    assert replica.numel == 6
+    (bucket,) = replica.buckets
+    bucket.unpack(bucket.pack().mul_(2))
+    assert weight.requires_grad
+    assert weight.grad_fn is None
+    assert weight.tolist() == [[0, 2, 4], [6, 8, 10]]
+
+
+def test_an_empty_replica_has_no_buckets():
+    replica = Replica([])
+    assert replica.buckets == []
+    assert replica.numel == replica.nbytes == 0
+    assert replica.device == torch.device("cpu")
+    assert replica.fingerprint() == Replica([torch.zeros(0)]).fingerprint()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_survive_packing_even_of_nan_and_negative_zero(dtype):
+    tensor = torch.tensor([float("nan"), -0.0, float("inf"), torch.finfo(dtype).tiny / 2]).to(dtype)
+    before = tensor.clone().view(torch.uint8)
+    (bucket,) = Replica([tensor]).buckets
+    bucket.unpack(bucket.pack())
+    assert torch.equal(tensor.view(torch.uint8), before)
+
+
+@st.composite
+def sharded(draw):
+    """Whole tensors, and for each of a node's ranks its shares of them: whole rows, as FSDP2 deals them."""
+    ranks = draw(st.integers(1, 4))
+    shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=5))
+    wholes = [torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) for rows, columns in shapes]
+    offset = 0
+    for whole in wholes:
+        whole += offset
+        offset += whole.numel()
+    held = [[] for _ in range(ranks)]
+    for whole in wholes:
+        rows = -(-len(whole) // ranks)
+        for rank in range(ranks):
+            part = whole[rank * rows : (rank + 1) * rows].clone()
+            start = min(rank * rows, len(whole)) * whole.shape[1]
+            held[rank].append((part, Share("rank", whole.numel(), start)))
+    return wholes, held
+
+
+@given(sharded(), st.integers(1, 9))
+def test_a_cut_by_number_is_the_same_however_the_tensors_are_sharded(case, into):
+    wholes, held = case
+    expected = [sorted(e for b in part for e in b.pack().tolist()) for part in Replica(wholes).cut(into)]
+    replicas = [Replica([t for t, _ in own], shares={id(t): share for t, share in own}) for own in held]
+    parts = [replica.cut(into) for replica in replicas]
+    assert {len(own) for own in parts} == {len(expected)}
+    for index, elements in enumerate(expected):
+        assert sorted(e for own in parts for bucket in own[index] for e in bucket.pack().tolist()) == elements
+    assert {replica.whole_bytes for replica in replicas} == {Replica(wholes).nbytes}
+
+
+def test_shares_without_a_run_are_cut_in_proportion_and_holders_are_kept_apart():
+    columns, everywhere = torch.arange(8.0), torch.arange(100.0, 104.0)
+    shares = {id(columns): Share("rank", 16)}
+    replica = Replica([columns, everywhere], shares=shares)
+    assert [bucket.held_by for bucket in replica.buckets] == ["node", "rank"]
+    parts = replica.cut(2)
+    assert [[(b.held_by, b.pack().tolist()) for b in part] for part in parts] == [
+        [("rank", [0, 1, 2, 3, 4])],
+        [("node", [100, 101, 102, 103]), ("rank", [5, 6, 7])],
+    ]
+
+
+def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
+    first, second = torch.ones(2), torch.empty(0)
+    shares = {id(first): Share("rank", 4, 0), id(second): Share("rank", 1, 1)}
+    replica = Replica([first, second], named=[("a.x", first), ("b.x", second)], shares=shares)
+    by_name = replica.cut(["b"])
+    assert [[bucket.numel for bucket in part] for part in by_name] == [[0], [2]]
+    assert by_name[0][0].pack().tolist() == []
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_a_fragment_of_one_dtype_on_two_devices_counts_every_tensor_once(is_sharded):
+    here, there = torch.ones(4), torch.ones(6, device="meta")
+    shares = {id(here): Share("rank", 8, 0), id(there): Share("rank", 12, 0)} if is_sharded else None
+    replica = Replica([here, there], named=[("a.x", here), ("a.y", there)], shares=shares)
+    (part,) = (buckets for buckets in replica.cut(["a"]) if buckets)
+    assert [(bucket.device.type, bucket.numel) for bucket in part] == [("cpu", 4), ("meta", 6)]
+    assert all(piece.tensor.device == bucket.device for bucket in part for piece in bucket.pieces)

@@ -1,0 +1,169 @@
+"""Nodes, lanes and weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count, nodes_by_place
+
+
+@st.composite
+def some_nodes(draw: st.DrawFn) -> list[list[int]]:
+    """Up to seven ranks in any order, cut into nodes."""
+    ranks = draw(st.integers(1, 7).flatmap(lambda size: st.permutations(range(size))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(ranks) - 1)))) if len(ranks) > 1 else []
+    return [list(ranks[start:end]) for start, end in zip([0, *cuts], [*cuts, len(ranks)], strict=True)]
+
+
+@given(some_nodes())
+def test_every_rank_finds_itself_and_its_node(nodes):
+    def work(topology):
+        rank = topology.rank
+        assert nodes[topology.node][topology.local_rank] == rank
+        assert topology.ranks_on_node == len(nodes[topology.node])
+        assert topology.num_nodes == len(nodes)
+        assert topology.world_size == sum(map(len, nodes))
+        assert topology.intra.ranks == tuple(nodes[topology.node])
+        assert topology.intra.rank == topology.local_rank
+        assert topology.world.ranks == tuple(range(topology.world_size))
+        return topology.inter
+
+    inters = on_ranks(work, nodes)
+    lanes = min(map(len, nodes))
+    in_lanes = sorted(rank for rank, inter in enumerate(inters) if inter is not None)
+    assert in_lanes == sorted(rank for ranks in nodes for rank in ranks[:lanes])
+    for inter in inters:
+        if inter is not None:  # one rank per node, in node order
+            assert [next(m for m, ranks in enumerate(nodes) if r in ranks) for r in inter.ranks] == list(
+                range(len(nodes))
+            )
+
+
+@given(some_nodes(), st.data())
+def test_weights_are_shares_of_the_world_and_of_the_node(nodes, data):
+    size = sum(map(len, nodes))
+    weights = data.draw(st.lists(st.floats(0.01, 100), min_size=size, max_size=size))
+
+    def work(topology):
+        assert topology.node_weight == pytest.approx(sum(weights[r] for r in nodes[topology.node]) / sum(weights))
+        return topology.rank_weight, topology.weight_in_node, topology.node_weights
+
+    results = on_ranks(work, nodes, weights)
+    assert sum(rank_weight for rank_weight, _, _ in results) == pytest.approx(1)
+    assert sum(results[0][2]) == pytest.approx(1)
+    for ranks in nodes:
+        assert sum(results[r][1] for r in ranks) == pytest.approx(1)
+
+
+@given(some_nodes(), st.integers(0, 5))
+def test_lane_parts_tile_a_tensor_and_sharing_them_gives_everyone_all(nodes, elements):
+    lanes = min(map(len, nodes))
+    whole = torch.arange(1.0, elements * lanes + 1)
+
+    def work(topology):
+        flat = torch.zeros_like(whole)
+        topology.lane_part(flat).copy_(topology.lane_part(whole))
+        assert topology.lane_part(flat).numel() == (elements if topology.inter is not None else 0)
+        topology.share_lane_parts(flat).wait()
+        return flat
+
+    for flat in on_ranks(work, nodes):
+        assert torch.equal(flat, whole)
+
+
+def test_a_twin_has_communicators_of_its_own():
+    def work(topology):
+        twin = topology.twin()
+        assert (twin.nodes, twin.rank, twin.weights) == (topology.nodes, topology.rank, topology.weights)
+        first, second = torch.ones(1), torch.full((1,), 10.0)
+        pair = [(topology, first), (twin, second)]
+        handles = [t.world.all_reduce(x) for t, x in (pair if topology.rank % 2 else reversed(pair))]
+        for handle in handles:
+            handle.wait()
+        return first.item(), second.item()
+
+    assert on_ranks(work, [[0, 1], [2, 3]]) == [(4.0, 40.0)] * 4
+
+
+def test_every_rank_may_be_a_node_of_its_own():
+    def work(topology):
+        flat = topology.ranks_as_nodes()
+        return flat.num_nodes, flat.node, flat.intra.size, flat.inter.ranks, flat.rank_weight
+
+    results = on_ranks(work, [[0, 1], [2]], weights=[1, 2, 1])
+    assert results == [(3, rank, 1, (0, 1, 2), weight) for rank, weight in enumerate([0.25, 0.5, 0.25])]
+
+
+@given(some_nodes())
+def test_nodes_are_found_from_where_ranks_say_they_live(nodes):
+    nodes = sorted(nodes, key=min)  # nodes are numbered by their lowest rank
+    places = {rank: (f"host-{m}", local_rank) for m, ranks in enumerate(nodes) for local_rank, rank in enumerate(ranks)}
+    assert nodes_by_place([places[rank] for rank in range(len(places))]) == nodes
+
+
+def test_ranks_that_do_not_know_their_local_rank_are_ordered_by_rank():
+    assert nodes_by_place([("b", 0), ("a", 0), ("b", 0), ("a", 0)]) == [[0, 2], [1, 3]]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_counts_split_consecutive_ranks(sizes):
+    nodes = nodes_by_count(sizes, sum(sizes))
+    assert [len(ranks) for ranks in nodes] == sizes
+    assert [rank for ranks in nodes for rank in ranks] == list(range(sum(sizes)))
+
+
+def test_one_count_is_the_size_of_every_node():
+    assert nodes_by_count(2, 6) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (4, "ranks_per_node=4 does not divide the world of 6"),
+        (0, "ranks_per_node=0 does not divide"),
+        ([4, 1], "adds up to 5, but the world has 6"),
+        ([6, 0], "one positive size per node"),
+    ],
+)
+def test_counts_that_do_not_fit_the_world_are_refused(counts, message):
+    with pytest.raises(ValueError, match=message):
+        nodes_by_count(counts, 6)
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1], [1]], [[0, 2]], [[0], []]])
+def test_nodes_must_hold_every_rank_once(nodes):
+    with pytest.raises(ValueError, match="once, not"):
+        Topology(nodes, 0, lambda groups, tier: None, Meter())
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
+def test_weights_must_be_positive_and_one_per_rank(weights):
+    with pytest.raises(ValueError, match="2 positive numbers"):
+        on_ranks(lambda topology: topology, [[0], [1]], weights)
+
+
+def test_groups_inside_the_nodes_hold_values_of_their_own():
+    nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    pairs = {"pair": [[0, 1], [2, 3], [4, 5], [6, 7]]}
+
+    def work(topology):
+        topology.divide(pairs)
+        assert topology.twin().holders["pair"].group is not topology.holders["pair"].group
+        flat = torch.arange(4.0) + 10 * topology.rank
+        pair, alone = topology.holders["pair"], topology.holders["rank"]
+        assert (pair.lanes, pair.place, pair.size) == (2, topology.rank % 2, 2)
+        assert (alone.lanes, alone.place, alone.size) == (1, 0, 1)
+        assert alone.part(flat).tolist() == flat.tolist()
+        alone.share(flat).wait()
+        pair.share(flat).wait()
+        topology.close()
+        return flat.tolist()
+
+    results = on_ranks(work, nodes)
+    for first in range(0, 8, 2):
+        assert results[first] == results[first + 1] == [10 * first, 10 * first + 1, 10 * first + 12, 10 * first + 13]

@@ -1,0 +1,179 @@
+"""What the doctor finds, and what to do about it."""
+
+from __future__ import annotations
+
+import resource
+import socket
+
+import pytest
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.measure import doctor
+from lightning_hiercomm.planning.measure.doctor import Finding
+from lightning_hiercomm.planning.measure.ranks import Machine, processors_per_node
+
+GOOD = {"torch": "2.15.0", "lightning": "2.6.6", "lightning-hiercomm": "0.1.0", "mpi4py": "4.1.2"}
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def test_good_versions_are_one_line_each():
+    found = list(doctor.versions(GOOD.get))
+    assert levels(found) == ["ok", "ok"]
+    assert "torch 2.15.0, lightning 2.6.6, lightning-hiercomm 0.1.0" in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "remedy"),
+    [
+        ({"lightning": "2.6.3"}, "FAIL", "malicious upload"),
+        ({"lightning": "2.5.0"}, "FAIL", "pip install 'lightning>=2.6.1'"),
+        ({"lightning": None}, "FAIL", "pip install 'lightning>=2.6.1'"),
+        ({"torch": "2.3.1"}, "FAIL", "pip install 'torch>=2.4'"),
+        ({"pytorch-lightning": "2.6.6"}, "note", "lightning_hiercomm.pytorch_lightning"),
+        ({"mpi4py": None}, "note", "lightning-hiercomm[mpi]"),
+    ],
+)
+def test_other_versions_come_with_a_remedy(changed, level, remedy):
+    found = list(doctor.versions({**GOOD, **changed}.get))
+    assert any(finding.level == level and remedy in finding.remedy for finding in found)
+
+
+INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": None, "ib0": "10.1.0.5"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level", "text"),
+    [
+        ("GLOO_SOCKET_IFNAME", None, "ok", "is not set, gloo takes"),
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok", "chooses eth0"),
+        ("GLOO_SOCKET_IFNAME", "eth", "FAIL", "this machine has lo 127.0.0.1, eth0 10.0.0.5"),
+        ("GLOO_SOCKET_IFNAME", "eth1", "FAIL", "chooses eth1, which has no address"),
+        ("NCCL_SOCKET_IFNAME", "ib", "ok", "chooses ib0"),
+        ("NCCL_SOCKET_IFNAME", "=ib", "FAIL", "this machine has"),
+        ("NCCL_SOCKET_IFNAME", "^eth", "ok", "chooses ib0"),
+        ("NCCL_SOCKET_IFNAME", "wlan,eth", "ok", "chooses eth0"),
+    ],
+)
+def test_the_interface_that_the_backend_takes_is_named(variable, value, level, text):
+    found = doctor.interface(variable, {} if value is None else {variable: value}, INTERFACES)
+    assert found.level == level
+    assert text in found.text
+
+
+def test_this_machines_interfaces_are_found():
+    assert "lo" in doctor.interfaces()
+
+
+def test_a_first_rank_without_address_fails():
+    found = list(doctor.addresses({"MASTER_ADDR": "no-such-host.invalid"}, 4))
+    assert found[0].level == "FAIL"
+    assert "no-such-host.invalid does not resolve" in found[0].text
+    assert levels(doctor.addresses({"MASTER_ADDR": "127.0.0.1"}, 4))[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "level"),
+    [
+        (None, {}, "FAIL"),
+        (None, {"GLOO_SOCKET_IFNAME": "eth0"}, "note"),
+        ("127.0.1.1", {}, "note"),
+        ("10.0.0.5", {}, "ok"),
+    ],
+)
+def test_a_host_name_that_means_nothing_to_others_is_noted(monkeypatch, own, environment, level):
+    monkeypatch.setattr(doctor, "_resolved", lambda name: own)
+    assert levels(doctor.addresses(environment, 4)) == [level]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "ranks", "level", "remedy"),
+    [
+        (1024, 4096, 4, "ok", ""),
+        (1024, 65536, 512, "FAIL", "ulimit -n 4216"),
+        (1024, 2048, 512, "FAIL", "higher hard limit"),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, "ok", ""),
+    ],
+)
+def test_open_files_must_be_enough_for_all_peers(soft, hard, ranks, level, remedy):
+    found = doctor.open_files(soft, hard, ranks)
+    assert found.level == level
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(("ranks", "name"), [([3], "rank 3"), ([0, 1, 2, 8], "ranks 0-2, 8"), ([4, 2], "ranks 2, 4")])
+def test_ranks_are_named_briefly(ranks, name):
+    assert doctor.named(ranks) == name
+
+
+def machine(boot: str, processors: float = 4.0) -> Machine:
+    return Machine(f"host-{boot}", boot, processors)
+
+
+def test_the_layout_is_shown_and_what_is_odd_about_it():
+    a, b = machine("a"), machine("b")
+    assert levels(doctor.layout([[0, 1], [2, 3]], [a, a, b, b])) == ["ok"]
+    assert "several nodes are one machine" in list(doctor.layout([[0, 1], [2, 3]], [a] * 4))[1].text
+    assert "unequal" in list(doctor.layout([[0, 1], [2]], [a, a, b]))[1].text
+    assert "trains as DDP does" in list(doctor.layout([[0, 1]], [a, a]))[1].text
+    torn = list(doctor.layout([[0, 1], [2, 3]], [a, b, b, b]))
+    assert torn[1].level == "FAIL"
+
+
+def test_more_threads_than_cores_are_noted():
+    assert doctor.threads([machine("a")] * 4, [1] * 4).level == "ok"
+    assert doctor.threads([machine("a", 8)] * 4, [4] * 4).remedy == "set OMP_NUM_THREADS=2"
+    assert "fewer ranks" in doctor.threads([machine("a", 2)] * 4, [1] * 4).remedy
+
+
+def in_threads(work, size=3):
+    def body(rank, world):
+        return work(Topology([[r] for r in range(size)], rank, world.connect(rank), Meter()))
+
+    return ThreadWorld(size).run(body)
+
+
+def test_a_port_that_everybody_reaches_is_found_open():
+    found = in_threads(lambda topology: doctor.control_port(topology, "127.0.0.1"))
+    assert levels(found) == ["ok"] * 3
+
+
+def test_ranks_that_do_not_reach_it_are_named(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    found = in_threads(lambda topology: doctor.control_port(topology, "127.0.0.1"))
+    assert found[0].level == "FAIL"
+    assert "ranks 1-2 cannot reach 127.0.0.1" in found[0].text
+
+
+def test_equal_findings_of_several_ranks_are_one_line():
+    def work(topology):
+        return doctor._gathered(
+            topology.world, [Finding("ok", "same"), Finding("note", f"odd {topology.rank // 2}", "fix")]
+        )
+
+    shown = [str(finding) for finding in in_threads(work)[0]]
+    assert shown == ["ok    same", "note  ranks 0-1: odd 0: fix", "note  rank 2: odd 1: fix"]
+
+
+def test_processors_of_a_machine_are_shared_by_its_ranks():
+    machines = [machine("a", 4), machine("a", 4), machine("b", 8)]
+    found = in_threads(lambda topology: processors_per_node(topology, machines[topology.rank]))
+    assert found[0] == [2, 2, 8]
+
+
+def test_one_process_examines_itself(capsys, monkeypatch):
+    assert doctor.examine() == 0
+    shown = capsys.readouterr().out
+    assert "python 3" in shown
+    assert "start this with torchrun" in shown
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert doctor.examine() == 1
+    assert "FAIL  GLOO_SOCKET_IFNAME=nonesuch0" in capsys.readouterr().out

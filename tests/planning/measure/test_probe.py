@@ -1,0 +1,66 @@
+"""What a probe makes of what it has timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
+from lightning_hiercomm.planning.measure.probe import _averaging, _mean, _slowest
+from lightning_hiercomm.planning.measure.steps import StepTimes
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
+
+INSTANT = Link(float("inf"))
+STEP = Workload(1e6, 0.03, 0.07, threads=1.0)
+
+
+@pytest.mark.parametrize(
+    ("processors", "seconds", "averaging"),
+    [
+        (None, 0.15, 0.05),
+        (1.0, 0.30, 0.05),  # two ranks in turn take 0.2 s
+        (None, 0.09, 0.0),  # noise
+    ],
+)
+def test_what_moves_do_not_explain_of_a_step_that_averages_is_averaging(processors, seconds, averaging):
+    cluster = Cluster(2, 2, INSTANT, INSTANT, processors=processors)
+    assert _averaging(cluster, STEP, seconds) == pytest.approx(averaging)
+
+
+def test_averaging_is_paid_by_those_who_average():
+    cluster = Cluster(2, 2, INSTANT, INSTANT)
+    step = Workload(1e6, 0.03, 0.07, averaging=0.05)
+    assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.15)
+    assert predict(PeriodicAveraging(4, gradients="none"), cluster, step).seconds == pytest.approx(0.10)
+
+
+def test_on_nodes_of_one_rank_only_those_pay_for_averaging_whose_gradients_leave_the_node():
+    cluster = Cluster(4, 1, INSTANT, INSTANT)
+    step = Workload(1e6, 0.03, 0.07, averaging=0.05)
+    assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.10)
+    assert predict(AllReduce(), cluster, step).seconds == pytest.approx(0.15)
+    assert predict(None, cluster, step).seconds == pytest.approx(0.15)
+
+
+def test_a_step_that_was_timed_twice_takes_the_mean():
+    assert _mean(Workload(1e6, 0.03, 0.07, 0.01), Workload(1e6, 0.05, 0.09, 0.03)) == Workload(1e6, 0.04, 0.08, 0.02)
+
+
+def test_a_module_that_cannot_be_averaged_is_probed_without():
+    def work(rank, world):
+        topology = Topology([[0, 1]], rank, world.connect(rank), Meter())
+        slower = StepTimes(0.1, 0.1, 0.1 + rank, 0.1, 0.0, 1, 4.0, 0.0)
+
+        def train(average_in=None, steps=None):
+            assert (average_in, steps) == (topology, 7)
+            return slower
+
+        def refuse(average_in=None, steps=None):
+            raise RuntimeError("Expected to have finished reduction in the prior iteration")
+
+        return _slowest(topology, train, 7), _slowest(topology, refuse, 7)
+
+    assert ThreadWorld(2).run(work) == [(pytest.approx(1.3), 0.0)] * 2

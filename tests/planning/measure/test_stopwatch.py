@@ -1,0 +1,126 @@
+"""Timing moves, on ranks that are threads; and what measured times mean on crowded processors."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning.cluster import MOVES
+from lightning_hiercomm.planning.measure import stopwatch
+from lightning_hiercomm.planning.measure.stopwatch import Share, Stopwatch, Timing
+
+PLENTY = Share(None, 2)
+
+
+def test_every_move_is_timed_between_all_ranks_with_the_bytes_that_a_member_sends():
+    sizes = (2**10, 2**14)
+
+    def work(rank, world):
+        topology = Topology([[0, 1], [2, 3]], rank, world.connect(rank), Meter())
+        watch = Stopwatch(topology.world, torch.device("cpu"), seconds=0.001)
+        return {move: watch.curve(topology.inter, 2, 2, move, sizes, PLENTY) for move in MOVES}
+
+    first, *others = ThreadWorld(4).run(work)
+    for move, curve in first.items():
+        sent = [point[0] for point in curve.points]
+        share = {"all_reduce": 1, "reduce_scatter": 0.5, "all_gather": 0.5, "broadcast": 1, "exchange": 1}[move]
+        assert sent == [share * size for size in (32, *sizes)]
+        assert all(seconds > 0 for _, seconds, _ in curve.points)
+        assert (curve.members, curve.sharing) == (2, 2)
+    assert all(other == first for other in others)  # or ranks would decide differently what to measure next
+
+
+def test_a_rank_outside_all_groups_takes_part_in_counting():
+    def work(rank, world):
+        topology = Topology([[0, 1], [2]], rank, world.connect(rank), Meter())
+        return Stopwatch(topology.world, torch.device("cpu"), seconds=0.001).curve(
+            topology.inter, 2, 1, "exchange", (64,), PLENTY
+        )
+
+    curves = ThreadWorld(3).run(work)
+    assert curves[0] == curves[1] == curves[2]
+
+
+def test_sizes_that_would_take_too_long_are_left_out(monkeypatch):
+    monkeypatch.setattr(stopwatch, "_LONGEST", 0.0)
+
+    def work(rank, world):
+        topology = Topology([[0], [1]], rank, world.connect(rank), Meter())
+        watch = Stopwatch(topology.world, torch.device("cpu"), seconds=0.001)
+        return watch.curve(topology.inter, 2, 1, "exchange", (64, 2**20, 2**22), PLENTY)
+
+    assert len(ThreadWorld(2).run(work)[0].points) == 2
+
+
+def test_tensors_take_turns_so_that_no_cache_holds_them(monkeypatch):
+    monkeypatch.setattr(stopwatch, "_COLD", 5 * 2 * 1024)
+    places = []
+
+    class Group:
+        size, rank = 1, 0
+
+        def all_reduce(self, tensor):
+            places.append(tensor.data_ptr())
+
+    watch = Stopwatch(ThreadWorld(1).connect(0)([range(1)], "world"), torch.device("cpu"))
+    launch = watch._launch(Group(), "all_reduce", 1024)
+    for i in range(10):
+        launch(i)
+    assert len(set(places)) == 5
+    assert places[5:] == places[:5]
+
+
+def test_copying_is_timed():
+    def work(rank, world):
+        group = world.connect(rank)([range(2)], "world")
+        return Stopwatch(group, torch.device("cpu"), seconds=0.001).copy(2**16)
+
+    assert ThreadWorld(2).run(work)[0].seconds > 0
+
+
+# ---- crowded processors ----------------------------------------------------------------------------------------------
+
+
+def steps(*of_ranks):
+    return [Timing(*of_rank) for of_rank in of_ranks]
+
+
+def test_plenty_of_processors_change_nothing():
+    assert Share.found(8, steps((1, 1, 0), (1, 1, 0)), threads=1) == Share(None, 2)
+    assert Share(None, 2).uncrowded(Timing(1, 0.9)) == Timing(1, 0.9)
+    assert Share(None, 2).uncrowded_step(Timing(1, 0.9, 0.1), threads=1) == Timing(1, 0.9, 0.1)
+
+
+def test_ranks_that_queue_for_processors_have_what_they_got():
+    # four ranks on two cores, of which others took a tenth
+    assert Share.found(1.0, steps((1, 0.45, 0.55), (1, 0.45, 0.55)), threads=1) == Share(0.9, 2)
+    # half of the time they wait for data
+    assert Share.found(1.0, steps((2, 0.45, 0.55), (2, 0.45, 0.55)), threads=1) == Share(0.9, 2)
+
+
+def test_helpers_that_queue_beside_what_computes_do_not_make_the_share_smaller():
+    assert Share.found(0.5, steps((1, 0.45, 0.9)), threads=1) == Share(0.45, 1)
+
+
+def test_ranks_that_never_queue_have_all_processors():
+    assert Share.found(1.5, steps((1, 0.1, 0), (1, 0.1, 0)), threads=1) == Share(1.5, 2)
+
+
+def test_a_crowded_step_loses_the_time_that_it_queued():
+    share = Share(0.9, 2)
+    assert share.uncrowded_step(Timing(2.0, 0.45, 0.55), threads=1) == Timing(1.45, 0.45)
+    assert share.uncrowded_step(Timing(2.0, 0.8, 1.4), threads=1) == Timing(0.8, 0.8)  # clocks differ a little
+    assert share.uncrowded_step(Timing(2.0, 1.6, 1.6), threads=2) == Timing(1.2, 1.6)
+
+
+def test_crowded_moves_take_what_a_processor_for_each_rank_would_need():
+    share = Share(1.0, 2)
+    assert share.uncrowded(Timing(1.0, 0.45)) == Timing(0.5, 0.5)  # two ranks took turns
+    assert share.uncrowded(Timing(1.0, 0.2)) == Timing(1.0, 0.2)  # the link was slow, not the processor
+    assert Share(3.0, 2).uncrowded(Timing(1.0, 0.95)) == Timing(1.0, 1.5)  # with helpers, more than one each
+
+
+def test_queueing_is_what_the_system_counts():
+    assert stopwatch.queued_seconds() >= 0

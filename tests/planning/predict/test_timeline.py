@@ -1,0 +1,78 @@
+"""Lanes, and processors that they share, against times worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_hiercomm.planning.predict.timeline import Timeline
+
+
+def test_a_lane_does_one_task_after_another_and_lanes_do_not_wait_for_each_other():
+    line = Timeline()
+    first, second, other = line.add("a", 2.0), line.add("a", 3.0), line.add("b", 4.0)
+    line.run()
+    assert [(task.start, task.end) for task in (first, second, other)] == [(0, 2), (2, 5), (0, 4)]
+
+
+def test_a_task_waits_for_those_it_comes_after():
+    line = Timeline()
+    sent = line.add("link", 3.0)
+    line.add("training", 1.0)
+    waited = line.add("training", after=[sent])
+    last = line.add("training", 1.0)
+    line.run()
+    assert (waited.start, last.end) == (3, 4)
+    assert line.busy("training", 0, 4) == 2
+
+
+def test_a_delay_leaves_the_lane_free_but_not_the_task_ended():
+    line = Timeline()
+    messages = [line.add("link", 1.0, delay=5.0) for _ in range(2)]
+    arrived = line.add("training", after=messages)
+    line.run()
+    assert [task.free for task in messages] == [1, 2]
+    assert arrived.end == 7
+
+
+def test_tasks_without_length_follow_each_other_at_once():
+    line = Timeline()
+    a = line.add("a")
+    b = line.add("b", after=[a])
+    c = line.add("a", after=[b])
+    line.run()
+    assert c.end == 0
+
+
+def test_tasks_share_processors_evenly():
+    line = Timeline(processors=1.0)
+    short, long = line.add("a", 1.0, processors=1.0), line.add("b", 2.0, processors=1.0)
+    line.run()
+    assert short.end == pytest.approx(2.0)  # both at half speed
+    assert long.end == pytest.approx(3.0)  # then alone
+    assert line.processor_seconds() == pytest.approx(3.0)
+    assert line.processor_seconds(0.0, 2.0) == pytest.approx(1.0 + 2.0 * 2 / 3)  # spread evenly over a task's time
+
+
+def test_who_wants_little_is_not_slowed_down_by_who_wants_much():
+    line = Timeline(processors=1.0)
+    link, training = line.add("link", 4.0, processors=0.25), line.add("training", 3.0, processors=2.0)
+    line.run()
+    assert link.end == pytest.approx(4.0)
+    # 3 s of 2 processors: 4 s with 0.75 of them do 1.5 s, the rest has 1
+    assert training.end == pytest.approx(4.0 + 2 * 1.5)
+
+
+def test_other_hardware_needs_no_processors():
+    line = Timeline(processors=1.0)
+    gpu, cpu = line.add("gpu", 2.0), line.add("cpu", 2.0, processors=1.0)
+    line.run()
+    assert (gpu.end, cpu.end) == (2, 2)
+
+
+def test_a_circle_is_refused():
+    line = Timeline()
+    first = line.add("a", 1.0)
+    second = line.add("b", 1.0, after=[first])
+    first.after = (second,)
+    with pytest.raises(ValueError, match="a, b wait for each other"):
+        line.run()

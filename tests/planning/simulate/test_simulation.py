@@ -1,0 +1,321 @@
+"""Replicas that are simulated, and the clock they go by."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_hiercomm.__main__ import main
+from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
+from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.simulate.presets import PRESETS
+from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, schedule, simulate
+from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+
+TASK = TASKS["characters"]
+# 4 MB between nodes at 10 MB/s: an agreement of two nodes takes 0.4 s
+SITE = Site(Cluster(2, 1, Link(math.inf), Link(1e7)), Workload.of_step(1e6, 1.0))
+DEFAULTS = {"label": "it", "nodes": 2, "steps": 12, "learning_rate": 0.1, "batch": 8, "task": TASK}
+
+
+def experiment(scheme, **others):
+    return Experiment(scheme=scheme, **{**DEFAULTS, **others})
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first.parameters, second.parameters, strict=True))
+
+
+def test_a_simulation_gives_the_same_bits_each_time():
+    first, again, other = (simulate(experiment(Gossip(), nodes=5, seed=seed), SITE) for seed in (0, 0, 1))
+    assert same(first, again)
+    assert first.points == again.points
+    assert not same(first, other)
+
+
+class Drawn:
+    """Batches in their order; no DataLoader, of which Lightning gives every rank a part, and no list of several."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Simulated(pl.LightningModule):
+    """What a replica of an experiment trains, for a Trainer."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.automatic_optimization = len(made.task.turns) == 1
+        self.made = made
+        self.model = made.task.model(made.seed)
+
+    def train_dataloader(self):
+        batches = Batches(self.made.task, self.trainer.global_rank, self.made.batch, self.made.seed)
+        return Drawn([batches.draw() for _ in range(self.made.steps)])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for optimizer in self.trainer.optimizers:
+            optimizer.param_groups[0]["lr"] = self.made.learning_rate * schedule(batch_idx, self.made.steps)
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.made.task.turns[0].loss(self.model, batch)
+        for turn, optimizer in zip(self.made.task.turns, self.optimizers(), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(turn.loss(self.model, batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        return None
+
+    def configure_optimizers(self):
+        task = self.made.task
+        make = self.made.optimizer or task.optimizer
+        parts = [self.model.get_submodule(turn.part) for turn in task.turns]
+        return [make(part.parameters(), self.made.learning_rate) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "nodes"),
+    [
+        (PeriodicAveraging(5), 2),
+        (PeriodicAveraging(5), 4),
+        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 2),
+        (DiLoCo(4, fragments=2, staleness=1), 2),
+        (Gossip(), 4),
+        (AllReduce(), 2),
+    ],
+    ids=["periodic-2x2", "periodic-4x1", "daso-2x2", "diloco-2x2", "gossip-4x1", "all_reduce-2x2"],
+)
+def test_four_replicas_equal_four_processes_exactly(fit, scheme, nodes):
+    made = experiment(scheme, nodes=nodes, ranks_per_node=4 // nodes)
+    simulated = simulate(made, SITE).parameters
+    reports = fit(Simulated(made), {"scheme": scheme, "ranks_per_node": 4 // nodes})
+    for report in reports:
+        for own, expected in zip(simulated, report["state_dict"].values(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def test_two_optimizers_in_turn_equal_those_of_processes_exactly(fit):
+    made = experiment(PeriodicAveraging(5), ranks_per_node=2, task=TASKS["gan"], learning_rate=1e-3)
+    simulated = simulate(made, SITE).parameters
+    strategy = {"scheme": made.scheme, "find_unused_parameters": True}
+    for report in fit(Simulated(made), strategy):
+        for own, expected in zip(simulated, report["state_dict"].values(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
+def test_an_experiment_may_have_another_optimizer_than_its_task():
+    usual, adam = (simulate(experiment(AllReduce(), optimizer=maker), SITE) for maker in (None, torch.optim.Adam))
+    assert not same(usual, adam)
+
+
+def test_the_agreed_model_is_judged_as_often_as_is_asked_and_at_the_end():
+    curve = simulate(experiment(PeriodicAveraging(5)), SITE, evaluations=3)
+    assert [point.step for point in curve.points] == [4, 8, 12]
+    assert curve.best.accuracy == max(point.accuracy for point in curve.points)
+    assert curve.first_to_reach(2.0) is None
+    assert curve.first_to_reach(curve.best.accuracy) == curve.best
+
+
+def test_looking_changes_nothing():
+    scheme = DiLoCo(4, fragments=2, staleness=1)
+    once, often = (simulate(experiment(scheme), SITE, evaluations=looks) for looks in (1, 12))
+    assert same(once, often)
+
+
+def test_it_learns():
+    curve = simulate(experiment(PeriodicAveraging(5), steps=100), SITE)
+    assert curve.points[-1].loss < curve.points[0].loss - 0.2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "seconds"),
+    [
+        (AllReduce(), 12 * 1.3),  # the backward pass hides the first bucket, of 1 MB; the other has 3 MB
+        (PeriodicAveraging(4), 12 * 1.0 + 3 * 0.4),
+        (PeriodicAveraging(None), 12 * 1.0 + 0.4),
+        (PeriodicAveraging(5), 12 * 1.0 + 3 * 0.4),  # twice, and at the end
+        (DiLoCo(6), 12 * 1.0 + 2 * 0.4),
+        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 12 * 1.0),
+        (DASO(4, 1, cooldown_epochs=0, warmup_steps=5), 12 * 1.0 + 5 * 0.4),
+        (StepsDelay(2, warmup_steps=4), 12 * 1.0 + 4 * 0.3),
+    ],
+)
+def test_the_clock_goes_as_the_cost_model_says(scheme, seconds):
+    curve = simulate(experiment(scheme), SITE)
+    assert curve.points[-1].seconds == pytest.approx(seconds, rel=0.05)
+    assert curve.points[0].seconds < curve.points[-1].seconds
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"nodes": 0}, "nodes 0: at least 1"),
+        ({"steps": 0}, "steps 0: at least 1"),
+        ({"nodes": 129, "ranks_per_node": 4}, "516 replicas: simulations have up to 512"),
+        ({"learning_rate": math.nan}, "learning rate nan"),
+        ({"batches": (8,)}, r"batches \(8,\): one positive number for each of 2 replicas"),
+        ({"weights": (1.0, 0.0)}, r"weights \(1.0, 0.0\): one positive number"),
+        ({"scheme": PeriodicAveraging("auto")}, "sync_every='auto' has nothing to time here: give a number"),
+    ],
+)
+def test_impossible_experiments_are_refused(others, message):
+    with pytest.raises(PlanningError, match=message):
+        experiment(**{"scheme": AllReduce(), **others})
+
+
+def test_a_scheme_that_does_not_go_with_the_run_is_an_error_of_one_line():
+    with pytest.raises(PlanningError, match="one exchange is in flight at a time"):
+        simulate(experiment(DiLoCo(4, fragments=["0"], staleness=3)), SITE)
+
+
+def after_one_step(**others):
+    """The parameters after one step of plain SGD, and what they were."""
+    made = experiment(AllReduce(), steps=1, optimizer=plain_sgd, **others)
+    return simulate(made, SITE).parameters, [p.detach() for p in TASK.model().parameters()]
+
+
+def plain_sgd(parameters, learning_rate):
+    return torch.optim.SGD(parameters, learning_rate)
+
+
+@pytest.mark.parametrize(("weights", "shares"), [(None, (0.75, 0.25)), ((1.0, 3.0), (0.25, 0.75))])
+def test_unequal_ranks_take_batches_of_their_own_and_weigh_by_examples_unless_told_otherwise(weights, shares):
+    after, before = after_one_step(batches=(6, 2), weights=weights)
+    model = TASK.model()
+    gradients = []
+    for rank, size in enumerate((6, 2)):
+        (turn,) = TASK.turns
+        loss = turn.loss(model, Batches(TASK, rank, size).draw())
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for own, start, *parts in zip(after, before, *gradients, strict=True):
+        mean = sum(share * part for share, part in zip(shares, parts, strict=True))
+        torch.testing.assert_close(own.detach(), start - 0.1 * mean)
+
+
+def test_a_scale_multiplies_gradients():
+    plain, before = after_one_step()
+    scaled, _ = after_one_step(gradient_scale=7.0)
+    for own, once, start in zip(scaled, plain, before, strict=True):
+        torch.testing.assert_close(own.detach() - start, 7.0 * (once.detach() - start), rtol=1e-3, atol=1e-5)
+
+
+def test_epochs_count_the_examples_of_unequal_ranks():
+    equal, unequal = experiment(AllReduce(), steps=10**9), experiment(AllReduce(), steps=10**9, batches=(30, 2))
+    assert equal.steps_per_epoch == pytest.approx(2 * unequal.steps_per_epoch, rel=0.01)
+
+
+def test_batches_are_a_replicas_own():
+    first, again, other = (Batches(TASK, rank, 8).draw() for rank in (0, 0, 1))
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+
+
+# ---- presets and the command -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_answers_with_a_table(name, capsys):
+    pytest.importorskip("sklearn")
+    assert main(["simulate", "--preset", name, "--nodes", "2", "4", "--epochs", "0.01", "--task", "digits"]) == 0
+    shown = capsys.readouterr()
+    assert PRESETS[name].question in shown.out
+    rows = [row for row in shown.out.splitlines() if row.lstrip().startswith(("2 ", "4 "))]
+    assert len(rows) == len(PRESETS[name].experiments([2, 4], "digits"))
+    assert f"[1 of {len(rows)}, " in shown.err
+
+
+def test_the_papers_numbers_of_nodes_are_the_defaults():
+    assert {name: tuple(preset.nodes) for name, preset in PRESETS.items()} == {
+        "000": (4, 8, 12, 16, 20),
+        "001": (4,),
+        "002": (4, 8, 32, 64),
+        "003": (8, 16, 32, 64),
+        "diloco": (1, 4, 8, 16),
+    }
+
+
+def test_mini_batches_grow_with_the_nodes_and_examples_do_not():
+    few, many = (PRESETS["003"].experiments([nodes], "characters")[0] for nodes in (8, 32))
+    assert 4 * few.batch * few.replicas == many.batch * many.replicas
+    assert few.steps == pytest.approx(4 * many.steps, rel=0.02)
+
+
+SHORT = ["simulate", "--scheme", "periodic", "--task", "characters", "--epochs", "0.001", "--nodes", "2"]
+
+
+def test_everything_is_there_as_json(capsys):
+    assert main([*SHORT, "--scheme-args", '{"sync_every": 3}', "--seeds", "2", "--wire", "int8", "--json"]) == 0
+    first, second, third, _ = json.loads(capsys.readouterr().out)
+    assert (first["label"], first["seed"], second["seed"]) == ("all-reduce", 0, 1)
+    assert (third["scheme"], third["wire_dtype"]) == ("PeriodicAveraging(sync_every=3)", "int8")
+    assert third["points"][-1]["step"] == third["steps"] == 20
+    assert 0 < third["inter_bytes_per_step"] < first["inter_bytes_per_step"] / 2
+
+
+def test_seeds_are_one_row_with_their_spread(capsys):
+    assert main([*SHORT, "--seeds", "2"]) == 0
+    assert capsys.readouterr().out.count(" % +-") == 2
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert main([*SHORT, "--plot", str(tmp_path / "it.png")]) == 0
+    assert (tmp_path / "it.png").stat().st_size > 10_000
+
+
+def test_flags_change_the_clock(capsys):
+    def end(*flags):
+        assert main([*SHORT, "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)[0]["points"][-1]["seconds"]
+
+    assert end("--step-time", "400ms", "--inter", "100gbit") == pytest.approx(20 * 0.4, rel=0.1)
+    slow = end("--inter", "10mbit")
+    assert slow > 100 * end("--inter", "10gbit")
+    assert end("--inter", "10mbit", "--params", "10m") < 0.6 * slow
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give either --preset, a paper's question, or --scheme"),
+        (["--preset", "002", "--scheme", "daso"], "give either --preset"),
+        (["--preset", "005"], "--preset 005: choose one of 000, 001, 002, 003, diloco"),
+        (["--preset", "002", "--batch", "4"], "--batch: the preset says so already"),
+        (["--scheme", "magic"], "--scheme magic: choose from all_reduce, periodic"),
+        (["--scheme", "daso", "--scheme-args", "{"], "--scheme-args is not JSON"),
+        (["--scheme", "daso", "--scheme-args", "3"], "--scheme-args must be a JSON object"),
+        (["--scheme", "daso", "--scheme-args", '{"colour": 3}'], "unexpected keyword argument 'colour'"),
+        (["--scheme", "daso", "--scheme-args", '{"sync_every": 0}'], "sync_every=0 must be a positive number"),
+        (["--scheme", "daso", "diloco", "--scheme-args", "{}"], "--scheme-args are for one scheme"),
+        (["--scheme", "periodic", "--scheme-args", '{"sync_every": "auto"}'], "has nothing to time here"),
+        (["--preset", "002", "--nodes", "0"], "--nodes 0 must be at least 1"),
+        (["--preset", "002", "--nodes", "1000"], "1000 replicas: simulations have up to 512"),
+        (["--scheme", "daso", "--ranks-per-node", "0"], "--ranks-per-node 0 must be at least 1"),
+        (["--scheme", "daso", "--batch", "0"], "--batch 0 must be at least 1"),
+        (["--preset", "002", "--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--preset", "002", "--epochs", "-1"], "--epochs -1.0 must be positive"),
+        (["--preset", "002", "--task", "chess"], "--task chess: choose one of digits, characters, mnist1d"),
+        (["--preset", "002", "--inter", "fast"], "--inter: 'fast' is not a bandwidth"),
+        (["--preset", "002", "--step-time", "0"], "--step-time: '0' must be positive"),
+        (["--preset", "002", "--profile", "/nowhere"], "cannot read /nowhere"),
+    ],
+)
+def test_wrong_flags_get_one_line(flags, message, capsys):
+    assert main(["simulate", "--task", "characters", *flags]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out

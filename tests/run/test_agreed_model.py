@@ -1,0 +1,206 @@
+"""What validation, callbacks and files see of nodes that differ: in one launch, under every kind of scheme."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from problems import one_trainer
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.schemes import Agreement, OuterOptimizer
+from lightning_hiercomm.schemes.words.graphs import RandomPermutation
+
+SCHEMES = {
+    "all_reduce": AllReduce,
+    "periodic": partial(PeriodicAveraging, 4),
+    "daso": partial(DASO, 2, warmup_epochs=0, cooldown_epochs=0),
+    "eq1": partial(Agreement, when=4, staleness=2, merge="eq1"),
+    "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
+    "gossip": partial(Gossip, segments=2),
+    "diloco": partial(DiLoCo, 4),
+    "diloco_rarely": partial(DiLoCo, 100),
+    "streaming": partial(DiLoCo, 4, fragments=2, staleness=1, keep_local=0.5),
+    "noloco": partial(Agreement, when=4, through=RandomPermutation(), merge=OuterOptimizer()),
+}
+MEANS = [name for name in SCHEMES if name not in ("steps_delay", "gossip")]
+"""Whose agreed model is the mean of the nodes' present weights; the others' has a meaning of its own."""
+
+
+class Drifting(pl.LightningModule):
+    """Rank r goes from 0 towards r + 1, slowly; ``own`` is what it holds after a batch, ``seen`` what it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        self.teacher = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64), requires_grad=False)
+        self.backbone = torch.nn.Parameter(torch.ones(6), requires_grad=False)
+        self.own: list[torch.Tensor] = []
+        self.seen: list[tuple[int, torch.Tensor]] = []
+        self.own_teacher: list[torch.Tensor] = []
+        self.seen_teacher: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        return 0.5 * (self.x - self.global_rank - 1).square().sum()
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.seen.append((len(self.own), self.x.detach().clone()))
+            self.seen_teacher.append(self.teacher.clone())
+        self.log("val_loss", (self.x - 3.0).square().sum(), sync_dist=True)
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            self.teacher.data = 0.5 * (self.teacher.data + self.x.data)  # as MoCo's authors and lightly write it
+        self.own.append(self.x.detach().clone())
+        self.own_teacher.append(self.teacher.clone())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(7 * self.trainer.world_size, 1))
+
+    def val_dataloader(self):
+        return DataLoader(torch.zeros(self.trainer.world_size, 1))
+
+
+class Swapping(pl.Callback):
+    """An average of the weights, as most people write it: validation runs on it, and then the trained ones go on."""
+
+    def __init__(self) -> None:
+        self.average = torch.zeros(6, dtype=torch.float64)
+        self.trained = None
+        self.validated: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.average.lerp_(pl_module.x.detach(), 0.1)
+
+    def on_validation_start(self, trainer, pl_module):
+        self.trained = pl_module.x.detach().clone()
+        pl_module.x.data.copy_(self.average)
+
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.x.data.copy_(self.trained)
+
+
+def _fit(folder, name, callbacks=(), **arguments):
+    strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=1)
+    defaults = {"devices": 2, "max_epochs": 2, "val_check_interval": 3, "enable_checkpointing": True}
+    trainer = one_trainer(folder, strategy=strategy, callbacks=list(callbacks), **{**defaults, **arguments})
+    module = Drifting()
+    trainer.fit(module)
+    return trainer, module
+
+
+def _file(path):
+    return torch.load(path, weights_only=True)["state_dict"]["x"]
+
+
+def _program(folder):
+    """Of one rank, under every scheme."""
+    said = {}
+    for name in SCHEMES:
+        place = folder / name
+        every = ModelCheckpoint(place, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer, module = _fit(
+            place, name, [every, ModelCheckpoint(place / "last", save_last=True, save_on_train_epoch_end=True)]
+        )
+        own = {
+            "own": module.own,
+            "seen": list(module.seen),
+            "after fit": module.x.detach().clone(),
+            "teacher": module.teacher.clone(),
+            "own teacher": module.own_teacher,
+            "seen teacher": list(module.seen_teacher),
+            "last teacher": torch.load(place / "last" / "last.ckpt", weights_only=True)["state_dict"]["teacher"],
+            "last": _file(place / "last" / "last.ckpt"),
+            "on the way": {step: _file(place / f"step={step}.ckpt") for step in (3, 6, 9, 12)},
+        }
+        trainer.save_checkpoint(place / "after.ckpt")
+        own["saved after fit"] = _file(place / "after.ckpt")
+        own["schemes"] = torch.load(place / "after.ckpt", weights_only=True)["hiercomm"]["schemes"]
+        trainer.validate(module, verbose=False)
+        trainer.save_checkpoint(place / "validated.ckpt")
+        own["saved after validate"] = _file(place / "validated.ckpt")
+
+        default = ModelCheckpoint(place / "default")
+        _, module = _fit(place, name, [default], max_epochs=1, val_check_interval=None)
+        own["default"] = _file(default.best_model_path), module.x.detach().clone()
+
+        stopping = EarlyStopping("val_loss", patience=1, mode="min")
+        stopped, _ = _fit(place, name, [stopping], enable_checkpointing=False)
+        own["steps with EarlyStopping"] = stopped.global_step
+
+        _, swapped = _fit(place, name, [Swapping()], enable_checkpointing=False)
+        own["swapped"] = swapped.own
+        said[name] = copy.deepcopy(own)
+    return said
+
+
+@pytest.fixture(scope="module")
+def ranks(launch):
+    return launch(_program, ranks=2)
+
+
+@pytest.fixture(params=SCHEMES)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_validation_runs_on_the_mean_of_the_nodes_present_weights(ranks, name):
+    one, other = (rank[name] for rank in ranks)
+    assert [step for step, _ in one["seen"]] == [3, 6, 10, 13]
+    for (step, seen), (_, seen_by_other) in zip(one["seen"], other["seen"], strict=True):
+        mean = (one["own"][step - 1] + other["own"][step - 1]) / 2
+        torch.testing.assert_close(seen, mean, rtol=1e-12, atol=0)
+        assert torch.equal(seen, seen_by_other)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_file_on_the_way_holds_the_mean_of_the_nodes_present_weights(ranks, name):
+    one, other = (rank[name] for rank in ranks)
+    for step, saved in one["on the way"].items():
+        torch.testing.assert_close(saved, (one["own"][step - 1] + other["own"][step - 1]) / 2, rtol=1e-12, atol=0)
+
+
+def test_the_last_file_of_a_run_holds_what_fit_ends_with(ranks, name):
+    for rank in ranks:
+        said = rank[name]
+        assert torch.equal(said["last"], said["after fit"])
+        assert torch.equal(*said["default"])
+    assert torch.equal(ranks[0][name]["after fit"], ranks[1][name]["after fit"])
+
+
+def test_a_teacher_that_follows_its_student_agrees_wherever_it_is_seen(ranks, name):
+    one, other = (rank[name] for rank in ranks)
+    for (step, _), seen, seen_by_other in zip(one["seen"], one["seen teacher"], other["seen teacher"], strict=True):
+        mean = (one["own teacher"][step - 1] + other["own teacher"][step - 1]) / 2
+        torch.testing.assert_close(seen, mean, rtol=1e-12, atol=0)
+        assert torch.equal(seen, seen_by_other)
+    assert torch.equal(one["teacher"], other["teacher"])
+    assert torch.equal(one["last teacher"], one["teacher"])
+
+
+def test_early_stopping_does_not_end_a_run_that_gets_better(ranks, name):
+    assert ranks[0][name]["steps with EarlyStopping"] == 14
+
+
+def test_a_file_that_is_saved_after_fit_holds_the_module_and_the_schemes_last_schedule(ranks, name):
+    said = ranks[0][name]
+    assert torch.equal(said["saved after fit"], said["after fit"])
+    assert torch.equal(said["saved after validate"], said["after fit"])
+    assert [scheme["steps"] for scheme in said["schemes"]] == [14]
+
+
+def test_a_callback_that_swaps_weights_for_validation_does_not_change_the_training(ranks, name):
+    for rank in ranks:
+        assert len(rank[name]["own"]) == len(rank[name]["swapped"]) == 14
+        for plain, swapped in zip(rank[name]["own"], rank[name]["swapped"], strict=True):
+            assert torch.equal(plain, swapped)

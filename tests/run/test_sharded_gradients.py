@@ -1,0 +1,123 @@
+"""Gradients of two nodes of one rank, averaged on threads; those of shards are in tests/model_parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import on_ranks
+from torch import Tensor, nn
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.sharded_gradients import ShardedGradients
+from lightning_hiercomm.schemes.gradients import NodesMean
+
+
+class Recording(NodesMean):
+    """Says when a bucket leaves."""
+
+    def __init__(self, topology: Topology, said: list[str]) -> None:
+        super().__init__(topology, Wire())
+        self.said = said
+
+    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Any:
+        self.said.append(f"bucket {index}")
+        return super().reduce(bucket, index, held_by, waiting)
+
+
+def on_two_nodes(work: Callable[[nn.Sequential, ShardedGradients, list[str]], Any]) -> list[Any]:
+    """``work(layers, gradients, said)`` on two nodes of one rank: three layers of one weight, each a bucket."""
+
+    def body(topology: Topology) -> Any:
+        layers = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
+        said: list[str] = []
+        for index, layer in enumerate(layers):
+            nn.init.ones_(layer.weight)
+            layer.weight.register_hook(lambda _, index=index: said.append(f"layer {index}"))
+        gradients = ShardedGradients(layers.parameters(), Recording(topology, said), topology, {}, bucket_bytes=4)
+        try:
+            return work(layers, gradients, said)
+        finally:
+            gradients.close()
+
+    return on_ranks(body, [[0], [1]])
+
+
+def backward(layers: nn.Module, gradients: ShardedGradients, x: float) -> list[float | None]:
+    layers.zero_grad()
+    with gradients.backward():
+        layers(torch.tensor([[x]])).sum().backward()
+    return [None if p.grad is None else p.grad.item() for p in layers.parameters()]
+
+
+def backward_several(times: int, layers: nn.Module, gradients: ShardedGradients) -> None:
+    with gradients.backward():
+        for _ in range(times):
+            layers(torch.tensor([[2.0]])).sum().backward()
+
+
+def own(gradients: ShardedGradients) -> float:
+    return 1.0 + 2.0 * gradients._topology.rank
+
+
+def test_every_pass_leaves_the_mean_and_from_the_second_on_buckets_leave_when_they_are_written():
+    def work(layers, gradients, said):
+        results = [backward(layers, gradients, own(gradients)) for _ in range(2)]
+        return results, said
+
+    backwards = ["layer 2", "layer 1", "layer 0"]
+    first = [*backwards, "bucket 0", "bucket 1", "bucket 2"]
+    second = ["layer 2", "bucket 0", "layer 1", "bucket 1", "layer 0", "bucket 2"]
+    for results, said in on_two_nodes(work):
+        assert results == [[2.0] * 3] * 2
+        assert said == first + second
+
+
+def test_a_gradient_that_one_node_lacks_counts_as_zero_and_one_that_all_lack_stays_away():
+    def work(layers, gradients, said):
+        used = nn.Sequential(layers[0], *([layers[2]] if gradients._topology.rank == 0 else []))
+        for _ in range(2):
+            layers.zero_grad()
+            result = backward(used, gradients, 4.0)
+        return result, layers[1].weight.grad, layers[2].weight.grad.item()
+
+    for result, unused, partly_used in on_two_nodes(work):
+        assert result[0] == 4.0
+        assert unused is None
+        assert partly_used == 2.0
+
+
+def test_where_a_pass_writes_gradients_several_times_all_buckets_wait_for_its_end():
+    def work(layers, gradients, said):
+        for _ in range(2):
+            layers.zero_grad()
+            backward_several(1 + gradients._topology.rank, layers, gradients)  # only one node does
+        return [p.grad.item() for p in layers.parameters()], said[-3:]
+
+    for result, last in on_two_nodes(work):
+        assert result == [3.0] * 3
+        assert last == ["bucket 0", "bucket 1", "bucket 2"]
+
+
+def test_a_gradient_that_is_written_again_when_it_has_left_is_an_error():
+    def work(layers, gradients, said):
+        backward(layers, gradients, 1.0)
+        with pytest.raises(RuntimeError, match=r"shape \(1, 1\) was written a second time .* PeriodicAveraging\(1\)"):
+            backward_several(2, layers, gradients)
+
+    on_two_nodes(work)
+
+
+def test_what_accumulates_before_the_last_pass_is_averaged_with_it():
+    def work(layers, gradients, said):
+        for _ in range(2):
+            layers.zero_grad()
+            layers(torch.tensor([[1.0]])).sum().backward()
+            with gradients.backward():
+                layers(torch.tensor([[own(gradients)]])).sum().backward()
+        return [p.grad.item() for p in layers.parameters()]
+
+    assert on_two_nodes(work) == [[3.0] * 3] * 2

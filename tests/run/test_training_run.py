@@ -1,0 +1,157 @@
+"""What runs the schemes, on threads and without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from harness import on_ranks
+from torch import nn
+
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme
+
+T = TypeVar("T")
+
+
+class Pair(nn.Module):
+    """Two scalars, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 1, bias=False)
+        self.second = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.first.weight)
+        nn.init.zeros_(self.second.weight)
+
+
+def on_two_nodes(scheme: Callable[[], Scheme], work: Callable[[TrainingRun], T]) -> list[T]:
+    """``work(run)`` on two nodes of one rank, with a run that has begun."""
+
+    def body(topology: Topology) -> T:
+        module = Pair()
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
+        run = TrainingRun(scheme(), Replicas(module, optimizers), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            return work(run)
+        finally:
+            run.close(timeout=5.0)
+
+    return on_ranks(body, [[0], [1]])
+
+
+def add(run: TrainingRun, which: int, amount: float) -> None:
+    """A step of one optimizer that adds ``amount`` to everything it trains."""
+    optimizer = run.optimizers[which]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, -amount)
+    run.step(optimizer, optimizer.step)
+
+
+def test_every_optimizer_has_a_scheme_that_counts_its_own_steps():
+    def work(run: TrainingRun) -> list[float]:
+        mine = run.topology.rank + 1.0
+        add(run, 0, mine)
+        add(run, 0, mine)
+        add(run, 1, mine)
+        return [run.module.first.weight.item(), run.module.second.weight.item()]
+
+    assert on_two_nodes(lambda: PeriodicAveraging(2), work) == [[3.0, 1.0], [3.0, 2.0]]
+
+
+def test_nested_visits_to_the_agreed_model_end_where_training_was():
+    def work(run: TrainingRun) -> list[float]:
+        weight = run.module.first.weight
+        add(run, 0, run.topology.rank + 1.0)
+        seen = [weight.item()]
+        with run.agreed_model():
+            seen.append(weight.item())
+            run.agreed_model.enter()  # as validation does, between two hooks
+            seen.append(weight.item())
+            run.agreed_model.leave()
+            seen.append(weight.item())
+            seen.append(run.agreed_model.own_values()[id(weight)].item())
+        return [*seen, weight.item()]
+
+    assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [
+        [1.0, 1.5, 1.5, 1.5, 1.0, 1.0],
+        [2.0, 1.5, 1.5, 1.5, 2.0, 2.0],
+    ]
+
+
+def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
+    def work(run: TrainingRun) -> float:
+        add(run, 0, run.topology.rank + 1.0)
+        run.agreed_model.leave()
+        return run.module.first.weight.item()
+
+    assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("scheme", [lambda: PeriodicAveraging(5), lambda: Gossip(segments=1, hierarchical=False)])
+def test_nodes_begin_anew_from_their_agreement_when_parameters_are_added(scheme):
+    def work(run: TrainingRun) -> tuple[float, bool, bool]:
+        add(run, 0, run.topology.rank + 1.0)
+        own = run.schemes[0]
+        threads = list(own._backgrounds)
+        extra = nn.Parameter(torch.zeros(1))
+        run.module.register_parameter("extra", extra)
+        run.optimizers[0].add_param_group({"params": [extra]})
+        add(run, 0, 0.0)
+        with run.agreed_model():
+            agreed = run.module.first.weight.item()
+        return agreed, any(t is extra for t in own.replica.parameters), own._backgrounds == threads
+
+    everyone = on_two_nodes(scheme, work)
+    assert [agreed for agreed, _, _ in everyone] == [1.5, 1.5]
+    assert all(knows_new and keeps_threads for _, knows_new, keeps_threads in everyone)
+
+
+def test_what_was_written_into_the_module_from_outside_is_averaged():
+    def work(run: TrainingRun) -> list[float]:
+        with torch.no_grad():
+            run.module.second.weight.fill_(run.topology.rank)
+        run.begin_anew()
+        return [run.module.second.weight.item(), run.schemes[1].unagreed_steps]
+
+    assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
+
+
+def test_values_written_behind_the_schemes_back_on_any_rank_are_noticed_on_all():
+    def work(run: TrainingRun) -> list[bool]:
+        noticed = [run.values_have_changed()]
+        if run.topology.rank == 1:
+            run.module.second.weight.data.fill_(0.5)
+        noticed.append(run.values_have_changed())
+        run.remember_values()
+        return [*noticed, run.values_have_changed()]
+
+    assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[False, True, False]] * 2
+
+
+def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
+    module = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(4, affine=False)])
+    optimizers = [torch.optim.SGD(module[0].parameters(), lr=1.0), torch.optim.SGD(module[1].parameters(), lr=1.0)]
+    replicas = Replicas(module, optimizers)
+    # the layer without parameters goes to the first; counts of batches are integers
+    assert [b.numel() for b in replicas.of(optimizers[0]).buffers] == [2, 2, 4, 4]
+    assert [b.numel() for b in replicas.of(optimizers[1]).buffers] == [3, 3]
+    assert not Replicas(module, optimizers, average_buffers=False).of(optimizers[0]).buffers
+
+
+def test_every_rank_starts_from_the_values_of_rank_zero():
+    def work(topology: Topology) -> list[float]:
+        module = nn.BatchNorm1d(1)
+        for tensor in (module.weight, module.running_mean):
+            nn.init.constant_(tensor, float(topology.rank + 1))
+        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
+        return [module.weight.item(), module.running_mean.item()]
+
+    assert on_ranks(work, [[0], [1]]) == [[1.0, 1.0], [1.0, 1.0]]

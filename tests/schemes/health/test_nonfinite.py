@@ -1,0 +1,367 @@
+"""NaN and infinity are noticed before they reach another node, by every scheme, and by no message more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from harness import Rank, on_nodes, run_to_end
+from torch.optim import SGD, Adam
+
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes import (
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    OuterOptimizer,
+    PeriodicAveraging,
+    RandomPermutation,
+    Ring,
+    Scheme,
+    StepsDelay,
+)
+from lightning_hiercomm.schemes.carriers import mean as averaging
+from lightning_hiercomm.schemes.carriers import peers
+from lightning_hiercomm.schemes.health import nonfinite
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, begin_state_anew, describe, mark_of
+from lightning_hiercomm.schemes.steps_delay import server
+
+THREE = ((0,), (1,), (2,))
+PAIRS = ((0, 1), (2, 3), (4, 5))
+SHAPES = {"a": 3, "b": 4, "c": 2}
+
+AGREEING: dict[str, Callable[[], Scheme]] = {
+    "periodic": lambda: PeriodicAveraging(2),
+    "periodic, before the step": lambda: PeriodicAveraging(2, order="before_step"),
+    "periodic, no gradients": lambda: PeriodicAveraging(2, gradients="none"),
+    "daso, waiting": lambda: DASO(2, 0, warmup_epochs=0, cooldown_epochs=0, adapt=False),
+    "daso, eq1": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False),
+    "daso, delta": lambda: DASO(2, 2, warmup_epochs=0, cooldown_epochs=0, adapt=False, merge="delta"),
+    "daso, sharded": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False, exchange="sharded"),
+    "diloco": lambda: DiLoCo(2),
+    "diloco, streaming": lambda: DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
+    "noloco": lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco, overlapped": lambda: Agreement(2, through=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
+}
+GOSSIPING: dict[str, Callable[[], Scheme]] = {
+    "gossip": lambda: Gossip(segments=2),
+    "gossip, overlapped": lambda: Gossip(segments=2, overlap=True),
+    "gossip, of ranks": lambda: Gossip(segments=2, hierarchical=False),
+    "gossip, push-sum": lambda: Gossip("directed_exponential", segments=2),
+    "gossip, plain means": lambda: Gossip(Ring(), segments=2, push_sum=False),
+    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
+}
+ALL = {**AGREEING, **GOSSIPING}
+
+
+def with_policy(scheme: Scheme, policy: str) -> Scheme:
+    scheme.on_nonfinite = policy
+    return scheme
+
+
+def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math.nan) -> Rank:
+    """Trains towards the target; at one step the victim's gradient of one element is not finite."""
+    for step in range(steps):
+
+        def gradient(x: torch.Tensor, now: bool = step == at and rank.rank == victim) -> torch.Tensor:
+            flat = x - rank.target
+            if now:
+                flat[4] = value  # of b
+            return flat
+
+        rank.train(gradient, last=step == steps - 1)
+    return rank
+
+
+ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
+@pytest.mark.parametrize("scheme", ALL)
+def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
+    work = partial(falls_sick, steps=12, at=4, victim=2, value=value)
+    ranks = run_to_end(work, with_policy(ALL[scheme](), "skip"), nodes, shapes=SHAPES, inner=partial(SGD, lr=0.1))
+    for rank in ranks:
+        assert rank.values.isfinite().all()
+        assert rank.values.min() > 0.0  # all have learned since
+        assert rank.values.max() <= 10.0
+    sick_node = next(ranks_ for ranks_ in nodes if 2 in ranks_)
+    assert all(ranks[rank].scheme.nonfinite >= (rank == 2) for rank in sick_node)
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """As on a GPU, where nobody waits to know, though this one computes at once."""
+    for module in (averaging, nonfinite, peers, server):
+        monkeypatch.setattr(module, "is_asynchronous", lambda _: True)
+
+
+@pytest.mark.parametrize("scheme", ["diloco", "diloco, streaming", "noloco, overlapped", *GOSSIPING])
+def test_so_it_does_where_looking_would_mean_to_wait(scheme, asynchronous):
+    train = partial(run_to_end, nodes=PAIRS, shapes=SHAPES, inner=partial(SGD, lr=0.1))
+    for rank in train(ill_at_four, with_policy(ALL[scheme](), "skip")):
+        assert rank.values.isfinite().all()
+        assert rank.values.min() > 0.0
+        assert rank.values.max() <= 10.0
+    healthy = partial(falls_sick, steps=11, at=-1, victim=-1)
+    looked_at, trusted = (
+        [rank.trace for rank in train(healthy, with_policy(ALL[scheme](), policy))] for policy in ("skip", "ignore")
+    )
+    assert looked_at == trusted
+
+
+@pytest.mark.parametrize("scheme", sorted(ALL.keys() - {"steps_delay"}))
+def test_that_is_what_happens_to_all_if_nobody_looks(scheme):
+    ranks = run_to_end(ill_at_four, with_policy(ALL[scheme](), "ignore"), THREE, shapes=SHAPES)
+    assert all(rank.values.isnan().any() for rank in ranks)
+
+
+@pytest.mark.parametrize("scheme", {**ALL, "all_reduce": AllReduce})
+def test_the_first_bad_parameter_is_named_where_it_raises(scheme):
+    scheme = AllReduce() if scheme == "all_reduce" else ALL[scheme]()
+    with pytest.raises(NonfiniteError, match=r"rank \d \(node \d\).* parameter b \(1 of 4 elements\)"):
+        run_to_end(ill_at_four, with_policy(scheme, "raise"), PAIRS, shapes=SHAPES, timeout=5)
+
+
+@pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
+@pytest.mark.parametrize("scheme", {**ALL, "all_reduce": AllReduce})
+def test_looking_sends_nothing_and_changes_no_bit(scheme, nodes):
+    def train(policy: str) -> list[tuple[list[list[float]], dict[str, float]]]:
+        own = AllReduce() if scheme == "all_reduce" else ALL[scheme]()
+        work = partial(falls_sick, steps=11, at=-1, victim=-1)
+        ranks = run_to_end(work, with_policy(own, policy), nodes, shapes=SHAPES, targets=None, start=-0.0)
+        counted = [{k: v for k, v in rank.meter.snapshot().items() if "seconds" not in k} for rank in ranks]
+        return list(zip([rank.trace for rank in ranks], counted, strict=True))
+
+    assert train("ignore") == train("skip")
+
+
+def test_the_healthy_mean_is_exact_and_the_optimizer_begins_anew_where_it_was_sick():
+    def work(rank: Rank) -> torch.Tensor:
+        before = None
+        for step in range(4):
+            gradient = float(rank.rank + 1 + step)
+            rank.train(math.nan if step == 2 and rank.rank == 1 else gradient)
+            if step == 2:
+                before = rank.values
+        moments = [state["exp_avg"].isfinite().all() for state in rank.optimizer.state.values()]
+        counts = {int(state["step"]) for state in rank.optimizer.state.values()}
+        return before, rank.values, all(moments), counts, rank.scheme.nonfinite
+
+    scheme = with_policy(PeriodicAveraging(4), "skip")
+    inner = partial(Adam, lr=0.1)
+    results = on_nodes(work, scheme, THREE, weights=[1, 2, 3], shapes=SHAPES, dtype=torch.float64, inner=inner)
+    values = [result[1] for result in results]
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], values[2])
+    # Adam's steps of constant gradients: all go alike, so the healthy ones and their mean are where the healthy were
+    torch.testing.assert_close(values[1], torch.full_like(values[1], values[0][0]))
+    assert [result[2] for result in results] == [True] * 3
+    assert [result[3] for result in results] == [{4}, {0}, {4}]
+    assert [result[4] for result in results] == [1, 1, 1]
+
+
+def test_the_weights_of_the_healthy_are_those_of_the_mean():
+    def work(rank: Rank) -> float:
+        rank.train(math.nan if rank.rank == 1 else -float(rank.rank))
+        return rank.values[0].item()
+
+    scheme = with_policy(PeriodicAveraging(1), "skip")
+    values = on_nodes(work, scheme, THREE, weights=[1, 5, 3], dtype=torch.float64, inner=partial(SGD, lr=1.0))
+    assert values == pytest.approx([2 * 3 / 4] * 3)
+
+
+def test_without_gradients_in_the_node_only_the_sick_rank_is_left_out():
+    def work(rank: Rank) -> float:
+        rank.train(math.inf if rank.rank == 1 else -float(rank.rank))
+        return rank.values[0].item()
+
+    scheme = with_policy(PeriodicAveraging(1, gradients="none"), "skip")
+    values = on_nodes(work, scheme, ((0, 1), (2, 3)), dtype=torch.float64, inner=partial(SGD, lr=1.0))
+    assert values == pytest.approx([(0 + 2 + 3) / 3] * 4)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
+    """As if the sick node had never been there, but for when the others' values were taken."""
+
+    def work(rank: Rank, sick: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        for step in range(4):
+            constant = -1.0 if step != 1 else 0.0  # so that it does not matter when
+            rank.train(math.nan if sick and step == 1 and rank.rank == 2 else constant * (rank.rank + 1))
+        outer = rank.scheme.outer.optimizer
+        buffers = [state["momentum_buffer"] for state in outer.state.values()]
+        return rank.scheme._carrier.anchors[0].clone(), buffers[0].clone()
+
+    scheme = with_policy(Agreement(2, merge=OuterOptimizer(), staleness=staleness), "skip")
+    training = {"shapes": SHAPES, "dtype": torch.float64, "inner": partial(SGD, lr=1.0)}
+    with_sick = on_nodes(partial(work, sick=True), scheme, THREE, **training)
+    assert all(torch.equal(with_sick[0][i], each[i]) for each in with_sick for i in (0, 1))
+    assert with_sick[0][0].isfinite().all()
+    if staleness == 0:  # first round: the healthy went 1 and 2; second: the same and what the third did from there
+        healthy_mean, velocity = 1.5 * 1, 0.0
+        expected, moved = 0.0, []
+        first = -healthy_mean
+        velocity = first
+        expected -= 0.7 * (first + 0.9 * velocity)
+        moved.append(expected)
+        second = -(1 + 2 + 3) / 3 * 2
+        velocity = 0.9 * velocity + second
+        expected -= 0.7 * (second + 0.9 * velocity)
+        torch.testing.assert_close(with_sick[0][0], torch.full_like(with_sick[0][0], expected))
+        torch.testing.assert_close(with_sick[0][1], torch.full_like(with_sick[0][1], velocity))
+
+
+@pytest.mark.parametrize("scheme", AGREEING)
+@pytest.mark.parametrize(("wire", "dtype", "far"), [("float16", torch.float32, 1e6), ("int8", torch.float64, 1e300)])
+def test_what_is_too_large_for_the_wire_travels_as_it_is_or_raises(scheme, wire, dtype, far):
+    def work(rank: Rank) -> Rank:
+        for step in range(5):
+            rank.train(-far if step == 0 and rank.node == 1 else 0.0, last=step == 4)
+        return rank
+
+    training = {"shapes": SHAPES, "dtype": dtype, "wire": wire, "inner": partial(SGD, lr=1.0)}
+    ranks = run_to_end(work, with_policy(AGREEING[scheme](), "skip"), PAIRS, **training)
+    assert all(rank.values.isfinite().all() for rank in ranks)
+    if scheme.startswith(("periodic", "daso")):
+        assert torch.stack([rank.values for rank in ranks]).mean() == pytest.approx(far / 3, rel=0.5)
+    if "noloco" not in scheme:
+        with pytest.raises(NonfiniteError, match=r"all parameters are finite, but not what .* makes of them"):
+            run_to_end(work, with_policy(AGREEING[scheme](), "raise"), PAIRS, timeout=5, **training)
+
+
+def test_where_looking_would_mean_to_wait_the_server_takes_zeros(asynchronous):
+    test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server("skip")
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server(policy):
+    def work(rank: Rank) -> Rank:
+        for step in range(6):
+            rank.train(1e6 if step == 3 and rank.node == 1 else 0.1)
+        return rank
+
+    scheme = with_policy(StepsDelay(2, warmup_steps=0), policy)
+    train = partial(
+        run_to_end, work, scheme, PAIRS, shapes=SHAPES, wire="float16", timeout=5, inner=partial(SGD, lr=0.1)
+    )
+    if policy == "raise":
+        with pytest.raises(NonfiniteError, match="gradients are finite, but not their sum"):
+            train()
+    else:
+        ranks = train()
+        assert all(rank.values.abs().max() < 1.0 for rank in ranks)
+
+
+def test_statistics_that_are_not_finite_stay_where_they_are():
+    def work(rank: Rank) -> torch.Tensor:
+        if rank.rank == 1:
+            rank.module.buffer[0] = math.nan
+        rank.train()
+        return rank.module.buffer.clone()
+
+    scheme = with_policy(PeriodicAveraging(1), "skip")
+    buffers = on_nodes(work, scheme, PAIRS, shapes=SHAPES, buffer=torch.ones(2))
+    assert all(torch.equal(buffer, torch.ones(2)) for buffer in buffers)
+
+
+@pytest.mark.parametrize("scheme", ["periodic", "daso, eq1", "diloco", "gossip"])
+def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
+    def work(rank: Rank) -> torch.Tensor:
+        rank.train()
+        rank.scheme.unagreed_steps = 1
+        with torch.no_grad():
+            if rank.rank == 1:
+                rank.parameters[0][0] = math.nan
+        return rank.agreed()
+
+    looks = on_nodes(work, with_policy(AGREEING.get(scheme, GOSSIPING.get(scheme))(), "skip"), THREE, shapes=SHAPES)
+    assert all(torch.equal(look, looks[0]) and look.isfinite().all() for look in looks)
+
+
+def test_where_nobody_is_healthy_it_raises_whatever_the_policy():
+    work = partial(falls_sick, steps=4, at=1, victim=0)
+
+    def all_fall_sick(rank: Rank) -> Rank:
+        return work(rank, victim=rank.rank)
+
+    with pytest.raises(NonfiniteError, match="No node is left whose parameters are finite"):
+        run_to_end(all_fall_sick, with_policy(PeriodicAveraging(2), "skip"), THREE, shapes=SHAPES, timeout=5)
+
+
+# ---- the pieces ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_a_mark_changes_no_bit_of_anything_unless_it_is_nan(dtype):
+    values = torch.tensor([0.0, -0.0, 1.5, -3.0], dtype=dtype)
+    marked = values + mark_of([values])
+    assert torch.equal(marked, values)
+    assert torch.equal(torch.view_as_real(marked).signbit() if dtype.is_complex else marked.signbit(),
+                       torch.view_as_real(values).signbit() if dtype.is_complex else values.signbit())  # fmt: skip
+    for bad in (math.nan, math.inf, -math.inf):
+        sick = values.clone()
+        sick[2] = bad
+        assert mark_of([values, sick]).isnan()
+    assert not mark_of([]).isnan()
+
+
+def test_marks_of_several_dtypes_are_one():
+    wide, narrow = torch.tensor([1e300], dtype=torch.float64), torch.ones(2)
+    assert mark_of([wide, narrow]).signbit()
+    assert mark_of([wide, narrow]) == 0.0
+    assert mark_of([wide * 1e300, narrow]).isnan()
+
+
+def test_finite_values_whose_sum_overflows_are_looked_at_again():
+    large = torch.full((4,), 3e38)
+    assert mark_of([large]).isnan()
+    assert describe(Replica([large])) is None
+
+    def work(rank: Rank) -> torch.Tensor:
+        rank.train(-3e38 if rank.rank == 0 else -1e38)
+        return rank.values
+
+    for scheme in (PeriodicAveraging(1), Gossip(segments=1)):
+        values = on_nodes(work, with_policy(scheme, "raise"), ((0,), (1,)), shapes=SHAPES, inner=partial(SGD, lr=1.0))
+        for value in values:
+            torch.testing.assert_close(value, torch.full_like(value, 2e38))
+
+
+def test_only_the_state_of_parameters_that_were_sick_begins_anew():
+    sick, well = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Adam([sick, well])
+    sick.grad, well.grad = torch.tensor([math.nan, 1.0]), torch.ones(2)
+    optimizer.step()
+    begin_state_anew(optimizer)
+    assert optimizer.state[sick]["step"] == 0
+    assert torch.equal(optimizer.state[sick]["exp_avg_sq"], torch.zeros(2))
+    assert optimizer.state[well]["step"] == 1
+    assert optimizer.state[well]["exp_avg"].all()
+
+
+def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
+    scheme = with_policy(AGREEING["noloco, overlapped"](), "skip")
+    arguments = {"nodes": THREE, "shapes": SHAPES, "inner": partial(SGD, lr=0.1)}
+
+    def saving(rank: Rank) -> tuple[dict, torch.Tensor]:
+        falls_sick(rank, steps=5, at=4, victim=2)
+        state = rank.state()
+        return state, falls_sick(rank, steps=4, at=-1, victim=2).values
+
+    saved = on_nodes(saving, scheme, **arguments)
+    assert [state["scheme"]["in_flight"][0]["is_sick"] for state, _ in saved] == [False, False, True]
+
+    def resuming(rank: Rank) -> torch.Tensor:
+        rank.load(saved[rank.rank][0])
+        return falls_sick(rank, steps=4, at=-1, victim=2).values
+
+    for (_, whole), resumed in zip(saved, on_nodes(resuming, scheme, **arguments), strict=True):
+        assert whole.isfinite().all()
+        assert torch.equal(whole, resumed)

@@ -1,0 +1,336 @@
+"""The server of StepsDelay: sharded over all ranks, it steps and saves as one process would."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import Rank, on_nodes, steps
+from problems import train_with_momentum as train
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes import StepsDelay
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+def test_optimizer_state_is_shared_out_among_the_ranks(nodes, shard_on):
+    held = []
+
+    def work(run: Rank) -> None:
+        steps(3)(run)
+        run.scheme.settle()
+        shards = run.scheme.state_dict()["exchange"]["server"]
+        momenta = [owned["momentum_buffer"] for shard in shards for owned in shard["optimizer"]]
+        held.append((run.rank, sum(momentum.numel() for momentum in momenta)))
+        assert not run.optimizer.state
+
+    train(work, StepsDelay(1, 0, shard_on=shard_on), nodes=nodes, shapes=((6, 5), (10,), (10,), (10,)))
+    owners = min(map(len, nodes)) * len(nodes)
+    assert sum(numel for _, numel in held) == 60
+    if shard_on == "elements":
+        assert sorted(numel for _, numel in held)[-owners:] == [60 // owners] * owners
+
+
+OPTIMIZERS = [
+    (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), "elements"),
+    (lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1), "elements"),
+    (lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True), "parameters"),
+    (lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True), "elements"),
+    (
+        lambda p: torch.optim.SGD([{"params": p[:1], "lr": 0.2}, {"params": p[1:], "momentum": 0.5}], lr=0.1),
+        "elements",
+    ),
+]
+if hasattr(torch.optim, "Adafactor"):
+    OPTIMIZERS.append((lambda p: torch.optim.Adafactor(p, lr=0.1), "parameters"))
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS.append((lambda p: torch.optim.Muon(p, lr=0.1), "parameters"))
+
+
+@pytest.mark.parametrize(("optimizer", "shard_on"), OPTIMIZERS)
+@pytest.mark.parametrize("bucket_bytes", [8 * 5, 2**22])
+def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_layout(optimizer, shard_on, bucket_bytes):
+    shapes = ((4, 3), (2, 5), (1, 1))
+
+    def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
+        steps(5)(run)
+        return run.values.tolist(), run.scheme.optimizer_state()
+
+    results = train(
+        work,
+        StepsDelay(1, 10, local_update="sgd", shard_on=shard_on),
+        nodes=((0, 1), (2, 3)),
+        shapes=shapes,
+        dtype=torch.float64,
+        inner=optimizer,
+        bucket_bytes=bucket_bytes,
+    )
+    # one process with the mean gradient
+    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64)) for shape in shapes]
+    generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
+    goals = [
+        sum(torch.randn(tuple(shape), generator=g, dtype=torch.float64) for g in generators) / 4 for shape in shapes
+    ]
+    alone = optimizer(whole)
+    for _ in range(5):
+        for p, goal in zip(whole, goals, strict=True):
+            p.grad = p.detach() - goal
+        alone.step()
+    expected = alone.state_dict()
+    for values, state in results:
+        assert values == pytest.approx(torch.cat([p.detach().flatten() for p in whole]).tolist(), abs=1e-7)
+        assert state["param_groups"] == expected["param_groups"]
+        assert state["state"].keys() == expected["state"].keys()
+        for index, held in expected["state"].items():
+            assert state["state"][index].keys() == held.keys()
+            for name, value in held.items():
+                assert torch.allclose(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=1e-7)
+
+
+class NewTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that this thread makes inside, and the most of them that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and id(storage) not in given and storage not in self._seen:
+                self._seen.add(storage)
+                weakref.finalize(storage, self._ended, storage.nbytes())
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+        return result
+
+    def _ended(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+def test_a_state_for_one_rank_goes_to_that_rank_in_parts_and_nobody_else_gets_it(nodes, shard_on):
+    part = 2**16
+    shapes = ((2**13,),) * 12  # six parts
+    model = 6 * part
+
+    def work(run: Rank) -> tuple[dict[str, Any], dict[str, Any], dict[str, float], int]:
+        steps(3)(run)
+        everywhere = run.scheme.optimizer_state()
+        before = run.meter.snapshot()
+        with NewTensors() as new:
+            state = run.scheme.optimizer_state(only_on=1)
+        sent = {name: value - before[name] for name, value in run.meter.snapshot().items() if name.endswith("_bytes")}
+        return everywhere, state, sent, new.peak
+
+    results = on_nodes(
+        work,
+        StepsDelay(1, 0, local_update="sgd", shard_on=shard_on),
+        nodes,
+        shapes=shapes,
+        inner=partial(torch.optim.Adam, lr=0.1),
+        bucket_bytes=part,
+    )
+    lanes = min(map(len, nodes))
+    for rank, (everywhere, state, sent, peak) in enumerate(results):
+        assert state["param_groups"] == everywhere["param_groups"]
+        is_owner = any(rank in ranks[:lanes] for ranks in nodes)
+        if rank == 1:
+            assert state["state"].keys() == everywhere["state"].keys()
+            for index, held in everywhere["state"].items():
+                assert all(torch.equal(state["state"][index][name], value) for name, value in held.items())
+            assert sum(sent.values()) == 0
+            assert 2 * model <= peak <= 2 * model + 5 * part
+        else:
+            assert state["state"] == {}
+            assert sum(sent.values()) == pytest.approx(2 * model / lanes / len(nodes) if is_owner else 0, rel=0.01)
+            # threads keep a copy of what they have sent and nobody has taken
+            assert peak <= sum(sent.values()) + 4 * part < 2 * model
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_a_look_gives_back_the_memory_of_what_travels_and_changes_nothing(warmup_steps):
+    def work(run: Rank, looks: bool) -> tuple[list[list[float]], list[tuple[int, int]]]:
+        held = []
+        for _ in range(9):
+            run.train()
+            if looks:
+                run.agreed()
+                shards = run.scheme._server._shards
+                mean = sum(shard.mean.untyped_storage().nbytes() for shard in shards)
+                held.append((mean, sum(shard.travelling.untyped_storage().nbytes() for shard in shards)))
+                run.scheme.state_dict()  # as a companion of a checkpoint does
+        return run.trace, held
+
+    arguments: dict[str, Any] = {"nodes": ((0, 1), (2, 3)), "shapes": ((8,), (8,)), "bucket_bytes": 32}
+    undisturbed = train(partial(work, looks=False), StepsDelay(2, warmup_steps), **arguments)
+    for (trace, held), (expected, _) in zip(
+        train(partial(work, looks=True), StepsDelay(2, warmup_steps), **arguments), undisturbed, strict=True
+    ):
+        assert trace == expected
+        delayed = range(warmup_steps + 2, 10, 2)  # steps that have pulled: half of 16 float64 is what a lane carries
+        assert held == [(0, 64 if step in delayed else 0) for step in range(1, 10)]
+
+
+def test_a_small_model_travels_in_several_sections_that_follow_each_other():
+    def numels(run: Rank) -> list[int]:
+        assert run.scheme._server is not None
+        return [section.bucket.numel for section in run.scheme._server.sections]
+
+    shapes, scheme = ((1024, 1024), (1,)), StepsDelay(1, 10, local_update="sgd")
+    (cut,) = set(map(tuple, train(numels, scheme, nodes=((0,), (1,)), shapes=shapes)))
+    assert len(cut) >= 8
+    assert sum(cut) == 1024 * 1024 + 1
+    (small,) = set(map(tuple, train(numels, scheme, nodes=((0,), (1,)), shapes=((10, 10),))))
+    assert small == (100,)
+
+
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
+    shapes, saved = ((4, 3), (7,)), {}
+
+    def adamw(p: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(p, lr=0.1)
+
+    def first(run: Rank) -> None:
+        for _ in range(4):
+            run.train(gradient=1.0 + run.topology.node)
+        state, values = run.scheme.optimizer_state(), run.agreed().tolist()
+        if run.rank == 0:
+            saved.update(optimizer=state, values=values)
+
+    def resumed(run: Rank) -> list[float]:
+        with torch.no_grad():
+            flat = torch.tensor(saved["values"], dtype=torch.float64)
+            for p, values in zip(run.parameters, flat.split([12, 7]), strict=True):
+                p.copy_(values.view(p.shape))
+        run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
+        run.optimizer.load_state_dict(saved["optimizer"])
+        run.scheme.load_state_dict({**run.scheme.state_dict(), "steps": 4, "exchange": None})
+        run.scheme.begin_run(1, None)
+        for _ in range(3):
+            run.train(gradient=1.5)
+        return run.values.tolist()
+
+    def scheme() -> StepsDelay:
+        return StepsDelay(1, 100, local_update="sgd", shard_on=shard_on)
+
+    train(first, scheme(), nodes=((0, 1), (2, 3)), shapes=shapes, inner=adamw)
+    results = train(resumed, scheme(), nodes=((0,), (1,), (2,)), shapes=shapes, inner=adamw)
+    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64)) for shape in shapes]
+    alone = adamw(whole)
+    for _ in range(7):
+        for p in whole:
+            p.grad = torch.full_like(p, 1.5)
+        alone.step()
+    assert results[0] == pytest.approx(torch.cat([p.detach().flatten() for p in whole]).tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["glu", "sgd", "dc_asgd"])
+@pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)])
+def test_a_run_resumed_from_its_state_goes_on_to_the_bit(rule, wire):
+    arguments: dict[str, Any] = {
+        "nodes": ((0, 1), (2, 3)),
+        "shapes": ((3, 3), (2,)),
+        "dtype": torch.float32,
+        "wire": wire,
+        "bucket_bytes": 4 * 5,
+    }
+
+    def scheme() -> StepsDelay:
+        return StepsDelay(2, 2, local_update=rule, hold=rule == "glu")
+
+    saved: dict[tuple[int, int], bytes] = {}
+
+    def first(run: Rank) -> Rank:
+        for at in range(1, 6):
+            run.train()
+            run.scheme.settle()
+            file = io.BytesIO()
+            torch.save({"values": run.scheme.replica.snapshot(), "scheme": run.scheme.state_dict()}, file)
+            saved[run.rank, at] = file.getvalue()
+        return steps(3)(run)
+
+    def resumed(run: Rank, at: int) -> Rank:
+        state = torch.load(io.BytesIO(saved[run.rank, at]), weights_only=True)
+        run.scheme.replica.restore(state["values"])
+        run.scheme.load_state_dict(state["scheme"])
+        run.scheme.begin_run(1, None)
+        return steps(8 - at)(run)
+
+    whole = train(first, scheme(), **arguments)
+    for at in range(1, 6):
+        pieces = train(partial(resumed, at=at), scheme(), **arguments)
+        for piece, run in zip(pieces, whole, strict=True):
+            assert piece.trace == run.trace[at:]
+            assert piece.values.tolist() == run.values.tolist()
+
+
+def test_a_resume_with_another_delay_goes_on_from_weights_not_gradients():
+    saved: dict[int, Any] = {}
+
+    def first(run: Rank) -> None:
+        steps(6)(run)  # between two pulls, but at one if the delay were 3
+        run.scheme.settle()
+        saved[run.rank] = run.scheme.replica.snapshot(), run.scheme.state_dict()
+
+    def resumed(run: Rank) -> Rank:
+        values, state = saved[run.rank]
+        run.scheme.replica.restore(values)
+        run.scheme.load_state_dict(state)
+        return steps(1)(run)
+
+    train(first, StepsDelay(4, 0), targets=(100.0, 100.0))
+    for run in train(resumed, StepsDelay(3, 0), targets=(100.0, 100.0)):
+        assert 0 < run.trace[0][0] < 40  # the gradients were about -100
+
+
+def test_a_narrow_wire_loses_no_small_updates():
+    runs = train(
+        lambda run: [run.train(gradient=1.0) for _ in range(100)] and run,
+        StepsDelay(2, 200),
+        nodes=((0, 1), (2, 3)),
+        dtype=torch.float32,
+        inner=lambda p: torch.optim.SGD(p, lr=1e-3),
+        wire=Wire(torch.bfloat16),
+    )
+    for run in runs:
+        assert run.values.tolist() == pytest.approx([-0.1], abs=1e-6)
+        # every node holds the same, within what one difference of the last pull rounds away
+        assert run.trace[-1] == runs[0].trace[-1]
+        assert run.trace[-1] == pytest.approx([-0.1], abs=1e-5)
+
+
+def test_parameters_that_join_later_leave_the_others_state_alone():
+    def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
+        steps(4)(run)
+        run.scheme.agree()
+        run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        run.target = torch.cat([run.target, torch.zeros(3, dtype=torch.float64)])
+        run.optimizer.add_param_group({"params": [run.module["late"]]})
+        run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
+        steps(2)(run)
+        return run.values.tolist(), run.scheme.optimizer_state()
+
+    results = train(work, StepsDelay(2, 8), shapes=((5,),), targets=(1.0, 7.0))
+    x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    optimizer = torch.optim.SGD([x], lr=0.01, momentum=0.9)
+    for _ in range(6):
+        x.grad = x.detach() - 4
+        optimizer.step()
+    for values, state in results:
+        assert values == pytest.approx([*x.tolist(), 0, 0, 0], abs=1e-12)
+        assert torch.allclose(state["state"][0]["momentum_buffer"], optimizer.state[x]["momentum_buffer"])
+        assert state["state"][1]["momentum_buffer"].tolist() == [0, 0, 0]

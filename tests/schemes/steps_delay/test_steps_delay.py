@@ -1,0 +1,589 @@
+"""StepsDelay, against the numbers worked by hand from SSD-SGD's Algorithms 1 and 2, and against a plain simulation."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Rank, on_nodes, on_ranks, run_to_end, steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import STEPS_DELAY_TABLE as TABLE
+from problems import train_with_momentum as train
+from pytorch_optimizer import Lookahead
+
+from lightning_hiercomm.nodes import replica
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import StepsDelay
+from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate, glu
+
+
+def simulate(
+    goals: list[torch.Tensor],
+    weights: list[float],
+    number: int,
+    *,
+    delay: int,
+    warmup: int,
+    lr: Callable[[int], float],
+    momentum: float,
+    weight_decay: float,
+    hold: bool = False,
+    alpha: float = 2.0,
+    beta: float = 0.5,
+    scale: float = 4.0,
+) -> tuple[list[list[float]], list[float]]:
+    """Algorithms 1 and 2 in one process, with a server: device weights of every node, and the server's."""
+    w = torch.zeros_like(goals[0])
+    mom = torch.zeros_like(w)
+    devices = [w.clone() for _ in goals]
+    bases: list[torch.Tensor] = []
+    pre: torch.Tensor | None = None
+    held = [torch.zeros_like(w) for _ in goals]
+    for n in range(number):
+        gradients = [x - goal for x, goal in zip(devices, goals, strict=True)]
+        mean = sum(weight * g for weight, g in zip(weights, gradients, strict=True))
+        mom = momentum * mom + mean + weight_decay * w
+        w = w - lr(n) * mom
+        if n < warmup:
+            devices = [w.clone() for _ in goals]
+            bases = [w.clone() for _ in goals]
+            continue
+        bases = bases or [torch.zeros_like(w) for _ in goals]
+        pre = bases[0].clone() if pre is None else pre
+        u = n - warmup
+        guesses = [(pre - base) * (1 - momentum) / (lr(n) * delay) for base in bases]
+        if hold:
+            held = guesses if u % delay == 0 else held
+            guesses = held
+        if u > 0 and u % delay == 0:
+            pre = bases[0].clone()
+        bases = [
+            base - scale * lr(n) * (alpha * g + weight_decay * base + beta * guess)
+            for base, g, guess in zip(bases, gradients, guesses, strict=True)
+        ]
+        devices = [base.clone() for base in bases]
+        if n % delay == delay - 1:
+            bases = [w.clone() for _ in goals]
+    return [x.flatten().tolist() for x in devices], w.flatten().tolist()
+
+
+# ---- the method ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look", [True, False])
+@pytest.mark.parametrize(
+    ("nodes", "targets"),
+    [(((0,), (1,)), (1.0, 7.0)), (((0, 1), (2, 3)), (0.0, 2.0, 4.0, 10.0)), (((0, 1), (2,)), (0, 2, 7))],
+)
+def test_two_nodes_follow_the_table(nodes, targets, look):
+    # with three ranks the weights make the two nodes count the same, as in the table
+    weights = (1, 1, 2) if len(targets) == 3 else None
+    runs = train(steps(7, look), StepsDelay(2, warmup_steps=2), nodes=nodes, targets=targets, weights=weights)
+    for run in runs:
+        assert [x for (x,) in run.trace] == pytest.approx([row[run.topology.node] for row in TABLE], abs=1e-9)
+        assert run.values.tolist() == pytest.approx([TABLE[-1][2]], abs=1e-9)
+        if look:
+            assert [x for (x,) in run.looks] == pytest.approx([row[2] for row in TABLE], abs=1e-9)
+
+
+def test_a_held_global_gradient_stays_until_the_next_pull():
+    runs = train(steps(6), StepsDelay(2, warmup_steps=2, hold=True), targets=(1.0, 7.0))
+    assert [run.trace[3][0] for run in runs] == pytest.approx([0.25144384, 1.17304384], abs=1e-9)
+    goals = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([7.0], dtype=torch.float64)]
+    arguments = {"delay": 2, "warmup": 2, "lr": lambda n: 0.01, "momentum": 0.9, "weight_decay": 0.0}
+    devices, _ = simulate(goals, [0.5, 0.5], 6, hold=True, **arguments)
+    assert [run.trace[5] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    nodes=st.sampled_from([((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,)), ((1, 3), (0, 2))]),
+    delay=st.integers(1, 4),
+    warmups=st.integers(0, 2),
+    number=st.integers(1, 14),
+    momentum=st.sampled_from([0.0, 0.9]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    hold=st.booleans(),
+    weights=st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    shapes=st.sampled_from([((1,),), ((2, 3), (5,)), ((7,), (1, 1), (3, 2, 2)), ((),)]),
+    shard_on=st.sampled_from(["elements", "parameters"]),
+    bucket_bytes=st.sampled_from([1, 8 * 5, 2**22]),
+)
+def test_any_run_equals_a_plain_simulation_with_a_server(
+    nodes, delay, warmups, number, momentum, weight_decay, hold, weights, shapes, shard_on, bucket_bytes
+):
+    weights = weights[: sum(map(len, nodes))]
+
+    def lr(n: int) -> float:
+        return 0.01 * (1 + n) / 2
+
+    def work(run: Rank) -> Rank:
+        for n in range(number):
+            run.optimizer.param_groups[0]["lr"] = lr(n)
+            run.train()
+        return run
+
+    runs = train(
+        work,
+        StepsDelay(delay, delay * warmups, hold=hold, local_lr_scale=4.0, shard_on=shard_on),
+        nodes=nodes,
+        weights=weights,
+        shapes=shapes,
+        inner=lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum, weight_decay=weight_decay),
+        bucket_bytes=bucket_bytes,
+    )
+    by_rank = [run.target for run in runs]
+    node_weights = [sum(weights[r] for r in ranks) for ranks in nodes]
+    goals = [
+        sum(weights[r] * by_rank[r] for r in ranks) / total for ranks, total in zip(nodes, node_weights, strict=True)
+    ]
+    devices, server = simulate(
+        goals,
+        [total / sum(weights) for total in node_weights],
+        number,
+        delay=delay,
+        warmup=delay * warmups,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        hold=hold,
+    )
+    for run in runs:
+        assert run.trace[-1] == pytest.approx(devices[run.topology.node], abs=1e-9)
+        assert run.values.tolist() == pytest.approx(server, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("delay", "arguments"),
+    [
+        (1, {}),
+        (3, {}),
+        (2, {"nesterov": True}),
+        (2, {"dampening": 0.5}),
+        (2, {"momentum": 0.0}),
+        (2, {"maximize": True}),
+    ],
+)
+def test_with_a_constant_gradient_the_guessed_global_gradient_tends_to_it(delay, arguments):
+    guesses: dict[int, list[float]] = {0: [], 1: []}
+
+    def spy(update: LocalUpdate) -> None:
+        before = update.weights.clone()
+        glu(update)
+        direction = (before - update.weights) / update.local_learning_rate
+        if update.has_arrived:
+            guesses[int(threading.current_thread().name[-1])].append(
+                ((direction - update.alpha * update.gradient) / update.beta)[0].item()
+            )
+
+    def work(run: Rank) -> None:
+        threading.current_thread().name = f"rank {run.rank}"
+        for _ in range(300):
+            run.train(gradient=3.0)
+
+    train(
+        work,
+        StepsDelay(delay, warmup_steps=0, local_update=spy),
+        inner=lambda p: torch.optim.SGD(p, **{"lr": 0.01, "momentum": 0.9, **arguments}),
+    )
+    sign = -1.0 if "maximize" in arguments else 1.0
+    for seen in guesses.values():
+        assert seen[-1] == pytest.approx(sign * 3.0, abs=1e-9)
+
+
+def test_plain_local_sgd_uses_nothing_of_the_server_between_pulls():
+    runs = train(
+        steps(4),
+        StepsDelay(2, 0, local_update="sgd", local_lr_scale=0.25),
+        targets=(1.0, 7.0),
+        inner=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5),
+    )
+    x, server = 0.0, 0.0
+    trace, base = [], 0.0
+    for n in range(4):
+        gradients = [x - 1, (trace[n - 1][1] if n else 0.0) - 7]
+        server -= 0.1 * (sum(gradients) / 2 + 0.5 * server)
+        others = base if n % 2 == 0 else (trace[n - 1][1] if n else 0.0)
+        mine = base if n % 2 == 0 else x
+        x = mine - 0.025 * (gradients[0] + 0.5 * mine)
+        trace.append((x, others - 0.025 * (gradients[1] + 0.5 * others)))
+        if n % 2 == 1:
+            base = server
+    for rank in range(2):
+        assert [value for (value,) in runs[rank].trace] == pytest.approx([row[rank] for row in trace], abs=1e-12)
+
+
+def test_delay_compensation_acts_on_the_jump_to_the_pulled_weights_only():
+    def direction(weights: float, taken_at: float) -> float:
+        w, g = torch.tensor([weights]), torch.tensor([0.5])
+        update = LocalUpdate(w, g, torch.tensor([taken_at]), w, True, 1.0, 1.0, 0.0, 0.0, 0.0, 2, 2.0, 0.5, False)
+        StepsDelay(local_update="dc_asgd").rule(update)
+        return weights - w.item()
+
+    assert direction(3.0, 3.0) == pytest.approx(0.5)
+    trust = 2 / (0.05 * 0.5**2 + 1e-7) ** 0.5
+    assert direction(3.0, 2.0) == pytest.approx(0.5 + trust * 0.5 * 0.5 * 1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["glu", "sgd", "dc_asgd"])
+def test_a_learning_rate_of_zero_moves_nothing(rule):
+    runs = train(steps(5), StepsDelay(2, 2, local_update=rule), inner=lambda p: torch.optim.SGD(p, lr=0.0))
+    assert all(run.trace == [[0.0]] * 5 for run in runs)
+
+
+def test_on_one_node_it_is_the_users_optimizer():
+    runs = train(steps(5), StepsDelay(2, 0), nodes=((0, 1),), targets=(0.0, 2.0))
+    x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = torch.optim.SGD([x], lr=0.01, momentum=0.9)
+    for seen in runs[0].trace:
+        x.grad = x.detach() - 1
+        optimizer.step()
+        assert seen == [x.item()]
+    assert runs[0].optimizer.state
+
+
+def counts_its_calls(update: LocalUpdate) -> None:
+    """A rule that keeps a number besides what it knows of each element."""
+    calls = update.state.setdefault("calls", torch.zeros((), dtype=torch.float64))
+    calls += 1
+    mean = update.state.setdefault("mean", torch.zeros_like(update.gradient))
+    mean.lerp_(update.gradient, 1 / calls.item())
+    update.weights.sub_(mean, alpha=update.local_learning_rate * 0.1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"hold": True}, {"local_update": "dc_asgd"}, {"local_update": "of_its_own"}])
+def test_bits_and_checkpoints_are_the_same_however_small_the_parts_are_that_rules_get(monkeypatch, arguments):
+    if arguments.get("local_update") == "of_its_own":
+        arguments = {"local_update": counts_its_calls}
+
+    def run(cache_before: int, cache_after: int) -> list[tuple[list[list[float]], dict[str, float]]]:
+        sizes = iter((cache_before, cache_after))
+
+        def work(run: Rank) -> tuple[list[list[float]], dict[str, float]]:
+            for _ in range(5):
+                run.train()
+            return run.state()
+
+        def resumed(run: Rank) -> tuple[list[list[float]], dict[str, float]]:
+            run.load(states[run.rank])
+            for _ in range(6):
+                run.train()
+            return run.trace, run.scheme.scalars()
+
+        options = {"shapes": {"a": (7, 3), "b": (2,), "c": (5, 4)}, "targets": None}
+        monkeypatch.setattr(replica, "_CACHE_SIZED", next(sizes))
+        states = train(work, StepsDelay(2, 2, **arguments), **options)
+        monkeypatch.setattr(replica, "_CACHE_SIZED", next(sizes))
+        return train(resumed, StepsDelay(2, 2, **arguments), **options)
+
+    whole = run(2**20, 2**20)
+    assert run(40, 40) == run(40, 2**20) == run(2**20, 16) == whole
+
+
+# ---- beside training -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_does_not_wait_for_its_own_push_and_pull():
+    may_start = [threading.Event() for _ in range(10)]
+
+    def work(run: Rank) -> Rank:
+        for n in range(10):
+            if run.rank == 1:
+                assert may_start[n].wait(5)  # node 1 begins iteration n when node 0 is done with it
+            run.train()
+            may_start[n].set()
+        return run
+
+    train(work, StepsDelay(2, 0))
+
+
+class FailsAtThird(torch.optim.SGD):
+    """An optimizer whose third step on a shard raises."""
+
+    def step(self, closure: Any = None) -> None:
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            self.taken = getattr(self, "taken", 0) + 1
+            if self.taken == 3:
+                raise ArithmeticError("the third step")
+        super().step()
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_an_error_beside_training_reaches_the_training_thread(warmup):
+    reached = []
+
+    def work(run: Rank) -> None:
+        for n in range(6):
+            try:
+                run.train()
+            except ArithmeticError:
+                reached.append(n)
+                raise
+
+    with pytest.raises(ArithmeticError, match="the third step"):
+        train(work, StepsDelay(2, warmup), inner=lambda p: FailsAtThird(p, lr=0.1, momentum=0.9))
+    assert reached[0] == (2 if warmup else 3)  # a push may still be under way when the next one is due
+
+
+@pytest.mark.parametrize("delay", [1, 2, 4])
+def test_a_node_sends_half_of_an_all_reduce_and_a_kth_of_that_for_pulls(delay):
+    nodes, shapes = ((0, 1), (2, 3), (4, 5)), ((8, 9), (4, 3))
+    sent = []
+
+    def work(run: Rank) -> None:
+        run.scheme.settle()
+        before = run.meter.bytes["inter"]
+        for _ in range(8):
+            run.train()
+        run.scheme.settle()
+        sent.append((run.topology.node, run.meter.bytes["inter"] - before))
+
+    train(work, StepsDelay(delay, 0), nodes=nodes, shapes=shapes)
+    for node in range(3):
+        per_step = sum(amount for m, amount in sent if m == node) / 8
+        assert per_step == pytest.approx(2 / 3 * 84 * 8 * (1 + 1 / delay))
+
+
+def test_staleness_and_phase_tell_where_the_weights_come_from():
+    def work(run: Rank) -> list[tuple[str, float]]:
+        seen = []
+        for _ in range(8):
+            seen.append((run.scheme.phase, run.scheme.scalars()["staleness"]))
+            run.train()
+        return seen
+
+    (seen, _) = train(work, StepsDelay(2, 2))
+    assert seen == [("warm-up", 0)] * 2 + [("delay", 0)] + [("delay", 1), ("delay", 2)] * 2 + [("delay", 1)]
+
+
+# ---- with the user's optimizer -------------------------------------------------------------------------------------
+
+
+def test_schedulers_and_step_hooks_see_every_step():
+    def work(run: Rank) -> tuple[int, list[float]]:
+        calls = itertools.count()
+        run.optimizer.register_step_post_hook(lambda *_: next(calls))
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a scheduler warns if the optimizer was not stepped before it
+            for _ in range(4):
+                run.train(gradient=1.0)
+                scheduler.step()
+        run.scheme.agree()
+        return next(calls), run.values.tolist()
+
+    for taken, values in train(work, StepsDelay(2, 2), inner=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.0)):
+        assert taken == 4
+        assert values == [-(0.5 + 0.25 + 0.125 + 0.0625)]
+
+
+def test_a_node_whose_step_was_skipped_sends_zeros_and_stays_in_step():
+    def work(run: Rank) -> Rank:
+        for n in range(6):
+            run.train(gradient=1.0, skip=run.rank == 0 and n in (0, 3))
+        return run
+
+    plain_sgd = lambda p: torch.optim.SGD(p, lr=0.5)  # noqa: E731
+    runs = train(work, StepsDelay(2, 2, local_update="sgd", local_lr_scale=1.0), inner=plain_sgd)
+    assert runs[0].trace[0] == [-0.25]  # warm-up: half of the gradient arrived
+    assert runs[0].trace[3] == runs[0].trace[2]
+    assert runs[0].values.tolist() == runs[1].values.tolist() == [-(0.5 * 4 + 0.25 * 2)]
+
+
+def test_gradients_stay_visible_after_the_step():
+    runs = train(steps(3), StepsDelay(1, 1), targets=(1.0, 7.0))
+    assert all(run.parameters[0].grad is not None for run in runs)
+
+
+def test_a_parameter_without_gradient_counts_as_zero():
+    def work(run: Rank) -> Rank:
+        for _ in range(2):
+            run.parameters[0].grad = None if run.rank == 0 else torch.ones(1, dtype=torch.float64)
+            run.scheme.step(lambda: run.optimizer.step())
+        return run
+
+    runs = train(work, StepsDelay(1, 2), inner=lambda p: torch.optim.SGD(p, lr=0.5))
+    assert runs[0].values.tolist() == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delay": 0}, "delay=0"),
+        ({"delay": 3, "warmup_steps": 500}, "such as 498 or 501"),
+        ({"warmup_steps": -4}, "warmup_steps=-4"),
+        ({"local_lr_scale": 0.0}, "local_lr_scale=0.0"),
+        ({"local_update": "adam"}, "local_update='adam'"),
+        ({"shard_on": "rows"}, "shard_on='rows'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        StepsDelay(**arguments)
+
+
+class LARS(torch.optim.SGD):
+    """Only the name matters here."""
+
+
+class ByClosure(torch.optim.Optimizer):
+    """Hands the loss to somebody else's minimiser, which needs no learning rate."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        return closure()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "message"),
+    [
+        (lambda p: torch.optim.Adam(p), {}, "local_update='sgd'"),
+        (lambda p: LARS(p, lr=0.1), {}, "local_update='sgd'"),
+        (lambda p: LARS(p, lr=0.1), {"local_update": "sgd"}, "shard_on='parameters'"),
+        (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
+        (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
+        (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
+        (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "dense, which SparseAdam does not take"),
+        (None, {}, "needs the optimizer"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [((0,),), ((0,), (1,))])
+def test_optimizers_it_cannot_serve_are_refused_with_the_way_out(nodes, optimizer, arguments, message):
+    def bind(topology: Topology) -> None:
+        x = torch.nn.Parameter(torch.zeros(1))
+        StepsDelay(**arguments).attach(Replica([x]), topology, optimizer([x]) if optimizer else None)
+
+    with pytest.raises(ValueError, match=message):
+        on_ranks(bind, nodes)
+
+
+@pytest.mark.parametrize("arguments", [{"local_update": "sgd"}, {"local_update": glu}, {"local_update": "dc_asgd"}])
+def test_adam_is_served_once_the_local_rule_is_named(arguments):
+    runs = train(steps(4), StepsDelay(2, 0, **arguments), inner=lambda p: torch.optim.Adam(p, lr=0.1))
+    assert runs[0].values.tolist() == runs[1].values.tolist() != [0.0]
+
+
+def test_fused_scaling_is_refused():
+    def scaled(run: Rank) -> None:
+        run.optimizer.found_inf = torch.zeros(1)
+        run.train()
+
+    with pytest.raises(ValueError, match="fused=False"):
+        train(scaled, StepsDelay(1, 0))
+
+
+def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
+    def work(run: Rank, is_sparse: bool) -> Rank:
+        for step in range(6):
+            gradient = torch.zeros(6, 2, dtype=torch.float64)
+            gradient[step % 3 + run.rank] = 1.0 + run.rank
+            run.parameters[0].grad = gradient.to_sparse(1) if is_sparse else gradient
+            run.scheme.step(lambda: run.optimizer.step())
+        return run
+
+    dense = train(lambda run: work(run, False), StepsDelay(2, 2), shapes={"table": (6, 2)})
+    with pytest.warns(UserWarning, match="makes the sparse gradients of table dense") as caught:
+        sparse = train(lambda run: work(run, True), StepsDelay(2, 2), shapes={"table": (6, 2)})
+    assert len(caught) == 1
+    assert torch.equal(sparse[0].values, dense[0].values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "momentum", "expected"),
+    [("glu", 0.9, 4.0), ("glu", 0.0, 0.4), ("glu", 0.5, 0.8), ("sgd", 0.9, 0.25), ("dc_asgd", 0.9, 1.0)],
+)
+def test_the_local_learning_rate_fits_the_rule_and_the_momentum(rule, momentum, expected):
+    scheme = StepsDelay(2, 0, local_update=rule)
+    assert scheme._local_scale({"lr": 0.1, "momentum": momentum}) == pytest.approx(expected)
+
+
+def test_a_plain_sgd_module_trains_with_the_defaults():
+    # 16 times too long local steps made it diverge: momentum 0 wants a scale of 0.4, not the paper's 4
+    def work(run: Rank) -> float:
+        for _ in range(60):
+            run.train()
+        return max(abs(value) for value in run.values.tolist())
+
+    (largest, _) = train(work, StepsDelay(4, 0), inner=lambda p: torch.optim.SGD(p, lr=0.4), targets=(1, 3))
+    assert largest < 5
+
+
+# ---- what is written outside of the step ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,))])
+def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on_from(nodes, through_data, shard_on):
+    def write(parameters: list[torch.Tensor], step: int) -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                values = parameter.data if through_data else parameter
+                values.clamp_(-0.5, 0.5)
+                if step == 3:
+                    values.fill_(0.25)
+
+    def work(rank: Rank) -> Rank:
+        for step in range(6):
+            rank.train()
+            write(rank.parameters, step)
+            rank.agreed()
+        return rank
+
+    inner = {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5)}
+    scheme = StepsDelay(2, warmup_steps=8, shard_on=shard_on)
+    arguments = {"nodes": nodes, "targets": (0.0, 4.0, 8.0), "shapes": ((3,), (2, 2)), "dtype": torch.float64}
+    runs = run_to_end(work, scheme, **arguments, **inner)
+
+    plain = [torch.zeros(7, dtype=torch.float64, requires_grad=True)]
+    optimizer = torch.optim.SGD(plain, lr=0.125, momentum=0.5)
+    goal = {2: 2.0, 3: 4.0}[sum(map(len, nodes))]
+    for step in range(6):
+        plain[0].grad = plain[0].detach() - goal
+        optimizer.step()
+        write(plain, step)
+        for run in runs:
+            assert run.looks[step] == pytest.approx(plain[0].tolist(), abs=1e-12)
+    for run in runs:
+        assert run.trace[2][0] > 0.5  # there was something to clamp
+        assert run.values.tolist() == pytest.approx(plain[0].tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("through_data", [True, False])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull(warmup, through_data):
+    def work(rank: Rank) -> int:
+        for _ in range(warmup + 1):
+            rank.train()
+        rank.agreed()  # which puts back what it found
+        rank.train()
+        with torch.no_grad():
+            parameter = rank.parameters[0]
+            (parameter.data if through_data else parameter).fill_(0.25)
+        rank.train()
+        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
+            rank.train()
+        return rank.scheme.steps
+
+    assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 3] * 2
+
+
+def test_an_optimizer_that_releases_gradients_is_refused():
+    def work(topology: Topology) -> None:
+        parameters = [torch.nn.Parameter(torch.zeros(1))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.defaults["gradient_release"] = True
+        scheme = StepsDelay(2, warmup_steps=0)
+        with pytest.raises(ValueError, match="make it without gradient_release"):
+            scheme.attach(Replica(parameters), topology, optimizer)
+
+    on_ranks(work, ((0,), (1,)))

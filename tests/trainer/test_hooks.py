@@ -1,0 +1,119 @@
+"""The hooks that strategies share, before anything is set up."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning_utilities.core import rank_zero
+
+from lightning_hiercomm import DiLoCo, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda s: s.total_communication(), "there is no topology yet: it is set up by Strategy.setup_environment"),
+        (lambda s: s.ddp_inter_bytes(1), "there is no topology yet"),
+        (lambda s: s.on_train_batch_start(None, 1) or s.on_train_end() or s._run, "there is no training run yet"),
+        (lambda s: s.on_train_start(), "there is no LightningModule yet: it is set up by Strategy.connect"),
+        (lambda s: s.configure_ddp(), "there is no LightningModule yet"),
+        (lambda s: s._configure_launcher(), "there is no cluster environment yet"),
+    ],
+)
+def test_what_is_not_set_up_yet_is_named(ask, message):
+    with pytest.raises(RuntimeError, match=message):
+        ask(HierarchicalStrategy())
+
+
+def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
+    strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
+    assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
+    assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
+    with strategy.agreed_model():
+        pass
+    strategy.on_validation_start()
+    strategy.on_validation_end()
+
+
+def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
+    class Sharded(HierarchicalHooks, ModelParallelStrategy):
+        def __init__(self) -> None:
+            super().__init__()
+            self._configure(HierarchicalStrategy()._settings)
+
+    strategy = Sharded()
+    assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
+    order = [cls.__name__ for cls in Sharded.__mro__[1:4]]
+    assert order == ["HierarchicalHooks", "ModelParallelStrategy", "ParallelStrategy"]
+
+
+@pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])
+def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every, warned):
+    strategy = HierarchicalStrategy(PeriodicAveraging(sync_every), ranks_per_node=1)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, max_epochs=2, **quiet)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel())
+    said = [str(warning.message) for warning in caught if "sync_every" in str(warning.message)]
+    assert len(said) == warned
+    assert all("which has 4 optimizer steps" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "limits", "warned"),
+    [
+        (StepsDelay(warmup_steps=8), {"max_epochs": 2}, "none is delayed"),
+        (StepsDelay(warmup_steps=4), {"max_epochs": 2}, None),
+        (StepsDelay(warmup_steps=4), {"max_epochs": 2, "accumulate_grad_batches": 2}, "none is delayed"),
+        (StepsDelay(warmup_steps=4), {"max_steps": 3}, "none is delayed"),
+        (StepsDelay(warmup_steps=4), {"max_steps": 5, "max_epochs": 5}, None),
+        (DiLoCo(9), {"max_epochs": 2}, "DiLoCo(sync_every=9) agree every 9 optimizer steps, but the run ends after 8"),
+        (DiLoCo(8), {"max_epochs": 2}, None),
+    ],
+)
+def test_a_run_that_ends_before_the_scheme_does_what_it_is_for_is_warned_of(scheme, limits, warned):
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, **limits, **quiet)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel())
+    said = [str(warning.message) for warning in caught if "the run ends after" in str(warning.message)]
+    assert len(said) == (warned is not None)
+    assert all(warned in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        (2, "2 nodes [0] [1] over torch; PeriodicAveraging(sync_every=2); 0.000264 MB of parameters and buffers"),
+        (1, "there is one node, so PeriodicAveraging(sync_every=2) is plain data-parallel training"),
+    ],
+)
+def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
+    class Listening(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            self.heard = []
+            handler = logging.Handler()
+            handler.emit = lambda record: self.heard.append(record.getMessage())
+            logger = rank_zero.log  # the logger of whichever of Lightning's two packages was imported last
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+            warnings.showwarning = lambda message, *_: self.heard.append(str(message))
+
+        def on_train_start(self, trainer, pl_module):  # when a progress bar has its line
+            if trainer.is_global_zero:
+                (tmp_path / "heard").write_text("\n".join(self.heard))
+
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=2 // nodes, start_method="fork")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+    pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Listening()], **quiet).fit(BoringModel())
+    assert sum(line.startswith(said) for line in (tmp_path / "heard").read_text().splitlines()) == 1

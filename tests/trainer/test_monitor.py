@@ -1,0 +1,211 @@
+import csv
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_hiercomm import AllReduce, CommunicationMonitor, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.trainer.monitor import _compared
+
+MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
+
+
+# Beside the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
+def model_sized(factor):
+    return pytest.approx(factor * MODEL_BYTES, abs=32 * factor)
+
+
+def trainer(tmp_path, scheme, *, devices=2, ranks_per_node=1, start_method="fork", callbacks=(), **kwargs):
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method=start_method),
+        callbacks=[CommunicationMonitor(), *callbacks],
+        default_root_dir=tmp_path,
+        **{
+            "logger": CSVLogger(tmp_path, name="", version=""),
+            "max_steps": 8,
+            "log_every_n_steps": 4,
+            "limit_val_batches": 0,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+        }
+        | kwargs,
+    )
+
+
+def logged(tmp_path):
+    """What was logged, as {step: {name: value}}."""
+    rows = defaultdict(dict)
+    with Path(tmp_path, "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows[int(row["step"])] |= {
+                name: value if name.endswith("_name") else float(value) for name, value in row.items() if value
+            }
+    return rows
+
+
+class RecordingBar(ProgressBar):
+    """A progress bar of one's own: writes what it would show."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def disable(self):
+        self.path = None
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if self.path is not None:
+            with self.path.open("a") as file:
+                print(json.dumps(self.get_metrics(trainer, pl_module)), file=file)
+
+    def on_fit_end(self, trainer, pl_module):
+        if self.path is not None:
+            assert "phase" not in self.get_metrics(trainer, pl_module), "the bar must be left as it was found"
+
+
+def test_refuses_another_strategy(tmp_path):
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[CommunicationMonitor()], logger=False, max_steps=1)
+    with pytest.raises(MisconfigurationException, match="CommunicationMonitor reports on a HierarchicalStrategy"):
+        trainer.fit(BoringModel())
+
+
+def test_logs_bytes_per_step_of_the_node(tmp_path):
+    # Two nodes of two ranks average every second step: a node sends the model to the other one once per average.
+    trainer(tmp_path, PeriodicAveraging(sync_every=2), devices=4, ranks_per_node=2).fit(BoringModel())
+    rows = logged(tmp_path)
+    assert sorted(rows) == [3, 7], "Lightning's own steps: every 4th, counted from 0"
+    for row in rows.values():
+        assert row["hiercomm/inter_bytes"] == model_sized(0.5)
+        assert row["hiercomm/intra_bytes"] > 0
+        assert row["hiercomm/exposed_seconds"] > 0
+        parts = [row[f"hiercomm/{tier}_exposed_seconds"] for tier in ("intra", "inter", "world")]
+        assert row["hiercomm/exposed_seconds"] == pytest.approx(sum(parts))
+        assert row["hiercomm/phase_name"] == "training"
+        assert "hiercomm/steps" not in row
+    assert [row["hiercomm/agreements"] for row in rows.values()] == [2, 4]
+
+
+def test_logs_on_lightnings_own_rows(tmp_path):
+    class Logging(BoringModel):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss["loss"])
+            return loss
+
+    trainer(tmp_path, PeriodicAveraging(sync_every=2)).fit(Logging())
+    rows = logged(tmp_path)
+    assert sorted(rows) == [3, 7]
+    assert all({"train_loss", "hiercomm/inter_bytes"} <= row.keys() for row in rows.values())
+
+
+def test_counts_optimizer_steps_not_batches(tmp_path):
+    # 4 batches per optimizer step, an average at each step: bytes per step stay those of one average.
+    scheme = PeriodicAveraging(sync_every=1)
+    trainer(tmp_path, scheme, accumulate_grad_batches=4, log_every_n_steps=2).fit(BoringModel())
+    rows = logged(tmp_path)
+    assert len(rows) >= 3
+    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in rows.values())
+
+
+def test_manual_optimization(tmp_path):
+    trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(ManualOptimBoringModel())
+    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in logged(tmp_path).values())
+
+
+def test_works_without_a_logger(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=2), logger=False).fit(BoringModel())
+    assert "agreements between nodes: 4" in capfd.readouterr().out
+
+
+def test_progress_bar_shows_phase_and_megabytes(tmp_path):
+    shown = tmp_path / "shown.jsonl"
+    bar = RecordingBar(shown)
+    trainer(tmp_path, PeriodicAveraging(sync_every=1), callbacks=[bar], enable_progress_bar=True).fit(BoringModel())
+    last = json.loads(shown.read_text().splitlines()[-1])
+    assert float(last["inter_MB/step/node"]) == pytest.approx(MODEL_BYTES / 1e6, rel=0.1)
+    assert last["phase"] == "training"
+
+
+def test_bar_and_table_agree_whatever_the_last_steps_sent(tmp_path, capfd):
+    # an agreement in one step of 4, a log in every second: half of the windows are silent, the run so far is not
+    shown = tmp_path / "shown.jsonl"
+    arguments = {"callbacks": [RecordingBar(shown)], "enable_progress_bar": True, "log_every_n_steps": 2}
+    trainer(tmp_path, PeriodicAveraging(4), devices=4, ranks_per_node=2, max_steps=12, **arguments).fit(BoringModel())
+    bars = [float(json.loads(line)["inter_MB/step/node"]) for line in shown.read_text().splitlines()]
+    cells = re.search(r"inter \(between nodes\) +([\d.]+) +([\d.e-]+)", capfd.readouterr().out).groups()
+    assert bars[-1] == pytest.approx(float(cells[1]), rel=0.2)  # the table has the end of the run, too
+    assert float(cells[0]) / 12 / 2 == pytest.approx(float(cells[1]), abs=0.0005 / 12)
+    assert bars[1] == 0
+    assert all(bars[4:])
+
+
+def test_the_phase_is_text_where_the_logger_takes_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    scheme = StepsDelay(delay=2, warmup_steps=4)
+    trainer(tmp_path, scheme, logger=logger, log_every_n_steps=2).fit(BoringModel())
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    texts = events.Tensors("hiercomm/phase_name/text_summary")
+    assert [(event.step, event.tensor_proto.string_val[0]) for event in texts] == [(1, b"warm-up"), (3, b"delay")]
+    assert [event.value for event in events.Scalars("hiercomm/phase")] == [0, 1, 1, 1]
+
+
+def test_summary_compares_with_ddp(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=4)).fit(BoringModel())
+    out = capfd.readouterr().out
+    assert out.count("Communication of 8 optimizer steps on 2 ranks, 2 nodes") == 1, "rank zero alone prints"
+    assert "agreements between nodes: 2, one in 4 steps" in out
+    # Two ranks, two nodes: a ring sends the model once per rank and step.
+    assert f"plain DDP between nodes:  {8 * 2 * MODEL_BYTES / 1e6:.3f} MB" in out
+
+
+def test_summary_says_how_long_training_waited_of_what(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(BoringModel())
+    out = capfd.readouterr().out
+    seconds = float(re.search(r"2 nodes, in ([\d.]+) s", out)[1])
+    waited, share = map(float, re.search(r"waited for communication: ([\d.]+) s per rank, (\d+)% of", out).groups())
+    parts = [float(line.split()[-1]) for line in out.splitlines() if re.match(r"  (intra|inter|world) ", line)]
+    assert sum(parts) == pytest.approx(waited, abs=0.015)
+    assert share / 100 == pytest.approx(waited / seconds, abs=0.01 + 0.01 / seconds)  # as they are rounded
+
+
+@pytest.mark.parametrize(
+    ("sent", "ddp", "said"),
+    [
+        ((1.5e6, 0.5e6), 9e6, "9.000 MB, 4.5 times what was sent (inter + world)"),
+        ((1.5e6, 0.5e6), 1e6, "1.000 MB; 2.0 times that was sent (inter + world)"),
+        ((0, 0), 1e6, "1.000 MB"),
+        ((0, 1e6), 0, "nothing, there is one node only"),
+    ],
+)
+def test_the_comparison_with_ddp_never_counts_below_one(sent, ddp, said):
+    assert _compared(dict(zip(("inter_bytes", "world_bytes"), sent, strict=True)), ddp) == said
+
+
+def test_summary_on_one_node(tmp_path, capfd):
+    trainer(tmp_path, AllReduce(), ranks_per_node=2).fit(BoringModel())
+    assert "there is one node only" in capfd.readouterr().out
+
+
+def test_second_fit_is_counted_on_its_own(tmp_path, capfd):
+    scheme = PeriodicAveraging(sync_every=2)
+    limits = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 4}
+    fitter = trainer(tmp_path, scheme, devices=1, start_method="popen", **limits)
+    fitter.fit(BoringModel())
+    fitter.fit_loop.max_epochs = 3
+    fitter.fit(BoringModel())
+    out = capfd.readouterr().out
+    assert "Communication of 4 optimizer steps on 1 ranks" in out
+    assert "Communication of 8 optimizer steps on 1 ranks" in out

@@ -1,0 +1,43 @@
+"""How a rank that raises ends."""
+
+from __future__ import annotations
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hiercomm.control.plane import ControlPlane
+from lightning_hiercomm.trainer.watch import RunControl
+
+
+@pytest.fixture
+def control():
+    control = RunControl()
+    control.plane = ControlPlane(1, 2, "rank 1 (node 1)")
+    return control
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_a_rank_that_leaves_alone_does_not_exit_with_0(control, code):
+    """torchrun would take its node for one that has finished, and wait five minutes for the others."""
+    error = SystemExit(code)
+    control.note_exception(error)
+    assert error.code == 1
+
+
+def test_a_rank_that_leaves_alone_keeps_its_own_exit_code(control):
+    error = SystemExit(3)
+    control.note_exception(error)
+    assert error.code == 3
+
+
+def test_ranks_that_stop_together_exit_with_0(control):
+    control.plane._stop_at = 4
+    error = SIGTERMException()
+    control.note_exception(error)
+    assert not error.code
+
+
+def test_a_process_alone_exits_as_it_says():
+    error = SystemExit(0)
+    RunControl().note_exception(error)
+    assert error.code == 0
