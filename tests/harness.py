@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +32,22 @@ TARGETS = (0.0, 2.0, 4.0, 10.0)
 SGD_AT_HALF: MakeOptimizer = partial(torch.optim.SGD, lr=0.5)
 
 
+@dataclass
+class Place:
+    """Where the ranks of a test compute; the fixtures ``device`` and ``pretended_streams`` change it.
+
+    Attributes:
+        device: Of their tensors.
+        rank: Around all that a rank does.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+place = Place()
+
+
 def on_ranks(
     work: Callable[[Topology], T],
     nodes: Nodes = TWO_BY_TWO,
@@ -52,7 +68,8 @@ def on_ranks(
 
     def body(rank: int, world: ThreadWorld) -> T:
         meter = Meter()
-        return work(Topology(nodes, rank, connect(world.connect(rank, meter)), meter, weights))
+        with place.rank():
+            return work(Topology(nodes, rank, connect(world.connect(rank, meter)), meter, weights))
 
     return ThreadWorld(sum(map(len, nodes)), timeout).run(body)
 

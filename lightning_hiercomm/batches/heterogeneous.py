@@ -24,6 +24,7 @@ from lightning_hiercomm.batches.partition import (
 )
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import StepClock, StepTime, fit_cost, time_step
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
 
@@ -369,8 +370,7 @@ class HeterogeneousBatches:
                 size = size * 3 // 4
                 self._limits[self._topology.rank] = size
         self._limits = [limits[rank] for rank, limits in enumerate(world.all_gather_object(self._limits))]
-        synchronize = (lambda: torch.cuda.synchronize(self._device)) if self._device.type == "cuda" else lambda: None
-        time = time_step(step, world.all_gather_object, synchronize)
+        time = time_step(step, world.all_gather_object, lambda: streams.synchronize(self._device))
         measured[size] = time.seconds
         return size, time
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_hiercomm.batches.partition import StepCost
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Mark, Meter
 
 _BLOCK_SECONDS = 0.1
@@ -142,8 +143,7 @@ class StepClock:
     def end_block(self) -> None:
         """What comes next is no step of training."""
         if self._steps:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            streams.synchronize(self._device)
             busy = self._loaded + sum(_seconds(start, end) for start, end in self._spans)
             self._blocks.append(max(busy - (self._waited() - self._waited_before), 1e-9) / self._steps)
         self._forget_block()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Completion, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 
@@ -38,7 +39,7 @@ class Background:
         self._device = device
         self._meter = meter
         self._tier = tier
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = streams.new(device) if streams.has(device) else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -46,7 +47,7 @@ class Background:
         """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
         if self._stream is not None:
             with self._meter.beside_training():
-                return Timed(_StreamJob(self._stream, work), self._meter, self._tier, self._device)
+                return Timed(_StreamJob(self._stream, self._device, work), self._meter, self._tier, self._device)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"hiercomm-{self._tier}", daemon=True)
             self._thread.start()
@@ -54,15 +55,21 @@ class Background:
         self._jobs.put(job)
         return Timed(job, self._meter, self._tier, self._device)
 
+    def read(self, numbers: Callable[[], Tensor]) -> Reading:
+        """Compute numbers for the host, after everything submitted before; on a device that works in streams."""
+        assert self._stream is not None
+        with self._meter.beside_training():
+            return Reading(self._stream, self._device, numbers)
+
     def uses(self, tensor: Tensor) -> None:
         """Say that jobs use a tensor made by training, so that CUDA does not reuse its memory too early."""
         if self._stream is not None:
-            tensor.record_stream(self._stream)
+            streams.keep_for(self._stream, tensor)
 
     def hands_out(self, tensor: Tensor) -> None:
         """Say that a tensor made by a job is now used by the current stream, for the same reason."""
         if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+            streams.keep_here(tensor)
 
     def close(self, timeout: float = 10.0) -> None:
         """End the thread after the jobs submitted so far, or leave it behind after ``timeout`` seconds."""
@@ -74,6 +81,51 @@ class Background:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
+
+
+class _StreamJob(Handle):
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device, work: Callable[[], object]) -> None:
+        stream.wait_stream(streams.current(device))
+        with streams.within(stream):
+            work()
+            self._end = streams.mark(device)
+        self._stream = stream
+        self._device = device
+
+    def wait(self) -> None:
+        streams.current(self._device).wait_event(self._end)
+
+    def is_done(self) -> bool:
+        return bool(self._end.query())
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        with streams.within(self._stream):
+            return completed_future(value)
+
+
+class Reading(_StreamJob):
+    """Numbers on their way to the host.
+
+    To look at a tensor (``.item()``) is to wait for all that the current stream has been told, so for training, which
+    on CUDA is ahead of the device by a step or more ("Asynchronous execution" in
+    https://docs.pytorch.org/docs/stable/notes/cuda.html). These are copied in the jobs' own stream, and nobody waits
+    for more than the jobs before them.
+
+    Args:
+        stream: Of the jobs.
+        device: Where they run.
+        numbers: Computes them, on the stream; 1-D.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device, numbers: Callable[[], Tensor]) -> None:
+        copies: list[Tensor] = []
+        super().__init__(stream, device, lambda: copies.append(streams.to_host(numbers())))
+        self._copies = copies
+
+    def numbers(self) -> list[float]:
+        """What has been read; the host waits for it."""
+        self._end.synchronize()
+        return [float(number) for number in self._copies[0].tolist()]
 
 
 class Timed(Handle):
@@ -158,23 +210,3 @@ class Turns:
                     return
                 job = self._waiting.popleft()
             job.run()
-
-
-class _StreamJob(Handle):
-    def __init__(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            work()
-            self._end = torch.cuda.Event()
-            self._end.record()
-        self._stream = stream
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._end)
-
-    def is_done(self) -> bool:
-        return bool(self._end.query())
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        with torch.cuda.stream(self._stream):
-            return completed_future(value)

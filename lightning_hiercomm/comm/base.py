@@ -211,6 +211,9 @@ class Communicator(ABC):
             self._count(_bytes(tensor))
         return self._exchange(send, receive)
 
+    def expect_exchanges(self) -> None:
+        """Say that there will be exchanges in which only some members take part. Collective; blocks."""
+
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
         """Everyone's ``value`` (small, picklable), in group order. Blocks."""

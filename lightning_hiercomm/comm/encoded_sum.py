@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.codec import Codec, arithmetic_dtype
 
@@ -134,9 +135,8 @@ class EncodedSum:
         @torch.no_grad()
         def complete() -> None:
             arrived.wait()
-            for tensor in (sent, values, *received.values()):
-                if tensor.is_cuda:  # made on the stream that launched
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            kept_back = () if feedback is None else (feedback.reducer,)
+            streams.keep_here(sent, values, *received.values(), *kept_back)  # made on the stream that launched
             self._sum(values[chunks[own]], received)
             if not is_whole:
                 self._share(values, chunks, sent, payloads, feedback)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_hiercomm.comm import streams
+
 Mark = float | torch.cuda.Event
 """A moment: host seconds, or an event on a CUDA stream."""
 
@@ -65,17 +67,13 @@ class Meter:
     @staticmethod
     def mark(device: torch.device) -> Mark:
         """Now, on the host or on the current stream of ``device``."""
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return streams.mark(device, timing=True) if streams.has(device) else time.perf_counter()
 
     def add_wait(self, tier: str, start: Mark, end: Mark) -> None:
         """Add the time between two marks to the exposed seconds of a tier."""
         if isinstance(start, float) and isinstance(end, float):
             self._seconds[tier] += end - start
-        elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        elif not isinstance(start, float) and not isinstance(end, float):
             self._events.append((tier, start, end))
             if len(self._events) > 1000:  # bounds the memory of runs that never read the meter
                 self._collect()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import (
     CommunicationError,
     Communicator,
@@ -214,15 +215,11 @@ class _Move(Handle):
         self._device = self._tensors[0].device
         self._host: dict[int, Tensor] = {}
         self._written: torch.cuda.Event | None = None
-        if self._device.type == "cuda":
+        if streams.has(self._device):
             if not _is_cuda_aware():
-                self._host = {
-                    id(tensor): torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self._tensors
-                }
-                for tensor in reads:
-                    self._host[id(tensor)].copy_(tensor, non_blocking=True)
-            self._written = torch.cuda.Event()
-            self._written.record(torch.cuda.current_stream(self._device))
+                self._host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
+                self._host |= {id(tensor): streams.to_host(tensor) for tensor in reads}
+            self._written = streams.mark(self._device)
         self._completion = Completion()
         self._settling = threading.Lock()
         self._is_settled = False

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
+
 _MOST_KEPT = 2**26
 
 
@@ -25,7 +27,7 @@ class Spares:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D tensor of ``numel`` elements; its contents are undefined."""
-        if device.type != "cpu":
+        if streams.has(device):
             return torch.empty(numel, dtype=dtype, device=device)
         needed = numel * dtype.itemsize
         with self._lock:
@@ -51,7 +53,7 @@ class Spares:
 
     def give_back(self, taken: Tensor) -> None:
         """Nobody uses a tensor any more that was taken here."""
-        if taken.device.type != "cpu" or not taken.numel():
+        if streams.has(taken.device) or not taken.numel():
             return
         spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
         with self._lock:

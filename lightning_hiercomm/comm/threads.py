@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 
@@ -139,6 +140,21 @@ class _Meeting:
         self.result: Any = None
 
 
+class _Parcel:
+    """A tensor that one rank's stream has made, and others use."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._made = streams.mark(tensor.device) if streams.has(tensor.device) else None
+
+    def open(self) -> Tensor:
+        """The tensor, for the current stream."""
+        if self._made is not None:
+            streams.current(self._tensor.device).wait_event(self._made)
+            streams.keep_here(self._tensor)
+        return self._tensor
+
+
 class _ThreadCommunicator(Communicator):
     def __init__(
         self, world: ThreadWorld, ranks: Sequence[int], rank: int, tier: str, meter: Meter, key: Hashable
@@ -176,12 +192,12 @@ class _ThreadCommunicator(Communicator):
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         for tensor, peer in send:
-            self._world.post(self._letter(self.rank, peer), self.rank, tensor.clone(), 1)
+            self._world.post(self._letter(self.rank, peer), self.rank, _Parcel(tensor.clone()), 1)
         letters = [(buffer, self._letter(peer, self.rank)) for buffer, peer in receive]
 
         def finish() -> None:
             for buffer, key in letters:
-                buffer.copy_(self._world.collect(key, 1, 1, lambda values: next(iter(values.values()))))
+                buffer.copy_(self._world.collect(key, 1, 1, lambda values: next(iter(values.values()))).open())
 
         def is_done() -> bool:
             return all(self._world.is_posted(key, 1) for _, key in letters)
@@ -197,10 +213,14 @@ class _ThreadCommunicator(Communicator):
         borrowed: bool,
     ) -> Handle:
         key, sent = self._next_key(), tensor.detach().clone()
-        self._world.post(key, self.rank, sent, self.size)
+        self._world.post(key, self.rank, _Parcel(sent), self.size)
+
+        def gathered(parcels: Mapping[int, _Parcel]) -> _Parcel:
+            return _Parcel(together({rank: parcel.open() for rank, parcel in parcels.items()}))
+
         return _ThreadHandle(
             self,
-            lambda: finish(self._world.collect(key, self.size, self.size, together)),
+            lambda: finish(self._world.collect(key, self.size, self.size, gathered).open()),
             lambda: self._world.is_posted(key, self.size),
             tensor.device,
             [(tensor, sent)] if borrowed else [],
@@ -242,7 +262,7 @@ class _ThreadHandle(Handle):
     def wait(self) -> None:
         if self._finish is None:
             return
-        for tensor, sent in self._borrowed:
+        for tensor, sent in self._borrowed if not streams.has(self._device) else ():  # where it waits for nothing
             if not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(sent)):
                 raise CommunicationError(
                     f"rank {self._communicator.rank} changed a tensor while it was in flight in the"

@@ -70,6 +70,7 @@ class TorchCommunicator(Communicator):
         self._launching = launching
         self._last_tag = _EXCHANGE
         self.is_nccl = dist.get_backend(group) == "nccl"
+        self._has_met = False
         self._spares = Spares()
         # a link that carries messages from and to several other nodes at once takes up to a half longer for all of them
         self._turns = None if tier != "inter" or self.size == 2 or self.is_nccl else Turns()
@@ -81,6 +82,14 @@ class TorchCommunicator(Communicator):
         except RuntimeError as error:
             raise self._failure(error) from error
         return values
+
+    def expect_exchanges(self) -> None:
+        # "if this API is the first collective call in the group, all ranks of the group must participate in this API
+        # call; otherwise, the behavior is undefined", of nccl's messages
+        # (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.batch_isend_irecv)
+        if self.is_nccl and not self._has_met:
+            self.barrier()
+            self._has_met = True
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():

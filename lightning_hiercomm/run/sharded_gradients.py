@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
@@ -127,8 +128,7 @@ class ShardedGradients:
     def _finish(self) -> None:
         index, flat, averaged = self._in_flight.popleft()
         averaged.wait()
-        if flat.is_cuda:  # made on the stream of the backward pass, perhaps
-            flat.record_stream(torch.cuda.current_stream(flat.device))
+        streams.keep_here(flat)  # made on the stream of the backward pass, perhaps
         for parameter, (piece, values) in zip(self._owners[index], self._buckets[index].split(flat), strict=True):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)

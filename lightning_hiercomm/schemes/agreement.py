@@ -349,6 +349,8 @@ class Agreement(Scheme):
             self._merge_up_to(None, arrived)
             self.agreements += 1
         self._send(waiting, sent)
+        if sent is not None:
+            self._carrier_beside_training.seal(sent, self._inbound)
         if arrived is not None:
             self._recover(self._carrier_beside_training, arrived.void, arrived.landed, arrived.is_sick)
 
@@ -369,7 +371,7 @@ class Agreement(Scheme):
             bucket = self._carrier.buckets[move.index]
             if arrived.is_sick:
                 bucket.unpack(move.flat)
-            elif self._carrier_beside_training.is_void(move):
+            elif (arrived.is_void or self._carrier_beside_training.is_void)(move):
                 arrived.void.append(move.index)
                 arrived.landed |= move.landed
             else:

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import torch
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator
 
 P = TypeVar("P", int, int | None)
@@ -155,8 +156,7 @@ class PeriodTuner:
         return Choice(period, step, waited, overhead_at_every_step / period)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        streams.synchronize(self._device)
         return self.clock()
 
 

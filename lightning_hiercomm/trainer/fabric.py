@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import FabricSyncControl, check_ddp_arguments, register_bucket_hook
 from lightning_hiercomm._lightning.launcher import leave_garbage_of_parent
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
@@ -212,6 +213,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
         return [scheme for run in self._runs for scheme in run.schemes]
 
     # ---- setting up ----------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        for device in self.parallel_devices or ():
+            streams.check_known(device)
+        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:

@@ -34,6 +34,7 @@ from lightning_hiercomm._lightning.trainer import (
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.control.rendezvous import Rendezvous
@@ -95,6 +96,8 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        for device in self.parallel_devices or ():
+            streams.check_known(device)
         if self._environment.creates_processes_externally:
             check_ranks_of_node(self._environment)
             if isinstance(self._environment, MPIEnvironment):

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hiercomm._lightning.ddp import register_bucket_hook
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.errors import PlanningError
@@ -189,8 +190,7 @@ class _Clock(pl.Callback):
         )
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        streams.synchronize(self._device)
         return time.perf_counter()
 
 

@@ -12,6 +12,7 @@ from statistics import fmean, median
 
 import torch
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.planning.cluster import Curve, Move, sent_bytes
 from lightning_hiercomm.schemes.words.graphs import RandomPermutation, round_of
@@ -179,8 +180,7 @@ class Stopwatch:
                 in_flight.popleft().wait()
         for handle in in_flight:
             handle.wait()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        streams.synchronize(self._device)
         return time.perf_counter() - start, time.process_time() - processor_start
 
     def _launch(self, group: Communicator, move: Move, size: int) -> Launch:

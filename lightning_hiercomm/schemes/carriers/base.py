@@ -14,7 +14,7 @@ from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement
-from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.carriers.in_flight import Exchange, Move
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite, is_marked
 
 Land = Callable[[int, Tensor, Tensor], Tensor]
@@ -111,6 +111,14 @@ class Carrier(ABC):
     @abstractmethod
     def anchor(self) -> None:
         """Take the replica's present values, equal on all ranks, as the last agreed ones."""
+
+    def seal(self, exchange: Exchange, background: Background) -> None:
+        """All moves of an exchange are on their way: see to what the host will have to know of them.
+
+        Args:
+            exchange: Begun and started by this carrier.
+            background: Where its moves end.
+        """
 
     def is_void(self, move: Move) -> bool:
         """Whether nothing finite has arrived, on all ranks alike; waits for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.codec import arithmetic_dtype
 
 _SAMPLES = 4096
@@ -39,9 +40,7 @@ class Disagreement:
         wide = arithmetic_dtype(own.dtype)
         difference = own.to(wide) - others.to(wide)
         squares = torch.stack([difference.square().sum(), others.to(wide).square().sum()])
-        for tensor in (own, others):
-            if tensor.is_cuda:  # sampled on training's stream, compared on another
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        streams.keep_here(own, others)  # sampled on training's stream, compared on another
         self._squares[index] = squares, _event(squares)
 
     def relative(self) -> float | None:
@@ -70,8 +69,4 @@ def sample(part: Tensor, begin: int = 0, of: int | None = None) -> Tensor:
 
 
 def _event(tensor: Tensor) -> torch.cuda.Event | None:
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
+    return streams.mark(tensor.device) if streams.has(tensor.device) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,9 @@ class Exchange:
         started: Optimizer steps after which it was sent.
         due: Optimizer steps after which it is merged.
         parts: Of the model, that it holds.
-        check: That all nodes had taken the same number of steps.
+        check: That all nodes had taken the same number of steps; after its wait ``is_void`` may be asked.
+        is_void: Whether nothing finite has arrived for a move, if that is found out for all of them together; otherwise
+            the carrier looks at each.
         moves: Its buckets, in the order in which they arrive.
         is_sick: Whether this node sent values that are not finite, and others go on without it.
         void: Buckets that could not be merged, because nothing finite has arrived.
@@ -53,6 +55,7 @@ class Exchange:
     due: int
     parts: Sequence[int]
     check: Handle = finished
+    is_void: Callable[[Move], bool] | None = None
     moves: deque[Move] = field(default_factory=deque)
     is_sick: bool = False
     void: list[int] = field(default_factory=list)

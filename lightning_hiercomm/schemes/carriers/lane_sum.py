@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
@@ -56,8 +56,7 @@ class LaneSum:
 
         def complete() -> None:
             summed.wait()
-            if payload.is_cuda:  # made on the stream that launched
-                payload.record_stream(torch.cuda.current_stream(payload.device))
+            streams.keep_here(payload)  # made on the stream that launched
             self._codec.decode(payload, part)
 
         return complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
@@ -21,11 +23,11 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.carriers.in_flight import Exchange, Move
 from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
 from lightning_hiercomm.schemes.health.nonfinite import (
     OnNonfinite,
-    is_asynchronous,
+    arrived_mark,
     is_marked,
     mark_of,
     mark_of_buckets,
@@ -149,15 +151,21 @@ class Average(Carrier):
         void: list[int] = []
         carries_step = bool(indexes) and self._can_carry_step(self.buckets[indexes[-1]])
         check = finished if carries_step else same_step(self.through, step, self._device)
+        marks: dict[int, Tensor] = {}
         in_flight: deque[tuple[int, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
             index, flat, complete = in_flight.popleft()
             complete()
-            if self._mark is not None and is_marked(flat, self.parts_of(index)):
+            bucket, parts = self.buckets[index], self.parts_of(index)
+            if self._mark is not None and streams.has(self._device):
+                # the host would wait for every bucket to know; what is void leaves the bucket as it is
+                marks[index] = arrived_mark(flat, parts)
+                take(bucket, torch.where(marks[index].isnan(), bucket.pack(), flat[: bucket.numel]))
+            elif self._mark is not None and is_marked(flat, parts):
                 void.append(index)
             else:
-                take(self.buckets[index], flat)
+                take(bucket, flat)
 
         for index in indexes:
             bucket, is_last = self.buckets[index], index == indexes[-1]
@@ -174,6 +182,15 @@ class Average(Carrier):
                 finish()
         while in_flight:
             finish()
+        if streams.has(self._device):  # all that the host has to know, in one go
+            told = [*marks.values(), *([flat[-1]] if carries_step else _bounds(check))]
+            found = _numbers(told).tolist() if told else []
+            void = [index for index, mark in zip(marks, found, strict=False) if math.isnan(mark)]
+            if carries_step:
+                self._check_step(step, found[-1])
+            elif isinstance(check, _SameStep):
+                check.compare(*found[-2:])
+            return void
         check.wait()
         if carries_step:
             self._check_step(step, float(flat[-1]))
@@ -216,6 +233,13 @@ class Average(Carrier):
 
         return Move(index, flat, sent, background.submit(complete), landed)
 
+    def seal(self, exchange: Exchange, background: Background) -> None:
+        """Where the host would wait for every bucket, and for training, let it read all that it has to know at once."""
+        looks = self.on_nonfinite != "ignore" and bool(exchange.moves)
+        if streams.has(self._device) and (looks or isinstance(exchange.check, _SameStep)):
+            verdict = _Verdict(self, exchange, background, looks)
+            exchange.check, exchange.is_void = verdict, verdict.is_void
+
     # ---- what is not finite ------------------------------------------------------------------------------------------
 
     def _look_at(self, indexes: Sequence[int]) -> None:
@@ -236,7 +260,7 @@ class Average(Carrier):
         assert self._land is not None
         if self._mark is None or not part.numel():
             part.copy_(self._land(index, anchor, part))
-        elif is_asynchronous(part):  # it takes the way zero, and so does not wait to know
+        elif streams.has(part.device):  # it takes the way zero, and so does not wait to know
             mark = part[0] * -0.0
             part.copy_(self._land(index, anchor, torch.where(mark.isnan(), 0.0, part)))
             put_mark(mark.abs().neg(), part)
@@ -284,6 +308,7 @@ class Average(Carrier):
 
             def finish() -> None:
                 summed.wait()
+                streams.keep_here(node_sum)  # made on training's stream, but outbound
                 part.copy_(node_sum)
 
             return finish
@@ -429,13 +454,59 @@ class _SameStep(Handle):
         self._handle = handle
 
     def wait(self) -> None:
+        self.compare(*self.bounds().tolist())
+
+    def bounds(self) -> Tensor:
+        """The most steps that a rank has taken, and minus the least; for the current stream."""
         self._handle.wait()
-        most, least = self._bounds.tolist()
+        return self._bounds
+
+    def compare(self, most: float, least: float) -> None:
+        """Raise unless these :meth:`bounds` are this rank's steps."""
         if most != self._step or -least != self._step:
-            raise _unequal_steps(self._topology, self._step, f"{-least} to {most}")
+            raise _unequal_steps(self._topology, self._step, f"{-least:.0f} to {most:.0f}")
 
     def is_done(self) -> bool:
         return self._handle.is_done()
+
+
+class _Verdict(Handle):
+    """What the host has to know of an exchange: whether all took as many steps, and what is void. It reads once."""
+
+    def __init__(self, carrier: Average, exchange: Exchange, background: Background, looks: bool) -> None:
+        self._check = exchange.check
+        moves = [(move.index, move.flat, carrier.parts_of(move.index)) for move in exchange.moves if looks]
+        self._indexes = [index for index, _, _ in moves]
+        self._void: set[int] | None = None
+
+        def numbers() -> Tensor:
+            return _numbers([*(arrived_mark(flat, parts) for _, flat, parts in moves), *_bounds(self._check)])
+
+        self._reading = background.read(numbers)
+
+    def wait(self) -> None:
+        if self._void is None:
+            numbers = self._reading.numbers()
+            self._void = {index for index, mark in zip(self._indexes, numbers, strict=False) if math.isnan(mark)}
+            if isinstance(self._check, _SameStep):
+                self._check.compare(*numbers[-2:])
+
+    def is_done(self) -> bool:
+        return self._reading.is_done()
+
+    def is_void(self, move: Move) -> bool:
+        self.wait()
+        assert self._void is not None
+        return move.index in self._void
+
+
+def _bounds(check: Handle) -> list[Tensor]:
+    return [check.bounds()] if isinstance(check, _SameStep) else []
+
+
+def _numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements in one tensor, wide enough for numbers of steps."""
+    return torch.cat([*(tensor.double().view(-1) for tensor in tensors)])
 
 
 def _unequal_steps(topology: Topology, step: int, others: str) -> CommunicationError:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.spares import Spares
@@ -17,7 +18,7 @@ from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.carriers.in_flight import Move
-from lightning_hiercomm.schemes.health.nonfinite import choose, is_asynchronous, is_marked, mark_of
+from lightning_hiercomm.schemes.health.nonfinite import choose, is_marked, mark_of
 from lightning_hiercomm.schemes.words.graphs import Graph, Round, round_of
 
 
@@ -58,6 +59,8 @@ class Peers:
         self._codec = wire.codec
         self._push_sum = push_sum
         self._spares = Spares()
+        if topology.inter is not None:
+            topology.inter.expect_exchanges()
 
     def round(self, step: int, index: int) -> Round:
         """Who exchanges a segment with whom after ``step`` optimizer steps."""
@@ -154,7 +157,8 @@ class Peers:
 
             def theirs(place: int, out: Tensor) -> Tensor:
                 values = decoded(received[place], out)
-                if is_sick is None or (travels_as_it_is and not is_asynchronous(values) and not is_marked(values[:1])):
+                can_look = travels_as_it_is and not streams.has(values.device)
+                if is_sick is None or (can_look and not is_marked(values[:1])):
                     return values
                 as_own = self._part(round_, weights, round_.receive_from[node][place]) / own_part
                 return choose(is_finite(values), values, lambda: own * as_own)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -61,21 +62,21 @@ def put_mark(mark: Tensor, flat: Tensor, parts: int = 1) -> None:
         flat.view(parts, -1)[:, 0].add_(mark)
 
 
+def arrived_mark(flat: Tensor, parts: int = 1) -> Tensor:
+    """A scalar that is NaN if somebody who sent what arrived in ``flat`` was sick; waits for nothing."""
+    return flat.view(parts, -1)[:, 0].sum().abs() if flat.numel() else flat.new_zeros(())
+
+
 def is_marked(flat: Tensor, parts: int = 1) -> bool:
     """Whether somebody who sent what arrived in ``flat`` was sick. Waits for it, on CUDA too."""
-    return bool(flat.numel()) and math.isnan(abs(flat.view(parts, -1)[:, 0].sum().item()))
+    return bool(flat.numel()) and math.isnan(arrived_mark(flat, parts).item())
 
 
 def choose(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """``value`` if a scalar says so; on CUDA without waiting to know."""
-    if is_asynchronous(condition):
+    if streams.has(condition.device):
         return torch.where(condition, value, otherwise())
     return value if bool(condition) else otherwise()
-
-
-def is_asynchronous(tensor: Tensor) -> bool:
-    """Whether to look at a value means to wait for it."""
-    return tensor.is_cuda
 
 
 def describe(replica: Replica, gradients: bool = False) -> str | None:

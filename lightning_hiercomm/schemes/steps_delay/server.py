@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_asynchronous, is_marked, mark_of
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_marked, mark_of
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
 
@@ -190,9 +191,7 @@ class ShardedServer:
                 shard.start_pull(pull_lane)
 
         for value in hyperparameters[shard.section.group].values():
-            if isinstance(value, Tensor) and value.is_cuda:
-                # a tensor learning rate was cloned on the stream of training: its memory must not be used again before
-                # the server's has read it (torch's documentation of Tensor.record_stream; by reading, not run)
+            if isinstance(value, Tensor):  # a tensor learning rate was cloned on the stream of training
                 self._background.uses(value)
         shard.stepped = self._background.submit(step)
 
@@ -219,7 +218,7 @@ class ShardedServer:
         if self._on_nonfinite == "ignore" or not self.wire.is_lossy:
             return True
         mark = mark_of([mean])
-        if is_asynchronous(mean) and self._on_nonfinite == "skip":
+        if streams.has(mean.device) and self._on_nonfinite == "skip":
             mean.copy_(torch.where(mark.isnan(), 0.0, mean))
             return True
         if not is_marked(mark.view(1)):
@@ -337,7 +336,7 @@ class ShardedServer:
             (end - start, _part_of_state(shard, name, dtype, start, end)) for shard, _, name, dtype, start, end in parts
         )
         # gloo's messages take CPU tensors only, and nccl's take memory of their own: CUDA tensors go to everybody
-        on_cpu = all(section.bucket.device.type == "cpu" for section in self.sections)
+        on_cpu = all(not streams.has(section.bucket.device) for section in self.sections)
         flats = self._gathered_on(only_on, own) if on_cpu and only_on is not None else self._gathered(own)
         gets_it = only_on is None or only_on == self._topology.rank
         state: dict[Tensor, dict[str, Any]] = {}

@@ -25,11 +25,7 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.carriers import mean as averaging
-from lightning_hiercomm.schemes.carriers import peers
-from lightning_hiercomm.schemes.health import nonfinite
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, begin_state_anew, describe, mark_of
-from lightning_hiercomm.schemes.steps_delay import server
 
 THREE = ((0,), (1,), (2,))
 PAIRS = ((0, 1), (2, 3), (4, 5))
@@ -95,15 +91,8 @@ def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
     assert all(ranks[rank].scheme.nonfinite >= (rank == 2) for rank in sick_node)
 
 
-@pytest.fixture
-def asynchronous(monkeypatch):
-    """As on a GPU, where nobody waits to know, though this one computes at once."""
-    for module in (averaging, nonfinite, peers, server):
-        monkeypatch.setattr(module, "is_asynchronous", lambda _: True)
-
-
-@pytest.mark.parametrize("scheme", ["diloco", "diloco, streaming", "noloco, overlapped", *GOSSIPING])
-def test_so_it_does_where_looking_would_mean_to_wait(scheme, asynchronous):
+@pytest.mark.parametrize("scheme", ALL)
+def test_so_it_does_where_looking_would_mean_to_wait(scheme, pretended):
     train = partial(run_to_end, nodes=PAIRS, shapes=SHAPES, inner=partial(SGD, lr=0.1))
     for rank in train(ill_at_four, with_policy(ALL[scheme](), "skip")):
         assert rank.values.isfinite().all()
@@ -236,7 +225,7 @@ def test_what_is_too_large_for_the_wire_travels_as_it_is_or_raises(scheme, wire,
             run_to_end(work, with_policy(AGREEING[scheme](), "raise"), PAIRS, timeout=5, **training)
 
 
-def test_where_looking_would_mean_to_wait_the_server_takes_zeros(asynchronous):
+def test_where_looking_would_mean_to_wait_the_server_takes_zeros(pretended):
     test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server("skip")
 
 

@@ -1,0 +1,148 @@
+"""On a device that works in streams nothing is used out of order, and the host waits for no more than it has to know.
+
+Shown on the CPU with ``pretended_streams.py``, which says what it finds.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import harness
+import pytest
+import torch
+from harness import TWO_BY_TWO, Rank, on_nodes, on_ranks
+from pretended_streams import PretendedDevice
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.schemes import (
+    DASO,
+    Agreement,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    OuterOptimizer,
+    PeriodicAveraging,
+    RandomPermutation,
+    Scheme,
+    StepsDelay,
+)
+
+ANY_NODES = ((0, 1, 2), (3, 4))
+SHAPES = {"a": 7, "b": 5, "c": 11}
+CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
+SCHEMES: dict[str, Scheme] = {
+    "all_reduce": AllReduce(),
+    "periodic": PeriodicAveraging(2),
+    "periodic, alone": PeriodicAveraging(2, gradients="none"),
+    "daso": DASO(2, 1, **CYCLING),
+    "daso, sharded delta": DASO(2, 2, merge="delta", exchange="sharded", **CYCLING),
+    "mean, alone": Agreement(2, staleness=2, gradients="none"),
+    "rotating, alone": Agreement(2, through="rotating", staleness=2, gradients="none"),
+    "diloco": DiLoCo(2),
+    "streaming": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
+    "gossip": Gossip(segments=3),
+    "gossip, overlapped": Gossip("directed_exponential", overlap=True),
+    "noloco": Agreement(2, through=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
+    "steps_delay": StepsDelay(2, warmup_steps=2),
+}
+WIRES = {"as it is": None, "bfloat16": "bfloat16", "int8": "int8"}
+train = partial(on_nodes, shapes=SHAPES, targets=None, bucket_bytes=40, inner=partial(torch.optim.SGD, lr=0.1))
+
+
+def that_looks(scheme: Scheme) -> Scheme:
+    """As the strategies have it by default."""
+    looking = copy.deepcopy(scheme)
+    looking.on_nonfinite = "raise"
+    return looking
+
+
+def trained(rank: Rank) -> list[list[float]]:
+    for step in range(8):
+        rank.train(last=step == 7)
+    rank.scheme.finish()
+    return [*rank.trace, rank.values.tolist()]
+
+
+def of_four_ranks(name: str, wire: str, nodes: harness.Nodes = TWO_BY_TWO) -> list[list[list[float]]]:
+    return train(trained, that_looks(SCHEMES[name]), nodes, wire=WIRES[wire])
+
+
+CASES = [(name, wire) for name in SCHEMES for wire in WIRES if (name, wire) != ("steps_delay", "int8")]
+
+
+@pytest.mark.parametrize(("name", "wire"), CASES)
+def test_what_streams_do_is_ordered_and_gives_the_bits_of_the_cpu(name, wire, request):
+    nodes = ANY_NODES if name in ("all_reduce", "mean, alone") else TWO_BY_TWO
+    on_cpu = of_four_ranks(name, wire, nodes)
+    request.getfixturevalue("pretended")
+    assert of_four_ranks(name, wire, nodes) == on_cpu
+
+
+def waits_of(device: PretendedDevice, rank: Rank, steps: int) -> list[list[str]]:
+    """For what the host has waited in each step, after a few that begin all."""
+    waits = []
+    for step in range(4 + steps):
+        device.waits.clear()
+        rank.train()
+        if step >= 4:
+            *by_the_scheme, _ = device.waits  # the last one writes down the trace
+            waits.append([what.split(" of ")[0] for what in by_the_scheme])
+    device.waits.clear()
+    return waits
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 40], ids=["one bucket", "many"])
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        # an exchange leaves after every fourth step, and is merged one step later: the host reads what has arrived,
+        # waits for nothing else, and once, however many buckets there are
+        pytest.param(DASO(4, 1, **CYCLING), [[], ["an event"], [], []], id="daso"),
+        pytest.param(Agreement(4, staleness=1), [[], [], [], ["an event"]], id="agreement"),
+        pytest.param(Agreement(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
+        # training waits for the exchange anyway
+        pytest.param(PeriodicAveraging(4), [[], [], [], ["training"]], id="periodic"),
+        pytest.param(DiLoCo(4), [[], [], [], ["training"]], id="diloco"),
+    ],
+)
+def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(pretended, scheme, expected, bucket_bytes):
+    work = partial(waits_of, pretended, steps=8)
+    for waits in train(work, that_looks(scheme), bucket_bytes=bucket_bytes, nodes=TWO_BY_TWO):
+        assert waits == [*expected, *expected]
+
+
+class Recorded:
+    """A communicator that notes which kinds of moves it begins with."""
+
+    def __init__(self, communicator: Communicator, moves: list[str]) -> None:
+        self._communicator, self._moves = communicator, moves
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("exchange", "expect_exchanges", "all_reduce", "all_gather", "all_gather_object"):
+            self._moves.append(name)
+        return getattr(self._communicator, name)
+
+
+@pytest.mark.parametrize("name", ["gossip", "gossip, overlapped", "noloco"])
+def test_a_lane_knows_that_exchanges_will_come_before_the_first_one_does(name):
+    lanes: list[list[str]] = []
+
+    def recording(connect):
+        def connect_and_record(groups, tier):
+            communicator = connect(groups, tier)
+            if communicator is None or tier != "inter":
+                return communicator
+            lanes.append([])
+            return Recorded(communicator, lanes[-1])
+
+        return connect_and_record
+
+    def work(topology):
+        with harness.attached(topology, SCHEMES[name], shapes=SHAPES, targets=None) as rank:
+            trained(rank)
+
+    on_ranks(work, TWO_BY_TWO, connect=recording)
+    used = [moves for moves in lanes if "exchange" in moves]
+    assert len(used) >= 2
+    assert all("expect_exchanges" in moves[: moves.index("exchange")] for moves in used)
