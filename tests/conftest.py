@@ -7,6 +7,7 @@ import fcntl
 import gc
 import multiprocessing.connection
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -31,6 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 _HERE = Path(__file__).parent
 _STARTUP = str(_HERE / "startup")
+_STARTED = pytest.StashKey[float]()
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -57,6 +59,38 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
         finally:
             fcntl.flock(running, fcntl.LOCK_UN)  # closing is not enough: what the test forked has the file, too
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has started and waited for."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, kinds))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[_STARTED] = _processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Note a shared fixture's seconds at the test that happened to ask first, for `python -m tests.seconds`."""
+    began, processor = time.monotonic(), _processor_seconds()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function" and (seconds := time.monotonic() - began) > 0.5:
+            note = f"{seconds:.2f} {_processor_seconds() - processor:.2f} {fixturedef.argname}"
+            request._pyfuncitem.user_properties.append(("fixture", note))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.when == "teardown":
+        item.user_properties.append(("processor", f"{_processor_seconds() - item.stash[_STARTED]:.3f}"))
 
 
 @pytest.fixture(autouse=True)
