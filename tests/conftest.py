@@ -35,6 +35,8 @@ _STARTUP = str(_HERE / "startup")
 _STARTED = pytest.StashKey[float]()
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
+from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
+
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import cover, spare_others
 from problems import one_trainer, report_of, same_bits
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -38,9 +39,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)
+    """Leave most cells of this suite to the night: every row under each way to train, every scheme in each file."""
+    own = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in own:
+        item.add_marker(pytest.mark.slow)
+    of_schemes = [item for item in own if scheme_of(item)]
+    spare_others(of_schemes, cover([_cell(item) for item in of_schemes], COVERED))
+
+
+WAYS = {"all_reduce": "gradients of all ranks", "steps_delay": "a server"}
+"""What a scheme is to Lightning, but for those whose nodes train by themselves and agree."""
+
+COVERED = [("test",), ("row", "way"), ("file", "scheme")]
+
+
+def _cell(item: pytest.Item) -> dict[str, str]:
+    feature = item.get_closest_marker("feature")
+    row = feature.args[0] if feature is not None else item.nodeid.partition("[")[0]
+    scheme = scheme_of(item)
+    way = WAYS.get(scheme, "nodes that agree")
+    return {"test": _without_scheme(item), "row": row, "way": way, "file": item.path.name, "scheme": scheme}
 
 
 @pytest.fixture(params=list(SCHEMES))
@@ -87,7 +105,7 @@ class Together:
         key = f"{_without_scheme(item)} {call}"
         if not apart and key not in self._returned:
             same = [other for other in item.session.items if _without_scheme(other) == _without_scheme(item)]
-            self._returned[key] = self._launched(main, [_scheme_of(other) for other in same])
+            self._returned[key] = self._launched(main, [scheme_of(other) for other in same])
         returned = self._returned.get(key, {})
         return returned.pop(name) if name in returned else self._launch(lambda _: main(name))
 
@@ -99,13 +117,13 @@ class Together:
         return {name: [returned[name] for returned in ranks] for name in names}
 
 
-def _scheme_of(item: pytest.Item) -> str:
+def scheme_of(item: pytest.Item) -> str:
     call = getattr(item, "callspec", None)
     return call.params.get("scheme_name", "") if call is not None else ""
 
 
 def _without_scheme(item: pytest.Item) -> str:
-    name = _scheme_of(item)
+    name = scheme_of(item)
     return item.nodeid.replace(name, "*") if name else item.nodeid
 
 

@@ -61,7 +61,8 @@ def written(page: str, table: str) -> str:
 def main() -> int:
     matrix = Matrix()
     folder = Path(__file__).parent
-    status = pytest.main([str(folder), f"--ignore={folder / 'test_matrix.py'}", *sys.argv[1:]], plugins=[matrix])
+    arguments = [str(folder), f"--ignore={folder / 'test_matrix.py'}", "--nightly", *sys.argv[1:]]
+    status = pytest.main(arguments, plugins=[matrix])
     if matrix.passed:
         PAGE.write_text(written(PAGE.read_text(), matrix.table()))
     return int(status)

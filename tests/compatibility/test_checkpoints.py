@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from compatibility.conftest import EXACT
+from compatibility.conftest import EXACT, scheme_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from problems import Net, Quadratic, one_trainer, report_of, same_bits
@@ -43,10 +43,10 @@ def _train(folder, name, place, epochs, resume=None):
 
 
 @pytest.fixture(scope="module")
-def resumed(launch, tmp_path_factory):
+def resumed(launch, tmp_path_factory, request):
     """``resumed(scheme)``: two epochs in every place, and two more elsewhere; what all ranks report of those.
 
-    By where they were saved, and where resumed.
+    By where they were saved, and where resumed; as far as there are tests that ask for it.
     """
     folder = tmp_path_factory.mktemp("checkpoints")
 
@@ -64,21 +64,27 @@ def resumed(launch, tmp_path_factory):
 
     @functools.cache
     def under(name: str) -> dict:
-        four = [place for place, (_, ranks) in PLACES.items() if ranks == 4]
         two, one = "one node of two ranks", "one device"
+        asked = [item for item in request.session.items if item.path == request.path and scheme_of(item) == name]
+        to = {item.callspec.params["place"] for item in asked if item.originalname == RESUMED_ELSEWHERE}
+        since = {item.callspec.params["place"] for item in asked if item.originalname == RESUMED_HERE}
 
         def on_four(_: Path) -> dict:
-            for place in four:
+            for place in {*(since - {one, two}), HERE}:
                 save(name, place)
-            ways = [(HERE, place) for place in four] + [(place, HERE) for place in ELSEWHERE]
-            return {way: resume(name, *way) for way in ways}
+            ways = [(HERE, place) for place in to - {one, two}] + [(place, HERE) for place in since]
+            return {way: resume(name, *way) for way in sorted(ways)}
 
-        save(name, one)
-        launch(lambda _: save(name, two), ranks=2)
+        if one in since:
+            save(name, one)
+        if two in since:
+            launch(lambda _: save(name, two), ranks=2)
         reports = launch(on_four)
         results = {way: [returned[way] for returned in reports] for way in reports[0]}
-        results[HERE, two] = launch(lambda _: resume(name, HERE, two), ranks=2)
-        results[HERE, one] = [resume(name, HERE, one)]
+        if two in to:
+            results[HERE, two] = launch(lambda _: resume(name, HERE, two), ranks=2)
+        if one in to:
+            results[HERE, one] = [resume(name, HERE, one)]
         return results
 
     return under
@@ -89,6 +95,10 @@ def uninterrupted(tmp_path_factory):
     module = Quadratic()
     one_trainer(tmp_path_factory.mktemp("uninterrupted"), max_epochs=4).fit(module)
     return module.state_dict()
+
+
+RESUMED_ELSEWHERE = "test_a_plain_checkpoint_is_resumed_elsewhere"
+RESUMED_HERE = "test_a_checkpoint_from_elsewhere_is_resumed_here"
 
 
 def ends_as_if_uninterrupted(reports, uninterrupted):
@@ -179,28 +189,43 @@ class Dropped(Net):
 RESUMED_AT = (3, 4, 5, 6, 8)
 
 
-@pytest.mark.feature("checkpoint_replicas=True: resume to the bit, from any step")
-def test_resume_to_the_bit(together, request, scheme_name, tmp_path):
-    def under(name):
+@pytest.fixture(scope="module")
+def resumed_exactly(launch, tmp_path_factory, request):
+    """``resumed_exactly(scheme)``: what all ranks report of a whole run, and of it resumed after the steps of tests."""
+    folder = tmp_path_factory.mktemp("exact")
+
+    @functools.cache
+    def under(name: str) -> list[dict]:
+        asked = [item for item in request.session.items if item.path == request.path and scheme_of(item) == name]
+        steps = sorted({item.callspec.params["step"] for item in asked if "step" in item.callspec.params})
+
         def run(callbacks, resume=None):
             scheme = SCHEMES[name](**AS_PUBLISHED.get(name, {}))
             strategy = HierarchicalStrategy(scheme, ranks_per_node=2, checkpoint_replicas=True)
             arguments = {"callbacks": callbacks, "enable_checkpointing": True, "use_distributed_sampler": False}
-            trainer = one_trainer(tmp_path, devices=4, strategy=strategy, **arguments)
+            trainer = one_trainer(folder, devices=4, strategy=strategy, **arguments)
             trainer.fit(Dropped(), ckpt_path=resume)
             return report_of(trainer)
 
         def saves_at(step):
-            return ModelCheckpoint(tmp_path / name / str(step), "{step}", every_n_train_steps=step, save_top_k=-1)
+            return ModelCheckpoint(folder / name / str(step), "{step}", every_n_train_steps=step, save_top_k=-1)
 
-        results = {"whole": run([saves_at(step) for step in RESUMED_AT])}
-        for step in RESUMED_AT:
-            results[step] = run([saves_at(step)], tmp_path / name / str(step) / f"step={step}.ckpt")
-        return results
+        def main(_: Path) -> dict:
+            results = {"whole": run([saves_at(step) for step in steps])}
+            for step in steps:
+                results[step] = run([saves_at(step)], folder / name / str(step) / f"step={step}.ckpt")
+            return results
 
-    reports = together.run(request.node, scheme_name, 0, under, apart=False)
+        return launch(main)
+
+    return under
+
+
+@pytest.mark.feature("checkpoint_replicas=True: resume to the bit, from any step")
+@pytest.mark.parametrize("step", [3, 4, 5, 6, 8])
+def test_resume_to_the_bit(resumed_exactly, scheme_name, step):
+    reports = resumed_exactly(scheme_name)
     same_bits([results["whole"] for results in reports])
     for results in reports:
-        for step in RESUMED_AT:
-            for name, expected in results["whole"]["state_dict"].items():
-                assert torch.equal(results[step]["state_dict"][name], expected), (step, name)
+        for name, expected in results["whole"]["state_dict"].items():
+            assert torch.equal(results[step]["state_dict"][name], expected), name

@@ -1,0 +1,117 @@
+"""Which cells of a large product `make test` runs: the rule, in one place. The nightly job runs all of them.
+
+Most defects show in one value of one factor (a scheme, a payload, a launcher), nearly all others where two values meet.
+So a product with three factors or more becomes a set of its cells in which every two values that ever meet do meet; one
+with two factors, where that is all of it, a set in which every value occurs. ``@pytest.mark.covering`` marks such a
+product; every other cell of it becomes ``nightly``.
+
+``python -m tests.covering`` in a checkout prints what is in the set, and what waits for the night.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+Cell = Mapping[str, Hashable]
+Wanted = Sequence[tuple[str, ...]]
+
+
+def cover(cells: Sequence[Cell], wanted: Wanted) -> list[int]:
+    """The numbers of few cells in which everything is met that is met in all of them.
+
+    Greedy: the next cell is the one with the most that is new, and of several the one whose values were used least;
+    always the same for the same cells.
+
+    Args:
+        cells: Their values by factor.
+        wanted: Factors whose values are to meet in all ways that exist: ``[("scheme", "wire"), ("nodes",)]``.
+    """
+    met = [{(names, *(cell[name] for name in names)) for names in wanted} for cell in cells]
+    missing = set().union(*met)
+    used: Counter[tuple[str, Hashable]] = Counter()
+    chosen = []
+    while missing:
+        news = [len(each & missing) for each in met]
+        uses = [sum(used[each] for each in cell.items()) for cell in cells]
+        best = min(range(len(cells)), key=[*zip((-new for new in news), uses, strict=True)].__getitem__)
+        chosen.append(best)
+        missing -= met[best]
+        used.update(cells[best].items())
+    return sorted(chosen)
+
+
+def usual(factors: Iterable[str]) -> Wanted:
+    """All pairs of three factors or more; every value of two, or of one."""
+    names = sorted(factors)
+    return [*combinations(names, 2)] if len(names) > 2 else [(name,) for name in names]
+
+
+def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
+    """Mark as ``nightly`` the cells of products marked ``covering`` that are not in their covering sets."""
+    products: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") and hasattr(item, "callspec"):
+            products[item.path, item.originalname].append(item)
+    for product in products.values():
+        cells = [_cell(item) for item in product]
+        spare_others(product, cover(cells, usual(cells[0])))
+
+
+def spare_others(items: Sequence[pytest.Item], chosen: Sequence[int]) -> None:
+    """Mark as ``nightly`` all but some items."""
+    for number in {*range(len(items))} - {*chosen}:
+        items[number].add_marker(pytest.mark.nightly)
+
+
+def _cell(item: pytest.Function) -> dict[str, Hashable]:
+    """Which values meet, as objects; names that are parametrized together are one factor, called by the first."""
+    marker = item.get_closest_marker("covering")
+    assert marker is not None
+    values = item.callspec.params
+    later = {name for names in _lists_of_names(item) for name in names[1:]}
+    return {name: id(values[name]) for name in values if name not in later and name in (marker.args or values)}
+
+
+def _lists_of_names(item: pytest.Item) -> Iterable[tuple[str, ...]]:
+    for marker in item.iter_markers("parametrize"):
+        names = marker.args[0]
+        yield tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the whole of every product, and the longest runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what is left to the nightly job, but for tests that are named on the command line."""
+    leave_to_the_night(items)
+    spared = [item for item in items if item.get_closest_marker("nightly")]
+    if spared and not config.getoption("--nightly") and not any("::" in argument for argument in config.args):
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=spared)
+
+
+class _Listing:
+    """Prints how many cells of every test are run when."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        counts: dict[str, Counter[bool]] = defaultdict(Counter)
+        for item in session.items:
+            counts[item.nodeid.partition("[")[0]][item.get_closest_marker("nightly") is not None] += 1
+        for name, count in counts.items():
+            if count[True]:
+                print(f"{count[False]:4} of {count.total():4}  {name}")
+        total = sum(counts.values(), Counter())
+        print(f"{total[False]:4} of {total.total():4}  in all")
+
+
+if __name__ == "__main__":
+    folder = str(Path(__file__).parent)
+    arguments = ["--collect-only", "--nightly", "-qqq", *(sys.argv[1:] or [folder])]
+    sys.exit(pytest.main(arguments, plugins=[_Listing()]))
