@@ -10,6 +10,8 @@ release = import_module("lightning_hiercomm").__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["width.css"]
 html_title = f"lightning-hiercomm {release}"
 
 myst_heading_anchors = 3
