@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,22 @@ def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
     for product in products.values():
         cells = [_cell(item) for item in product]
         spare_others(product, cover(cells, usual(cells[0])))
+
+
+def asked(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:
+    """The values of parameters in those tests of a fixture's module that will run: no others need be computed."""
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = [item.callspec.params for item in own]
+    return {tuple(each[name] for name in names) for each in values if {*names} <= {*each}}
+
+
+def leaving_to_the_night(cells: Iterable[tuple[Hashable, ...]]) -> list[Any]:
+    """Parameters for ``parametrize`` that are cells of a product without a product: all values in `make test`."""
+    cells = [*cells]
+    named = [{str(place): value for place, value in enumerate(cell)} for cell in cells]
+    chosen = cover(named, usual(named[0]))
+    by_night = [pytest.param(*cell, marks=pytest.mark.nightly) for cell in cells]
+    return [cells[number] if number in chosen else by_night[number] for number in range(len(cells))]
 
 
 def spare_others(items: Sequence[pytest.Item], chosen: Sequence[int]) -> None:

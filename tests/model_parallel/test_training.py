@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import asked, leaving_to_the_night
 from lightning.pytorch.loggers import CSVLogger
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Net, Twice
@@ -39,8 +41,9 @@ SCHEMES = {
     "gossip overlapped": lambda: Gossip(segments=["net.2", "net.0"], overlap=True),
     "noloco": lambda: Agreement(when=4, through=Ring(), merge=OuterOptimizer()),
 }
+BOTH = {(name, optimizer): {"check_val_every_n_epoch": 2} for name in SCHEMES for optimizer in ("sgd", "adamw")}
 RUNS = {
-    **{(name, optimizer): {"check_val_every_n_epoch": 2} for name in SCHEMES for optimizer in ("sgd", "adamw")},
+    **BOTH,
     ("all_reduce", "clipped"): {"max_epochs": 1, "gradient_clip_val": 0.1},
     ("periodic", "clipped"): {"max_epochs": 1, "gradient_clip_val": 0.1},
     ("periodic", "clipped by value"): {
@@ -57,6 +60,8 @@ RUNS = {
     ("all_reduce", "int8"): {"max_epochs": 1},
     ("all_reduce", "twice"): {"max_epochs": 1},
 }
+BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
+ALL = [*leaving_to_the_night(BOTH), *(run for run in RUNS if run not in BOTH)]
 
 
 class BytesOfTraining(pl.Callback):
@@ -69,9 +74,10 @@ class BytesOfTraining(pl.Callback):
         self.sent = trainer.strategy.total_communication()["inter_bytes"] - self.before
 
 
-def _train_all(folder):
+def _train_all(runs, folder):
     results = {}
-    for (name, how), arguments in RUNS.items():
+    for name, how in runs:
+        arguments = RUNS[name, how]
         for strategy in (HierarchicalModelParallelStrategy, HierarchicalStrategy):
             # with a rank's part in one bucket both strategies send as many blocks of codes, each with its scale
             wire = {"wire_dtype": "int8", "bucket_mb": 4} if how == "int8" else {"bucket_mb": 1e-3}
@@ -131,11 +137,12 @@ def _fit_again():
 
 
 @pytest.fixture(scope="module")
-def trained(launch):
-    return launch(_train_all)
+def trained(launch, request):
+    wanted = {*asked(request, "name", "how"), BETWEEN_AGREEMENTS}
+    return launch(partial(_train_all, [run for run in RUNS if run in wanted]))
 
 
-@pytest.mark.parametrize(("name", "how"), RUNS, ids=str)
+@pytest.mark.parametrize(("name", "how"), ALL, ids=str)
 def test_training_follows_the_strategy_whose_ranks_hold_all(trained, name, how):
     tolerance = {"int8": 5e-2, "bf16-true": 5e-2}.get(how, 1e-5)  # blocks of codes end elsewhere; all sums round
     for rank, results in enumerate(trained):
@@ -148,7 +155,7 @@ def test_training_follows_the_strategy_whose_ranks_hold_all(trained, name, how):
             assert torch.equal(ours["state"][parameter], trained[0][name, how, True]["state"][parameter]), rank
 
 
-@pytest.mark.parametrize(("name", "how"), RUNS, ids=str)
+@pytest.mark.parametrize(("name", "how"), ALL, ids=str)
 def test_as_many_bytes_travel_between_nodes(trained, name, how):
     ours, expected = trained[0][name, how, True], trained[0][name, how, False]
     assert ours["agreements"] == expected["agreements"]
@@ -176,7 +183,7 @@ def test_a_node_with_one_sick_shard_is_left_out_and_gets_well(trained, name):
 
 
 def test_nodes_differ_between_agreements(trained):
-    losses = [results["periodic", "sgd", True]["losses"] for results in trained]
+    losses = [results[(*BETWEEN_AGREEMENTS, True)]["losses"] for results in trained]
     assert losses[0] != losses[2]
 
 

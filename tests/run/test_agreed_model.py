@@ -8,6 +8,7 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import asked
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from problems import one_trainer
 from torch.utils.data import DataLoader
@@ -30,6 +31,13 @@ SCHEMES = {
 }
 MEANS = [name for name in SCHEMES if name not in ("steps_delay", "gossip")]
 """Whose agreed model is the mean of the nodes' present weights; the others' has a meaning of its own."""
+
+
+ALTERNATELY = [
+    [pytest.param(name, marks=[pytest.mark.nightly] * (place % 2 == which)) for place, name in enumerate(SCHEMES)]
+    for which in (0, 1)
+]
+"""Every scheme in one of two tests, and by night in both."""
 
 
 class Drifting(pl.LightningModule):
@@ -102,8 +110,8 @@ def _file(path):
     return torch.load(path, weights_only=True)["state_dict"]["x"]
 
 
-def _program(folder):
-    """Of one rank, under every scheme."""
+def _program(names, folder):
+    """Of one rank, under every scheme; further runs under those that tests ask for by some name."""
     said = {}
     for name in SCHEMES:
         place = folder / name
@@ -133,19 +141,21 @@ def _program(folder):
         _, module = _fit(place, name, [default], max_epochs=1, val_check_interval=None)
         own["default"] = _file(default.best_model_path), module.x.detach().clone()
 
-        stopping = EarlyStopping("val_loss", patience=1, mode="min")
-        stopped, _ = _fit(place, name, [stopping], enable_checkpointing=False)
-        own["steps with EarlyStopping"] = stopped.global_step
-
-        _, swapped = _fit(place, name, [Swapping()], enable_checkpointing=False)
-        own["swapped"] = swapped.own
+        if name in names["stopped"]:
+            stopping = EarlyStopping("val_loss", patience=1, mode="min")
+            stopped, _ = _fit(place, name, [stopping], enable_checkpointing=False)
+            own["steps with EarlyStopping"] = stopped.global_step
+        if name in names["swapped"]:
+            _, swapped = _fit(place, name, [Swapping()], enable_checkpointing=False)
+            own["swapped"] = swapped.own
         said[name] = copy.deepcopy(own)
     return said
 
 
 @pytest.fixture(scope="module")
-def ranks(launch):
-    return launch(_program, ranks=2)
+def ranks(launch, request):
+    names = {parameter: {name for (name,) in asked(request, parameter)} for parameter in ("stopped", "swapped")}
+    return launch(partial(_program, names), ranks=2)
 
 
 @pytest.fixture(params=SCHEMES)
@@ -188,8 +198,9 @@ def test_a_teacher_that_follows_its_student_agrees_wherever_it_is_seen(ranks, na
     assert torch.equal(one["last teacher"], one["teacher"])
 
 
-def test_early_stopping_does_not_end_a_run_that_gets_better(ranks, name):
-    assert ranks[0][name]["steps with EarlyStopping"] == 14
+@pytest.mark.parametrize("stopped", ALTERNATELY[0])
+def test_early_stopping_does_not_end_a_run_that_gets_better(ranks, stopped):
+    assert ranks[0][stopped]["steps with EarlyStopping"] == 14
 
 
 def test_a_file_that_is_saved_after_fit_holds_the_module_and_the_schemes_last_schedule(ranks, name):
@@ -199,8 +210,9 @@ def test_a_file_that_is_saved_after_fit_holds_the_module_and_the_schemes_last_sc
     assert [scheme["steps"] for scheme in said["schemes"]] == [14]
 
 
-def test_a_callback_that_swaps_weights_for_validation_does_not_change_the_training(ranks, name):
+@pytest.mark.parametrize("swapped", ALTERNATELY[1])
+def test_a_callback_that_swaps_weights_for_validation_does_not_change_the_training(ranks, swapped):
     for rank in ranks:
-        assert len(rank[name]["own"]) == len(rank[name]["swapped"]) == 14
-        for plain, swapped in zip(rank[name]["own"], rank[name]["swapped"], strict=True):
-            assert torch.equal(plain, swapped)
+        assert len(rank[swapped]["own"]) == len(rank[swapped]["swapped"]) == 14
+        for one, other in zip(rank[swapped]["own"], rank[swapped]["swapped"], strict=True):
+            assert torch.equal(one, other)

@@ -459,6 +459,7 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, scheme, wire, nodes):
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0,), (1,), (2,), (3,)), ((0, 1), (2,))], ids=str)
 @pytest.mark.parametrize(("fragments", "staleness"), [(1, 0), (4, 1)])
