@@ -130,6 +130,33 @@ def ends_ranks_after_an_error() -> Iterator[None]:
         faulthandler.unregister(signal.SIGUSR1)
 
 
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU on which the ranks of a test compute, each on a stream of its own."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU that torch can use")
+    if {"fit", "launch"} & set(request.fixturenames):
+        pytest.skip("forked processes cannot use CUDA")
+    from harness import place  # found once this file has told Python where
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(place, "device", device)
+    monkeypatch.setattr(place, "rank", lambda: torch.cuda.stream(torch.cuda.Stream(device)))
+    return device
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the ranks of a test compute: the CPU, and a GPU where there is one.
+
+    Tests that ask for it, or whose module says ``pytestmark = pytest.mark.usefixtures("device")``, run on both.
+    """
+    if request.param == "cpu":
+        return torch.device("cpu")
+    found: torch.device = request.getfixturevalue("gpu")
+    return found
+
+
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
 
 

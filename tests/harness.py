@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lightning_hiercomm.comm.base import Connect
 from lightning_hiercomm.comm.meter import Meter
@@ -34,7 +35,9 @@ SGD_AT_HALF: MakeOptimizer = partial(torch.optim.SGD, lr=0.5)
 
 @dataclass
 class Place:
-    """Where the ranks of a test compute; the fixtures ``device`` and ``pretended_streams`` change it.
+    """Where the ranks of a test compute; the fixtures ``device`` and ``pretended`` change it.
+
+    Tests see values of the CPU all the same: what they give to a rank is moved there, and what they get from it, here.
 
     Attributes:
         device: Of their tensors.
@@ -71,7 +74,13 @@ def on_ranks(
         with place.rank():
             return work(Topology(nodes, rank, connect(world.connect(rank, meter)), meter, weights))
 
-    return ThreadWorld(sum(map(len, nodes)), timeout).run(body)
+    return on_cpu(ThreadWorld(sum(map(len, nodes)), timeout).run(body))
+
+
+def on_cpu(results: T) -> T:
+    """The same, with the tensors that are anywhere in it on the CPU."""
+    moved: T = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, results)
+    return moved
 
 
 @dataclass
@@ -150,6 +159,7 @@ class Rank:
                 flat = gradient(values).clone()
             else:
                 flat = torch.full_like(values, gradient)
+            flat = flat.to(place.device)
             self.gradients.reduce(flat).wait()
             for parameter, part in zip(self.trained, flat.split([p.numel() for p in self.trained]), strict=True):
                 parameter.grad = part.view_as(parameter).clone()
@@ -205,7 +215,7 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(parameters: Sequence[Tensor]) -> Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in parameters])
+    return torch.cat([parameter.detach().flatten().clone() for parameter in parameters]).cpu()
 
 
 @contextmanager
@@ -247,6 +257,7 @@ def attached(
     named = shapes.items() if isinstance(shapes, Mapping) else ((str(i), shape) for i, shape in enumerate(shapes))
     module = torch.nn.ParameterDict({name: torch.full(_shape(shape), start, dtype=dtype) for name, shape in named})
     module.register_buffer("buffer", None if buffer is None else buffer.clone())
+    module.to(place.device)
     for name in frozen:
         module[name].requires_grad_(False)
     optimizer = (inner or SGD_AT_HALF)(list(module.parameters()))
@@ -257,7 +268,7 @@ def attached(
         target = _flat([torch.randn(p.shape, generator=generator, dtype=dtype) for p in module.parameters()])
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
-    gradients = gradient_path(own.gradients, topology, torch.device("cpu"), wire, piece_bytes=bucket_bytes)
+    gradients = gradient_path(own.gradients, topology, place.device, wire, piece_bytes=bucket_bytes)
     rank = Rank(topology, module, optimizer, wire, own, gradients, bucket_bytes, target)
     try:
         own.attach(rank.replica(), topology, optimizer, wire)

@@ -25,6 +25,8 @@ from lightning_hiercomm.schemes import (
     Staggered,
 )
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 SEVENS = {"a": 7, "b": 5, "c": 11}
 NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,))]
 FOUR = ((0,), (1,), (2,), (3,))

@@ -6,6 +6,8 @@ import pytest
 
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 
 @pytest.mark.parametrize(
     ("scheme", "agreements"),

@@ -18,6 +18,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes import replica
 from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 on_four_ranks = partial(on_nodes, nodes=TWO_BY_TWO, epochs=10)
 
 B4_S1 = [

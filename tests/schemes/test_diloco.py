@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from lightning_hiercomm.schemes import AllReduce, DiLoCo, PeriodicAveraging
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 TWO = ((0,), (1,))
 TWO_OF_TWO = ((0, 1), (2, 3))
 UNEQUAL = ((0, 1), (2,))

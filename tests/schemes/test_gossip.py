@@ -16,6 +16,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import AllReduce, Gossip, Graph, PeriodicAveraging, RandomPermutation
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 FLAT = {"nodes": [[0], [1], [2], [3]]}
 HOP_1, HOP_2 = [[1], [2], [3], [0]], [[2], [3], [0], [1]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import on_cpu, place
 
 from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.meter import Meter
@@ -12,7 +13,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.gradients import NodeMean, Untouched, WorldSum, gradient_path
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 1), (2,), (3,)), ((0, 1), (2, 3), (4, 5))]
 WIRES = [None, "bfloat16", "int8", "int4"]
 # relative to the largest number that is encoded; a sum over more than two nodes is encoded once more
@@ -25,22 +27,23 @@ def on_ranks(work, nodes, gradients="world", wire=None, weights=None, piece_byte
     def body(rank, world):
         meter = Meter()
         topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
-        path = gradient_path(gradients, topology, CPU, Wire.named(wire), piece_bytes)
+        path = gradient_path(gradients, topology, place.device, Wire.named(wire), piece_bytes)
         try:
-            return work(path, topology)
+            with place.rank():
+                return work(path, topology)
         finally:
             path.close()
 
-    return ThreadWorld(sum(map(len, nodes))).run(body)
+    return on_cpu(ThreadWorld(sum(map(len, nodes))).run(body))
 
 
 def gradient_of(rank, numel, round_=0, dtype=torch.float32):
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * round_ + rank)).to(dtype)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * round_ + rank)).to(place.device, dtype)
 
 
 def weighted_mean(ranks, weights, numel, round_=0):
     weights = torch.tensor([weights[rank] for rank in ranks], dtype=torch.float64)
-    values = torch.stack([gradient_of(rank, numel, round_).double() for rank in ranks])
+    values = torch.stack([gradient_of(rank, numel, round_).double().cpu() for rank in ranks])
     return (weights[:, None] * values).sum(0) / weights.sum()
 
 
@@ -125,7 +128,7 @@ def test_the_running_mean_of_a_constant_gradient_tends_to_it(nodes, wire):
     world, numel, rounds = sum(map(len, nodes)), 700, 48
 
     def work(path, topology):
-        total, errors = torch.zeros(numel, dtype=torch.float64), []
+        total, errors = torch.zeros(numel, dtype=torch.float64, device=place.device), []
         for n in range(1, rounds + 1):
             bucket = gradient_of(topology.rank, numel)
             path.reduce(bucket).wait()
@@ -226,7 +229,7 @@ ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3]]  # what each rank looks up of 
 def sparse_gradient(rank):
     values = torch.arange(2.0 * len(ROWS[rank])).view(-1, 2) + rank
     indices = torch.tensor([ROWS[rank]], dtype=torch.int64)
-    return torch.sparse_coo_tensor(indices, values, (6, 2), check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, (6, 2), check_invariants=False).to(place.device)
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4, 5)])
@@ -256,7 +259,7 @@ def test_sparse_gradients_of_a_node_cost_its_entries_and_not_the_table():
     def work(path, topology):
         rows = torch.arange(10) * (1 + topology.rank)
         gradient = torch.sparse_coo_tensor(rows[None], torch.ones(10, 4), (table, 4), check_invariants=False)
-        path.reduce_sparse(gradient)
+        path.reduce_sparse(gradient.to(place.device))
         return topology.meter.bytes["intra"]
 
     for sent in on_ranks(work, ((0, 1), (2, 3)), "node"):

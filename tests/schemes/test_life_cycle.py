@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import on_ranks, place
 from torch import nn
 
 from lightning_hiercomm.comm.base import Communicator, Connect
@@ -29,6 +29,8 @@ from lightning_hiercomm.schemes import (
     StepsDelay,
 )
 from lightning_hiercomm.trainer.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "all_reduce": AllReduce,
@@ -70,7 +72,7 @@ def steps(scheme: Scheme, optimizer: torch.optim.Optimizer, number: int) -> None
 @pytest.mark.parametrize("name", SCHEMES)
 def test_200_thaws_open_no_group_and_start_no_thread(name):
     def work(topology: Topology) -> tuple[int, int, int]:
-        parameters = [nn.Parameter(torch.zeros(3))]
+        parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         scheme = SCHEMES[name]()
         scheme.attach(Replica(parameters), topology, optimizer)
@@ -79,7 +81,7 @@ def test_200_thaws_open_no_group_and_start_no_thread(name):
         steps(scheme, optimizer, 4)
         groups, backgrounds = topology._connect.groups, len(scheme._backgrounds)
         for _ in range(200):
-            thawed = nn.Parameter(torch.zeros(2))
+            thawed = nn.Parameter(torch.zeros(2, device=place.device))
             if len(parameters) < 3:
                 parameters.append(thawed)
                 optimizer.add_param_group({"params": [thawed]})
@@ -99,14 +101,14 @@ def test_200_thaws_open_no_group_and_start_no_thread(name):
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"all_reduce"}))
 def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
     def work(topology: Topology) -> list[float]:
-        parameters = [nn.Parameter(torch.zeros(3))]
+        parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + topology.node))
         scheme = SCHEMES[name]()
         scheme.attach(Replica(parameters), topology, optimizer)
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 3)
-        parameters.append(nn.Parameter(torch.zeros(2)))
+        parameters.append(nn.Parameter(torch.zeros(2, device=place.device)))
         optimizer.add_param_group({"params": parameters[-1:]})
         scheme.agree()
         scheme.follow(Replica(parameters))
@@ -121,7 +123,7 @@ def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
 
 def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parameters():
     def work(topology: Topology) -> list[float]:
-        x = nn.Parameter(torch.zeros(1))
+        x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
         scheme = Gossip(segments=1, hierarchical=False)
         scheme.attach(Replica([x]), topology, optimizer)
@@ -129,7 +131,7 @@ def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parame
         topology.set_weights([1.0, 3.0])
 
         def step() -> None:
-            x.grad = torch.tensor([-1.0])
+            x.grad = torch.tensor([-1.0], device=place.device)
             optimizer.step()
 
         seen = []
@@ -145,10 +147,10 @@ def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parame
 
 def test_two_optimizers_share_one_gradient_path():
     def work(topology: Topology, count: int) -> int:
-        layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
+        layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(count)).to(place.device)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
         run = TrainingRun(AllReduce(), Replicas(layers, optimizers), topology)
-        run.gradients.reduce(torch.ones(4)).wait()
+        run.gradients.reduce(torch.ones(4, device=place.device)).wait()
         run.close(timeout=5.0)
         return topology._connect.groups
 
@@ -159,7 +161,7 @@ def test_two_optimizers_share_one_gradient_path():
 @pytest.mark.parametrize("skips", [0, 1])
 def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_in_it(skips):
     def work(topology: Topology) -> list[float]:
-        x = nn.Parameter(torch.zeros(1))
+        x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
         scheme = PeriodicAveraging(2, order="before_step")
         scheme.attach(Replica([x]), topology, optimizer)
@@ -168,7 +170,7 @@ def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_i
         for t in range(1, 5):
 
             def step(t: int = t) -> None:
-                x.grad = torch.tensor([-1.0 - 2 * topology.rank])
+                x.grad = torch.tensor([-1.0 - 2 * topology.rank], device=place.device)
                 if not (t == 2 and topology.rank == skips):  # as a gradient scaler does
                     optimizer.step()
 
@@ -215,7 +217,7 @@ def settings(scheme: Scheme) -> Settings:
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
 def test_closing_a_topology_closes_what_schemes_opened_on_it(wire):
     def work(topology: Topology) -> list[bool]:
-        x = nn.Parameter(torch.zeros(3))
+        x = nn.Parameter(torch.zeros(3, device=place.device))
         scheme = DiLoCo(2, staleness=1)
         scheme.attach(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
         scheme.close()

@@ -6,6 +6,8 @@ import pytest
 
 from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 AFTER = [(0.5, 3.5), (3, 3), (2, 5), (3.75, 3.75), (3.875, 3.875), (2.4375, 5.4375), (3.96875, 3.96875)]
 BEFORE = [
     (0.5, 3.5),

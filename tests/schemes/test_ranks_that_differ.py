@@ -12,6 +12,8 @@ from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
 from lightning_hiercomm.schemes import Agreement
 from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Full, RandomPermutation, Ring
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 PERIOD, STEPS, LR = 3, 14, 0.1
 NODES = {
     "one device": ((0,),),

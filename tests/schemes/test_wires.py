@@ -19,6 +19,8 @@ from lightning_hiercomm.schemes import (
     Ring,
 )
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 SEVENS = {"a": 7, "b": 5, "c": 11}
 WIRES = [None, "bfloat16", "float16", "int8", "int4"]
 FRACTION = {None: 1.0, "bfloat16": 1 / 2, "float16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8}

@@ -27,6 +27,8 @@ from lightning_hiercomm.schemes import (
 )
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, begin_state_anew, describe, mark_of
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 THREE = ((0,), (1,), (2,))
 PAIRS = ((0, 1), (2, 3), (4, 5))
 SHAPES = {"a": 3, "b": 4, "c": 2}

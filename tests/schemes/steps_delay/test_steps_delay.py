@@ -23,6 +23,8 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import StepsDelay
 from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate, glu
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 
 def simulate(
     goals: list[torch.Tensor],
