@@ -15,10 +15,10 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.shards import local, reshard, whole
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
-from lightning_hiercomm.run.shards import local, reshard, whole
-from lightning_hiercomm.nodes.topology import Topology
 
 _REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
 

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 from lightning_hiercomm.comm.dtensor import DTensor
+from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.shards import local, whole
-from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.nodes.connect import process_group
 
 _KEY = "hiercomm"
 

@@ -25,9 +25,9 @@ from lightning_hiercomm.checkpoints.companion import (
     set_random_state,
 )
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes.carriers.mean import Average
 
 _KEY = "hiercomm"
 
