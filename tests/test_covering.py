@@ -49,6 +49,12 @@ import pytest
 def test_of_two_factors(scheme, wire, loss):
     pass
 
+@pytest.mark.covering
+@pytest.mark.parametrize("scheme", "abc")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_of_one_factor_on_two_devices(scheme, device):
+    pass
+
 @pytest.mark.nightly
 def test_that_takes_long():
     pass
@@ -68,8 +74,8 @@ class Collected:
 @pytest.mark.parametrize(
     ("arguments", "number"),
     [
-        (["test_product.py"], 3),
-        (["test_product.py", "--nightly"], 10),
+        (["test_product.py"], 9),
+        (["test_product.py", "--nightly"], 16),
         (["test_product.py", "--nightly", "-m", "nightly"], 7),
         (["test_product.py::test_that_takes_long"], 1),
     ],

@@ -206,6 +206,8 @@ class Agreement(Scheme):
                 self._agree_now(leaving)
             return
         arrived = self._in_flight.take(self.steps)
+        if leaving and arrived is None:  # of the last epoch, whose end nobody knew: one exchange is in flight at a time
+            arrived = self._in_flight.take_first()
         if arrived is not None or leaving:
             self._turn(arrived, leaving)
 
@@ -385,6 +387,8 @@ class Agreement(Scheme):
         if is_sick:  # healed by its peers
             self.begin_optimizer_anew()
         if isinstance(carrier, Average):
+            if void:  # what follows takes the communicators of what has just left
+                self._in_flight.settle()
             if void and not self._merge.keeps_agreed:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
             land = self._merge.land if self._merge.keeps_agreed else None

@@ -103,6 +103,10 @@ class InFlight:
             self.exchanges.remove(due)
         return due
 
+    def take_first(self) -> Exchange | None:
+        """The oldest exchange, due or not; it is no longer in flight."""
+        return self.exchanges.pop(0) if self.exchanges else None
+
     def take_all(self) -> list[Exchange]:
         """All exchanges; they are no longer in flight."""
         taken, self.exchanges = self.exchanges, []
