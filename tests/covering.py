@@ -55,10 +55,11 @@ def usual(factors: Iterable[str]) -> Wanted:
 
 def leave_to_the_night(items: Sequence[pytest.Item]) -> None:
     """Mark as ``nightly`` the cells of products marked ``covering`` that are not in their covering sets."""
-    products: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
+    products: dict[tuple[Path, str, object], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering") and hasattr(item, "callspec"):
-            products[item.path, item.originalname].append(item)
+            # what a CPU shows must not be left to the GPU that another cell would need, and the other way round
+            products[item.path, item.originalname, item.callspec.params.get("device")].append(item)
     for product in products.values():
         cells = [_cell(item) for item in product]
         spare_others(product, cover(cells, usual(cells[0])))
@@ -92,7 +93,8 @@ def _cell(item: pytest.Function) -> dict[str, Hashable]:
     assert marker is not None
     values = item.callspec.params
     later = {name for names in _lists_of_names(item) for name in names[1:]}
-    return {name: id(values[name]) for name in values if name not in later and name in (marker.args or values)}
+    names = [name for name in marker.args or values if name in values and name not in later and name != "device"]
+    return {name: id(values[name]) for name in names}
 
 
 def _lists_of_names(item: pytest.Item) -> Iterable[tuple[str, ...]]:
