@@ -16,8 +16,9 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-def test_random_faults_end_every_run_in_time_with_the_rank_named_and_nothing_left(capsys, tmp_path):
-    cases = [*faults.drawn(12, seed=1)]
+@pytest.mark.parametrize("runs", [6, pytest.param(24, marks=pytest.mark.nightly)])
+def test_random_faults_end_every_run_in_time_with_the_rank_named_and_nothing_left(capsys, tmp_path, runs):
+    cases = [*faults.drawn(runs, seed=1)]
     done = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
     said = "\n".join(path.read_text() for path in tmp_path.glob("*.txt"))
     assert done.counts - Counter(waits=len(cases)) == Counter(runs=len(cases)), capsys.readouterr().out + said

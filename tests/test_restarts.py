@@ -18,10 +18,10 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = ROOT / "examples" / "digits"
-SECONDS = 150  # until a run that should have ended fails the test
+SECONDS = 400  # until a run that should have ended fails the test
 STEPS_AN_EPOCH = 16  # on two nodes of two ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Train = Callable[..., list[ForkedPython]]
 
@@ -34,8 +34,9 @@ def train(tmp_path: Path) -> Iterator[Train]:
     def start(folder: str, *arguments: str, nodes: str = "2") -> list[ForkedPython]:
         where, port = tmp_path / folder, find_free_network_port()
         where.mkdir()
-        # a node that is lost is missed after five seconds, and nobody waits long for it to come back
-        impatient = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+        # a node that is lost is missed after ten seconds, and nobody waits long for it to come back; for less, a busy
+        # machine would lose one that is there
+        impatient = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=10"
         mine = []
         for agent in range(2):
             mine.append(
@@ -93,19 +94,20 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
     return [json.loads((folder / f"{name}-{i}").read_text()) for i in range(len([*folder.glob(f"{name}-*")]))]
 
 
-def test_five_kills_in_one_run_change_no_bit(train, tmp_path):
-    short = "--trainer.max_epochs=5"
+@pytest.mark.parametrize(("times", "epochs"), [(2, 3), pytest.param(5, 5, marks=pytest.mark.nightly)])
+def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs):
+    short = f"--trainer.max_epochs={epochs}"
     undisturbed = accuracy(*train("undisturbed", short, "--trainer.callbacks.times=0"))
     began = time.monotonic()
-    disturbed = accuracy(*train("disturbed", short))
+    disturbed = accuracy(*train("disturbed", short, f"--trainer.callbacks.times={times}"))
     starts, kills = (written(tmp_path / "disturbed", name) for name in ("start", "kill"))
     print(f"{time.monotonic() - began:.0f} s; kills {kills}; starts {starts}; accuracy {disturbed} and {undisturbed}")
-    assert len(kills) == 5
+    assert len(kills) == times
     assert any(kill["saving"] for kill in kills)
     # the newest complete checkpoint: that of the last epoch's end, but for one that was just being written
     complete = [kill["step"] // STEPS_AN_EPOCH - kill["saving"] for kill in kills]
     assert [start["step"] for start in starts] == [0, *(epochs * STEPS_AN_EPOCH for epochs in complete)]
-    assert undisturbed == disturbed > 90
+    assert undisturbed == disturbed > (90 if epochs == 5 else 60)
     one, other = (
         torch.load(tmp_path / run / "end.ckpt", weights_only=True)["state_dict"] for run in ("undisturbed", "disturbed")
     )

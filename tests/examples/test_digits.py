@@ -18,6 +18,7 @@ def test_short_run_trains_tests_and_reports(folder):
     assert list(folder.path.glob("runs/digits/version_0/checkpoints/*.ckpt"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_main_job_holds_what_the_readme_promises(folder, all_reduce_accuracy):
     periodic = folder.fit_digits()
@@ -26,6 +27,7 @@ def test_main_job_holds_what_the_readme_promises(folder, all_reduce_accuracy):
     assert float(re.search(r"([\d.]+) times what was sent", periodic)[1]) >= 5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_daso_trains_digits_as_well_as_all_reduce_within_one_point(folder, all_reduce_accuracy):
     daso = folder.accuracy(folder.fit_digits("--config", folder.digits / "daso.yaml"))
