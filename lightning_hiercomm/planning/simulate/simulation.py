@@ -65,6 +65,8 @@ class Experiment:
         batches: Examples that each rank takes per step, by world rank, where ranks are unequal; in place of ``batch``.
         weights: Of the ranks' gradients, by world rank. Default: by their examples.
         gradient_scale: What every loss is multiplied by before the backward pass.
+        shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Otherwise every rank draws
+            from all of them, with replacement.
 
     Raises:
         PlanningError: For numbers with which nothing can be trained.
@@ -84,6 +86,7 @@ class Experiment:
     batches: tuple[int, ...] | None = None
     weights: tuple[float, ...] | None = None
     gradient_scale: float = 1.0
+    shards: bool = False
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "steps", "batch"):
@@ -255,7 +258,9 @@ class _Replica:
             (turn, make(self.module.get_submodule(turn.part).parameters(), experiment.learning_rate))
             for turn in task.turns
         ]
-        self._batches = Batches(task, rank, experiment.sizes[rank], experiment.seed)
+        sizes = experiment.sizes
+        shard = (sum(sizes[:rank]), sum(sizes)) if experiment.shards else None
+        self._batches = Batches(task, rank, sizes[rank], experiment.seed, shard)
         self.points: list[Point] = []
         self.sent = 0.0
 

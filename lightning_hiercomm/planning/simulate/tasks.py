@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 
 import torch
@@ -115,17 +115,34 @@ class Batches:
         rank: Of the replica.
         size: Of a batch.
         seed: Of the run.
+        shard: As a distributed sampler does it: epochs are shuffled, every example comes once at most, and of each
+            step's examples this replica takes those from the first number on, of as many as the second says. None: with
+            replacement.
     """
 
-    def __init__(self, task: Task, rank: int, size: int, seed: int = 0) -> None:
+    def __init__(self, task: Task, rank: int, size: int, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
         (self._inputs, self._targets), _ = task.load()
         self._generator = torch.Generator().manual_seed(1_000_003 * seed + rank)
-        self._size = size
+        self._size, self._seed, self._shard = size, seed, shard
+        self._drawn = 0
 
     def draw(self) -> Examples:
         """The next one."""
-        chosen = torch.randint(len(self._targets), (self._size,), generator=self._generator)
+        if self._shard is None:
+            chosen = torch.randint(len(self._targets), (self._size,), generator=self._generator)
+        else:
+            first, step = self._shard
+            epoch, index = divmod(self._drawn, max(1, len(self._targets) // step))
+            chosen = shuffled(len(self._targets), self._seed, epoch)[index * step + first :][: self._size]
+            self._drawn += 1
         return self._inputs[chosen], self._targets[chosen]
+
+
+@lru_cache(maxsize=4)  # all replicas of a simulation ask for the same
+def shuffled(examples: int, seed: int, epoch: int) -> Tensor:
+    """The order of an epoch of a run, for all its replicas."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+    return torch.randperm(examples, generator=generator)
 
 
 @cache

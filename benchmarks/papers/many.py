@@ -1,0 +1,398 @@
+"""Many short runs at once: every rate and seed of a method as one batch of models, on one thread.
+
+What a simulation plays with threads and the schemes' own code, a few hundred models at a time: a step of all of them is
+a handful of batched matrix products. The methods are written down plainly here, on tensors of runs, nodes and
+parameters; that they end where the schemes' own code ends is a test.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
+
+from lightning_hiercomm.planning.simulation import schedule
+from lightning_hiercomm.planning.tasks import TASKS, Examples, shuffled
+from lightning_hiercomm.schemes.graphs import DirectedExponential, Graph, RandomPermutation
+from lightning_hiercomm.schemes.plateau import Plateau
+
+MOMENTUM = 0.9
+_FRESH, _TUNING = 6000, 2000
+_JUDGED_AT_ONCE = 8
+
+
+@cache
+def data() -> tuple[Examples, Examples, Examples]:
+    """MNIST-1D's own 4,000 examples to train on; 2,000 fresh ones to choose learning rates by; 4,000 to judge by."""
+    from mnist1d.data import get_dataset_args, make_dataset
+
+    arguments = get_dataset_args()
+    arguments.seed, arguments.num_samples, arguments.train_split = arguments.seed + 1, _FRESH, 1.0
+    made = make_dataset(arguments)
+    inputs, targets = torch.tensor(made["x"], dtype=torch.float32), torch.tensor(made["y"])
+    train, _ = TASKS["mnist1d"].load()
+    return train, (inputs[:_TUNING], targets[:_TUNING]), (inputs[_TUNING:], targets[_TUNING:])
+
+
+def scores(parameters: Tensor, inputs: Tensor) -> Tensor:
+    """Of many of MNIST-1D's CNNs, each on examples of its own.
+
+    Args:
+        parameters: Models x parameters, in the order of the module's.
+        inputs: Models x examples x 40.
+
+    Returns:
+        Models x examples x classes.
+    """
+    models, examples = inputs.shape[:2]
+    shapes = [(25, 1, 5), (25,), (25, 25, 3), (25,), (25, 25, 3), (25,), (10, 125), (10,)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = [part.unflatten(1, shape) for part, shape in zip(parameters.split(sizes, 1), shapes, strict=True)]
+    hidden = inputs.unsqueeze(-1)  # models x examples x length x channels
+    for weight, bias in ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5])):
+        kernel = weight.shape[-1]
+        hidden = functional.pad(hidden, (0, 0, 1, 1))
+        length = (hidden.shape[2] - kernel) // 2 + 1
+        windows = torch.cat([hidden[:, :, shift : shift + 2 * length - 1 : 2] for shift in range(kernel)], 3)
+        matrix = weight.permute(0, 3, 2, 1).flatten(1, 2)  # kernel and input channels x output channels
+        hidden = torch.baddbmm(bias.unsqueeze(1), windows.flatten(1, 2), matrix).relu().unflatten(1, (examples, length))
+    features = hidden.transpose(2, 3).flatten(2)
+    result: Tensor = torch.baddbmm(parts[7].unsqueeze(1), features, parts[6].transpose(1, 2))
+    assert len(result) == models
+    return result
+
+
+@dataclass(frozen=True)
+class Arena:
+    """What all methods of a comparison have in common.
+
+    Attributes:
+        name: What files and tables call it.
+        nodes: Of one rank each.
+        batch: Examples that a node takes per step.
+        epochs: Of all nodes together.
+    """
+
+    name: str
+    nodes: int
+    batch: int
+    epochs: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """All nodes see as many examples as there are."""
+        (_, targets), _, _ = data()
+        return len(targets) // (self.nodes * self.batch)
+
+
+@dataclass
+class State:
+    """All runs at one moment.
+
+    Attributes:
+        arena: Where.
+        weights: Runs x replicas x parameters.
+        velocity: SGD's momentum, the same shape.
+        rate: Of this step, by run; runs x 1 x 1.
+        step: Steps taken before this one.
+        extra: What a method remembers.
+    """
+
+    arena: Arena
+    weights: Tensor
+    velocity: Tensor
+    rate: Tensor
+    step: int = 0
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """Number of this one, from 0."""
+        return self.step // self.arena.steps_per_epoch
+
+    @property
+    def index(self) -> int:
+        """Of the step in its epoch, from 0."""
+        return self.step % self.arena.steps_per_epoch
+
+    @property
+    def is_last(self) -> bool:
+        """Of its epoch."""
+        return self.index + 1 == self.arena.steps_per_epoch
+
+    def descend(self, gradients: Tensor) -> None:
+        """A step of momentum SGD on every replica."""
+        self.velocity.mul_(MOMENTUM).add_(gradients)
+        self.weights.sub_(self.rate * self.velocity)
+
+    def average(self, runs: Tensor | None = None) -> None:
+        """Every replica becomes the mean of its run's; of all runs, or of those that a mask says."""
+        mean = self.weights.mean(1, keepdim=True).expand_as(self.weights)
+        self.weights.copy_(mean if runs is None else torch.where(runs[:, None, None], mean, self.weights))
+
+
+class Method(ABC):
+    """One way to train.
+
+    Attributes:
+        agrees_on_gradients: One replica stands for all nodes.
+    """
+
+    agrees_on_gradients = False
+
+    def begin(self, state: State) -> None:
+        """Before the first step."""
+
+    @abstractmethod
+    def step(self, state: State, gradients: Tensor) -> None:
+        """From gradients at the weights to the next weights."""
+
+    def end_epoch(self, state: State, losses: Tensor) -> None:
+        """After the last step of an epoch; the mean training loss of each run."""
+
+    def agreed(self, state: State) -> Tensor:
+        """What is judged: runs x parameters."""
+        return state.weights.mean(1)
+
+    def shares(self, arena: Arena) -> Tensor:
+        """What each of a replica's examples counts in its loss."""
+        count = arena.batch * (arena.nodes if self.agrees_on_gradients else 1)
+        return torch.full((count,), 1 / count)
+
+
+class Synchronous(Method):
+    """All-reduce, of gradients whose examples may count unequally.
+
+    Args:
+        batches: Of each node, if they are not the arena's.
+        weights: Of the nodes' mean gradients; by default in proportion to their examples.
+    """
+
+    agrees_on_gradients = True
+
+    def __init__(self, batches: Sequence[int] | None = None, weights: Sequence[float] | None = None) -> None:
+        self._batches, self._weights = batches, weights
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        state.descend(gradients)
+
+    def shares(self, arena: Arena) -> Tensor:
+        if self._batches is None or self._weights is None:
+            return super().shares(arena)
+        of_nodes = [torch.full((size,), w / size) for size, w in zip(self._batches, self._weights, strict=True)]
+        return torch.cat(of_nodes)
+
+
+class Averages(Method):
+    """The mean of parameters every so many steps, and at the end of an epoch; None: only there."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        state.descend(gradients)
+        if state.is_last or (self._every is not None and (state.index + 1) % self._every == 0):
+            state.average()
+
+
+class Stale(Method):
+    """DASO with nodes of one rank.
+
+    Args:
+        every: B.
+        staleness: S, at least 1.
+        warm_up: Epochs.
+        cool_down: Epochs.
+        merge: Eq. 1, or all local progress kept.
+        adapts: B and S follow the loss.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        staleness: int,
+        warm_up: int,
+        cool_down: int,
+        merge: Literal["eq1", "delta"] = "eq1",
+        adapts: bool = True,
+    ) -> None:
+        self._first, self._merge, self._adapts = (every, staleness), merge, adapts
+        self._warm_up, self._cool_down = warm_up, cool_down
+
+    def begin(self, state: State) -> None:
+        runs = len(state.weights)
+        self._cycles = [self._first] * runs
+        self._plateaus = [Plateau(0.05, 0) for _ in range(runs)]
+        self._due = torch.full((runs,), -1)
+        state.extra["sent"] = torch.zeros_like(state.weights)
+
+    def _is_blocking(self, state: State) -> bool:
+        return not self._warm_up <= state.epoch < state.arena.epochs - self._cool_down
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        state.descend(gradients)
+        if self._is_blocking(state) or state.is_last:
+            state.average()
+            self._due.fill_(-1)
+            return
+        weights, sent = state.weights, state.extra["sent"]
+        arrived = self._due == state.step
+        if arrived.any():
+            mean = sent[arrived].mean(1, keepdim=True)
+            if self._merge == "delta":
+                weights[arrived] += mean - sent[arrived]
+            else:
+                local = torch.tensor([2.0 * s for (_, s), due in zip(self._cycles, arrived, strict=True) if due])
+                local, nodes = local[:, None, None], state.arena.nodes
+                weights[arrived] = (local * weights[arrived] + nodes * mean) / (local + nodes)
+        leaves = torch.tensor([state.index % every == 0 for every, _ in self._cycles])
+        if leaves.any():
+            sent[leaves] = weights[leaves]
+            self._due[leaves] = state.step + torch.tensor([s for _, s in self._cycles])[leaves]
+
+    def end_epoch(self, state: State, losses: Tensor) -> None:
+        if self._is_blocking(state) or not self._adapts:
+            return
+        for run, loss in enumerate(losses.tolist()):
+            if self._plateaus[run].reached(loss):
+                every, staleness = self._cycles[run]
+                halved = max(1, every // 2), max(1, staleness // 2)
+                self._cycles[run] = self._first if (every, staleness) == (1, 1) else halved
+
+
+class Gossips(Method):
+    """Every node mixes each segment of its parameters half and half with what one other sends."""
+
+    def __init__(self, graph: Callable[[], Graph], segments: int) -> None:
+        self._graph, self._segments = graph, segments
+
+    def begin(self, state: State) -> None:
+        self._drawn = self._graph()
+        count = state.weights.shape[-1]
+        self._sizes = [count * (i + 1) // self._segments - count * i // self._segments for i in range(self._segments)]
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        state.descend(gradients)
+        nodes = state.arena.nodes
+        for segment, part in enumerate(state.weights.split(self._sizes, 2)):
+            sources = [0] * nodes
+            for source, (target,) in enumerate(self._drawn.send_to(nodes, state.step, segment)):
+                sources[target] = source
+            part.copy_((part + part[:, sources]) / 2)
+
+
+class Delayed(Method):
+    """SSD-SGD with GLU at its paper's weights, of one-rank nodes and a server.
+
+    Args:
+        delay: k.
+        warm_up: The share of all steps that is synchronous, to the next multiple of k.
+    """
+
+    _ALPHA, _BETA, _LOCAL = 2.0, 0.5, 4.0
+
+    def __init__(self, delay: int, warm_up: float) -> None:
+        self._delay, self._warm_up = delay, warm_up
+
+    def begin(self, state: State) -> None:
+        self.warmup_steps = warm_up_steps(state.arena, self._delay, self._warm_up)
+        state.velocity = state.velocity[:, :1].clone()
+        state.extra["server"] = state.weights[:, :1].clone()
+        state.extra["pulled"] = state.extra["server"].clone()
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        delayed, extra = state.step - self.warmup_steps, state.extra
+        arrived = extra.pop("arrived", None)
+        if delayed >= 0:
+            weights = state.weights if arrived is None else arrived.expand_as(state.weights)
+            synchronous = (extra["pulled"] - weights) * ((1 - MOMENTUM) / self._delay) / state.rate
+            moved = self._ALPHA * gradients + self._BETA * synchronous
+            state.weights = weights - self._LOCAL * state.rate * moved
+            if arrived is not None:
+                extra["pulled"] = arrived
+        state.velocity.mul_(MOMENTUM).add_(gradients.mean(1, keepdim=True))
+        extra["server"] = extra["server"] - state.rate * state.velocity
+        if delayed < 0:
+            state.weights = extra["server"].expand_as(state.weights).clone()
+            extra["pulled"] = extra["server"]
+        elif delayed % self._delay == self._delay - 1:
+            extra["arrived"] = extra["server"]
+
+    def agreed(self, state: State) -> Tensor:
+        return state.extra["server"][:, 0]
+
+
+def warm_up_steps(arena: Arena, delay: int, share: float) -> int:
+    """As many as the share says, to the next multiple of the delay."""
+    return -(-round(share * arena.steps_per_epoch * arena.epochs) // delay) * delay
+
+
+def crossover() -> Gossips:
+    """Crossover-SGD, flat."""
+    return Gossips(RandomPermutation, 8)
+
+
+def push() -> Gossips:
+    """SGP; every node sends and receives once per step, so its push-sum weights stay 1."""
+    return Gossips(DirectedExponential, 1)
+
+
+def train(arena: Arena, method: Method, runs: Sequence[tuple[float, int]]) -> Tensor:
+    """Agreed parameters at the end, runs x parameters.
+
+    Args:
+        arena: Of all runs.
+        method: Of all runs.
+        runs: Learning rate and seed of each.
+    """
+    (inputs, targets), _, _ = data()
+    seeds = sorted({seed for _, seed in runs})
+    of_seed = torch.tensor([seeds.index(seed) for _, seed in runs])
+    initial = torch.stack([parameters_to_vector(TASKS["mnist1d"].model(seed).parameters()).detach() for seed in seeds])
+    replicas = 1 if method.agrees_on_gradients else arena.nodes
+    weights = initial[of_seed][:, None].repeat(1, replicas, 1)
+    highest = torch.tensor([rate for rate, _ in runs])[:, None, None]
+    state = State(arena, weights, torch.zeros_like(weights), highest)
+    method.begin(state)
+    shares, steps = method.shares(arena), arena.steps_per_epoch * arena.epochs
+    losses = torch.zeros(len(runs))
+    whole = arena.nodes * arena.batch
+    for step in range(steps):
+        state.step, state.rate = step, highest * schedule(step, steps)
+        orders = [shuffled_once(len(targets), seed, state.epoch) for seed in seeds]
+        chosen = torch.stack([order[state.index * whole :][:whole] for order in orders])[of_seed]
+        chosen = chosen.unflatten(1, (replicas, -1)).flatten(0, 1)
+        leaves = state.weights.detach().requires_grad_()
+        found = scores(leaves.flatten(0, 1), inputs[chosen])
+        each = functional.cross_entropy(found.flatten(0, 1), targets[chosen].flatten(), reduction="none")
+        loss = each.view(len(chosen), -1) @ shares
+        (gradients,) = torch.autograd.grad(loss.sum(), leaves)
+        with torch.no_grad():
+            losses += loss.detach().view(len(runs), replicas).mean(1) / arena.steps_per_epoch
+            method.step(state, gradients)
+            if state.is_last:
+                method.end_epoch(state, losses)
+                losses = torch.zeros(len(runs))
+    return method.agreed(state)
+
+
+shuffled_once = cache(shuffled.__wrapped__)
+
+
+@torch.no_grad()
+def accuracies(parameters: Tensor, examples: Examples) -> list[float | None]:
+    """Of each model, in percent; None if it diverged."""
+    inputs, targets = examples
+    found: list[float | None] = []
+    for part in parameters.split(_JUDGED_AT_ONCE):
+        right = (scores(part, inputs.expand(len(part), -1, -1)).argmax(2) == targets).float().mean(1)
+        finite = part.isfinite().all(1)
+        found += [100 * float(share) if ok else None for share, ok in zip(right, finite, strict=True)]
+    return found

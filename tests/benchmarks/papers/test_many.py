@@ -1,0 +1,93 @@
+"""Many runs at once end where the schemes' own code ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
+
+from benchmarks.papers.many import (
+    Arena,
+    Averages,
+    Delayed,
+    Stale,
+    Synchronous,
+    accuracies,
+    crossover,
+    data,
+    push,
+    scores,
+    train,
+)
+from lightning_hiercomm.planning.presets import PRESETS
+from lightning_hiercomm.planning.simulation import Experiment, simulate
+from lightning_hiercomm.planning.tasks import TASKS, Batches
+from lightning_hiercomm.schemes import DASO, AllReduce, Gossip, PeriodicAveraging, StepsDelay
+
+pytest.importorskip("mnist1d")
+
+ARENA = Arena("small", 4, 100, 4)  # epochs of 10 steps
+
+SAME = {
+    "all-reduce": (lambda: Synchronous(), lambda: AllReduce()),
+    "averages every 4 steps": (lambda: Averages(4), lambda: PeriodicAveraging(4)),
+    "averages at epoch ends": (lambda: Averages(None), lambda: PeriodicAveraging(None)),
+    "DASO": (lambda: Stale(4, 2, 1, 1), lambda: DASO(4, 2, 1, 1, patience=0)),
+    "DASO, delta, B = S": (
+        lambda: Stale(2, 2, 1, 0, "delta", adapts=False),
+        lambda: DASO(2, 2, 1, 0, "delta", adapt=False),
+    ),
+    "Crossover-SGD": (crossover, lambda: Gossip(hierarchical=False)),
+    "SGP": (push, lambda: Gossip("directed_exponential", segments=1, hierarchical=False)),
+    "SSD-SGD": (lambda: Delayed(3, 0.25), lambda: StepsDelay(3, 12)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
+    ours, scheme = SAME[name]
+    found = train(ARENA, ours(), [(0.3, 1), (0.02, 2), (0.02, 3)])
+    for run, (rate, seed) in ((1, (0.02, 2)), (2, (0.02, 3))):
+        experiment = Experiment(name, scheme(), 4, 40, rate, 100, TASKS["mnist1d"], seed=seed, shards=True)
+        expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+        torch.testing.assert_close(found[run], expected, atol=3e-4, rtol=0)
+
+
+def test_unequal_batches_weigh_as_they_are_told():
+    sizes, weights = (5, 15), (0.5, 0.5)
+    arena = Arena("unequal", 2, 10, 1)
+    found = train(arena, Synchronous(sizes, weights), [(0.02, 1)])
+    experiment = Experiment(
+        "it", AllReduce(), 2, 200, 0.02, 10, TASKS["mnist1d"], seed=1, batches=sizes, weights=weights, shards=True
+    )
+    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    torch.testing.assert_close(found[0], expected, atol=3e-4, rtol=0)
+
+
+def test_scores_are_those_of_the_module():
+    models = [TASKS["mnist1d"].model(seed) for seed in (0, 1)]
+    inputs = torch.randn(2, 3, 40)
+    flat = torch.stack([parameters_to_vector(model.parameters()) for model in models])
+    expected = torch.stack([model(own) for model, own in zip(models, inputs, strict=True)])
+    torch.testing.assert_close(scores(flat, inputs), expected)
+
+
+def test_shards_of_an_epoch_share_no_example_and_miss_none():
+    task = TASKS["mnist1d"]
+    replicas = [Batches(task, rank, 100, seed=5, shard=(100 * rank, 400)) for rank in range(4)]
+    epoch = torch.cat([replica.draw()[0] for _ in range(10) for replica in replicas])
+    assert torch.equal(epoch.sort(0).values, task.load()[0][0].sort(0).values)
+    second = torch.cat([replica.draw()[0] for _ in range(10) for replica in replicas])
+    assert not torch.equal(epoch, second)
+
+
+def test_what_chooses_and_what_judges_and_what_is_learnt_share_no_example():
+    seen = [tuple(row) for examples, _ in data() for row in examples.tolist()]
+    assert len(set(seen)) == len(seen) == 10_000
+
+
+def test_a_run_that_has_diverged_has_no_accuracy():
+    of_two = torch.stack([torch.full((5210,), torch.nan), torch.zeros(5210)])
+    none, some = accuracies(of_two, data()[1])
+    assert none is None
+    assert 0 < some < 100
