@@ -21,10 +21,6 @@ from benchmarks.launch import machine_lock, run
 from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
 from benchmarks.network import busy_share, one_scheduling_group, open_network, why_no_namespaces
 from benchmarks.settings import (
-    ALONE,
-    NARROW,
-    OURS,
-    PEERS,
     PRESETS,
     Batch,
     Setting,
@@ -42,8 +38,6 @@ WIRES = ("bf16", "int8", "int4")
 LATENCY_ROWS = ["loop", "ddp", *(key for key in ROWS if key.endswith("@8") and not any(wire in key for wire in WIRES))]
 ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "diloco", "steps_delay", "gossip"]
 ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]
-README_ROWS = ["ddp", "all_reduce_bf16", "periodic", "daso_stale", "diloco_streaming", "hand", "periodic_alone"]
-COMPARISON_ROWS = ["ddp", "post_local_hook", "torch_hierarchical", "hand", *OURS, *NARROW, *ALONE, *PEERS[3:]]
 TIMELINE_ROWS = ["ddp", "torch_hierarchical", "all_reduce", "periodic", "daso", "daso_stale", "steps_delay", "gossip"]
 
 
@@ -134,10 +128,14 @@ def make_parser() -> argparse.ArgumentParser:
     plots.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
     plots.set_defaults(command=report_command)
 
-    quote = commands.add_parser("quote", help="the README's and docs/comparison.md's tables, from what is stored")
-    quote.add_argument("--out", type=Path, default=OUT, help="the folder with the results")
-    quote.add_argument("--setting", default="mlp11m-2x2-500mbit", help="name of the stored file, without its end")
-    quote.set_defaults(command=quote_command)
+    both = commands.add_parser("tuned", help="methods against each other where both sides are tuned")
+    both.add_argument("names", nargs="*", metavar="NAME", help="of comparisons; default: all")
+    both.add_argument("--minutes", type=float, default=math.inf, help="begin nothing afterwards; what is known is kept")
+    both.add_argument("--out", type=Path, default=OUT / "tuned", help="the folder with the results")
+    both.set_defaults(command=tuned_command)
+
+    pages = commands.add_parser("documents", help="write what is stored in benchmarks/results into the documentation")
+    pages.set_defaults(command=documents_command)
 
     rows = commands.add_parser("rows", help="list the rows")
     rows.set_defaults(command=lambda _: print(*(f"{key:<24} {row.title}" for key, row in ROWS.items()), sep="\n"))
@@ -393,11 +391,29 @@ def papers_command(arguments: argparse.Namespace) -> None:
         sys.exit(unknown)
 
 
-def quote_command(arguments: argparse.Namespace) -> None:
-    """Print the tables of the documentation."""
-    found = report.load_one(arguments.out / f"{arguments.setting}.json")
-    print("README.md:", report.quotation(found, README_ROWS), sep="\n\n")
-    print("docs/comparison.md:", report.quotation(found, COMPARISON_ROWS, bounds=True), sep="\n\n")
+def tuned_command(arguments: argparse.Namespace) -> None:
+    """Tune and judge what is not known yet; draw what is."""
+    from benchmarks.papers import pictures, tuned
+
+    if unknown := [name for name in arguments.names if name not in tuned.COMPARISONS]:
+        sys.exit(f"there is no comparison {', '.join(unknown)}: choose from {', '.join(tuned.COMPARISONS)}")
+    until = time.time() + 60 * arguments.minutes
+    for name in arguments.names or tuned.COMPARISONS:
+        comparison = tuned.COMPARISONS[name]
+        tuned.climb(comparison, arguments.out, until)
+        pictures.ladders(comparison, tuned.load(comparison, arguments.out), arguments.out / f"{name}.png")
+
+
+def documents_command(_: argparse.Namespace) -> None:
+    """Write the pages whose numbers have changed."""
+    from benchmarks import documents
+
+    for page in documents.PAGES:
+        before = page.read_text()
+        after = documents.written(before)
+        if after != before:
+            page.write_text(after)
+            print(page)
 
 
 def _layout_of(text: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from lightning_hiercomm.schemes import DASO, AllReduce, Scheme
 
 EPOCHS = 24
 WARM_UP = COOL_DOWN = 4
+"""What the scheme's defaults come to in so many epochs."""
 BATCH = {8: 16, 32: 8}
 """Examples of a node per step, by the number of nodes."""
 PAIRS = {
@@ -86,7 +87,7 @@ class Recorded(DASO):
 
 
 def _whole(merge: Literal["eq1", "delta"]) -> Scheme:
-    scheme = Recorded(4, 1, WARM_UP, COOL_DOWN, merge, patience=0, narrow_phases="blocking")
+    scheme = Recorded(4, 1, merge=merge, patience=0, narrow_phases="blocking")
     scheme.history = _History()
     return scheme
 

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
-from lightning_hiercomm.planning.simulation import schedule
-from lightning_hiercomm.planning.tasks import TASKS, Examples, shuffled
-from lightning_hiercomm.schemes.graphs import DirectedExponential, Graph, RandomPermutation
+from benchmarks.papers.perceptron import PERCEPTRON
+from lightning_hiercomm.planning.simulate.simulation import schedule
+from lightning_hiercomm.planning.simulate.tasks import TASKS, Examples, Task, shuffled
 from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Graph, RandomPermutation, Ring
 
 MOMENTUM = 0.9
+_BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's AdamW
 _FRESH, _TUNING = 6000, 2000
 _JUDGED_AT_ONCE = 8
 
@@ -39,6 +41,17 @@ def data() -> tuple[Examples, Examples, Examples]:
     inputs, targets = torch.tensor(made["x"], dtype=torch.float32), torch.tensor(made["y"])
     train, _ = TASKS["mnist1d"].load()
     return train, (inputs[:_TUNING], targets[:_TUNING]), (inputs[_TUNING:], targets[_TUNING:])
+
+
+def perceptron_scores(parameters: Tensor, inputs: Tensor) -> Tensor:
+    """Of many perceptrons, as :func:`scores`."""
+    shapes = [(128, 40), (128,), (10, 128), (10,)]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    first, bias, last, end = (
+        part.unflatten(1, shape) for part, shape in zip(parameters.split(sizes, 1), shapes, strict=True)
+    )
+    hidden = torch.baddbmm(bias.unsqueeze(1), inputs, first.transpose(1, 2)).relu()
+    return torch.baddbmm(end.unsqueeze(1), hidden, last.transpose(1, 2))
 
 
 def scores(parameters: Tensor, inputs: Tensor) -> Tensor:
@@ -78,12 +91,26 @@ class Arena:
         nodes: Of one rank each.
         batch: Examples that a node takes per step.
         epochs: Of all nodes together.
+        optimizer: Momentum SGD, or AdamW with torch's defaults.
+        model: The data set's own CNN, or the perceptron of :mod:`benchmarks.papers.perceptron`.
     """
 
     name: str
     nodes: int
     batch: int
     epochs: int
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    model: Literal["cnn", "perceptron"] = "cnn"
+
+    @property
+    def task(self) -> Task:
+        """Which makes initial values."""
+        return TASKS["mnist1d"] if self.model == "cnn" else PERCEPTRON
+
+    @property
+    def scores(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of many models."""
+        return scores if self.model == "cnn" else perceptron_scores
 
     @property
     def steps_per_epoch(self) -> int:
@@ -99,7 +126,7 @@ class State:
     Attributes:
         arena: Where.
         weights: Runs x replicas x parameters.
-        velocity: SGD's momentum, the same shape.
+        velocity: SGD's momentum, or the mean of AdamW's gradients; the same shape.
         rate: Of this step, by run; runs x 1 x 1.
         step: Steps taken before this one.
         extra: What a method remembers.
@@ -128,9 +155,18 @@ class State:
         return self.index + 1 == self.arena.steps_per_epoch
 
     def descend(self, gradients: Tensor) -> None:
-        """A step of momentum SGD on every replica."""
-        self.velocity.mul_(MOMENTUM).add_(gradients)
-        self.weights.sub_(self.rate * self.velocity)
+        """A step of every replica's optimizer."""
+        if self.arena.optimizer == "sgd":
+            self.velocity.mul_(MOMENTUM).add_(gradients)
+            self.weights.sub_(self.rate * self.velocity)
+            return
+        first, second = _BETAS
+        squares = self.extra.setdefault("squares", torch.zeros_like(self.weights))
+        self.velocity.lerp_(gradients, 1 - first)
+        squares.mul_(second).addcmul_(gradients, gradients, value=1 - second)
+        size = (squares / (1 - second ** (self.step + 1))).sqrt_().add_(_EPSILON)
+        self.weights.mul_(1 - self.rate * _DECAY)
+        self.weights.sub_(self.rate / (1 - first ** (self.step + 1)) * self.velocity / size)
 
     def average(self, runs: Tensor | None = None) -> None:
         """Every replica becomes the mean of its run's; of all runs, or of those that a mask says."""
@@ -212,6 +248,7 @@ class Stale(Method):
         cool_down: Epochs.
         merge: Eq. 1, or all local progress kept.
         adapts: B and S follow the loss.
+        patience: Epochs that may fail to improve it by 5 % before they do.
     """
 
     def __init__(
@@ -222,14 +259,15 @@ class Stale(Method):
         cool_down: int,
         merge: Literal["eq1", "delta"] = "eq1",
         adapts: bool = True,
+        patience: int = 0,
     ) -> None:
-        self._first, self._merge, self._adapts = (every, staleness), merge, adapts
+        self._first, self._merge, self._adapts, self._patience = (every, staleness), merge, adapts, patience
         self._warm_up, self._cool_down = warm_up, cool_down
 
     def begin(self, state: State) -> None:
         runs = len(state.weights)
         self._cycles = [self._first] * runs
-        self._plateaus = [Plateau(0.05, 0) for _ in range(runs)]
+        self._plateaus = [Plateau(0.05, self._patience) for _ in range(runs)]
         self._due = torch.full((runs,), -1)
         state.extra["sent"] = torch.zeros_like(state.weights)
 
@@ -268,7 +306,7 @@ class Stale(Method):
 
 
 class Gossips(Method):
-    """Every node mixes each segment of its parameters half and half with what one other sends."""
+    """Every node mixes each segment of its parameters in equal shares with what equally many others send."""
 
     def __init__(self, graph: Callable[[], Graph], segments: int) -> None:
         self._graph, self._segments = graph, segments
@@ -282,10 +320,12 @@ class Gossips(Method):
         state.descend(gradients)
         nodes = state.arena.nodes
         for segment, part in enumerate(state.weights.split(self._sizes, 2)):
-            sources = [0] * nodes
-            for source, (target,) in enumerate(self._drawn.send_to(nodes, state.step, segment)):
-                sources[target] = source
-            part.copy_((part + part[:, sources]) / 2)
+            sources: list[list[int]] = [[] for _ in range(nodes)]
+            for source, targets in enumerate(self._drawn.send_to(nodes, state.step, segment)):
+                for target in targets:
+                    sources[target].append(source)
+            arrived = [part[:, list(each)] for each in zip(*sources, strict=True)]
+            part.copy_(sum(arrived, part) / (1 + len(arrived)))
 
 
 class Delayed(Method):
@@ -329,6 +369,33 @@ class Delayed(Method):
         return state.extra["server"][:, 0]
 
 
+class Outer(Method):
+    """DiLoCo: an outer Nesterov SGD takes the way that nodes went for a gradient; rate 1 and no momentum: plain means.
+
+    Args:
+        every: H, counted over the run.
+        rate: Of the outer optimizer.
+        momentum: The same.
+    """
+
+    def __init__(self, every: int, rate: float, momentum: float) -> None:
+        self._every, self._rate, self._momentum = every, rate, momentum
+
+    def begin(self, state: State) -> None:
+        state.extra["agreed"] = state.weights[:, :1].clone()
+        state.extra["way"] = torch.zeros_like(state.extra["agreed"])
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        state.descend(gradients)
+        if (state.step + 1) % self._every:
+            return
+        agreed, way = state.extra["agreed"], state.extra["way"]
+        difference = agreed - state.weights.mean(1, keepdim=True)
+        way.mul_(self._momentum).add_(difference)
+        agreed.sub_(self._rate * (difference + self._momentum * way))
+        state.weights.copy_(agreed.expand_as(state.weights))
+
+
 def warm_up_steps(arena: Arena, delay: int, share: float) -> int:
     """As many as the share says, to the next multiple of the delay."""
     return -(-round(share * arena.steps_per_epoch * arena.epochs) // delay) * delay
@@ -344,6 +411,11 @@ def push() -> Gossips:
     return Gossips(DirectedExponential, 1)
 
 
+def ring() -> Gossips:
+    """DP-SGD's graph."""
+    return Gossips(Ring, 1)
+
+
 def train(arena: Arena, method: Method, runs: Sequence[tuple[float, int]]) -> Tensor:
     """Agreed parameters at the end, runs x parameters.
 
@@ -355,7 +427,7 @@ def train(arena: Arena, method: Method, runs: Sequence[tuple[float, int]]) -> Te
     (inputs, targets), _, _ = data()
     seeds = sorted({seed for _, seed in runs})
     of_seed = torch.tensor([seeds.index(seed) for _, seed in runs])
-    initial = torch.stack([parameters_to_vector(TASKS["mnist1d"].model(seed).parameters()).detach() for seed in seeds])
+    initial = torch.stack([parameters_to_vector(arena.task.model(seed).parameters()).detach() for seed in seeds])
     replicas = 1 if method.agrees_on_gradients else arena.nodes
     weights = initial[of_seed][:, None].repeat(1, replicas, 1)
     highest = torch.tensor([rate for rate, _ in runs])[:, None, None]
@@ -370,7 +442,7 @@ def train(arena: Arena, method: Method, runs: Sequence[tuple[float, int]]) -> Te
         chosen = torch.stack([order[state.index * whole :][:whole] for order in orders])[of_seed]
         chosen = chosen.unflatten(1, (replicas, -1)).flatten(0, 1)
         leaves = state.weights.detach().requires_grad_()
-        found = scores(leaves.flatten(0, 1), inputs[chosen])
+        found = arena.scores(leaves.flatten(0, 1), inputs[chosen])
         each = functional.cross_entropy(found.flatten(0, 1), targets[chosen].flatten(), reduction="none")
         loss = each.view(len(chosen), -1) @ shares
         (gradients,) = torch.autograd.grad(loss.sum(), leaves)
@@ -387,12 +459,12 @@ shuffled_once = cache(shuffled.__wrapped__)
 
 
 @torch.no_grad()
-def accuracies(parameters: Tensor, examples: Examples) -> list[float | None]:
-    """Of each model, in percent; None if it diverged."""
+def accuracies(arena: Arena, parameters: Tensor, examples: Examples) -> list[float | None]:
+    """Of each of the arena's models, in percent; None if it diverged."""
     inputs, targets = examples
     found: list[float | None] = []
     for part in parameters.split(_JUDGED_AT_ONCE):
-        right = (scores(part, inputs.expand(len(part), -1, -1)).argmax(2) == targets).float().mean(1)
+        right = (arena.scores(part, inputs.expand(len(part), -1, -1)).argmax(2) == targets).float().mean(1)
         finite = part.isfinite().all(1)
         found += [100 * float(share) if ok else None for share, ok in zip(right, finite, strict=True)]
     return found

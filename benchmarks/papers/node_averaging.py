@@ -131,13 +131,13 @@ def _acceleration(results: Results, key: str, base: str, share: float, column: i
     def when(run: Mapping[str, Any], accuracy: float) -> float | None:
         return next((point[column] for point in run["points"] if point[2] >= accuracy - 1e-9), None)
 
-    found: list[float | None] = []
+    found: dict[int, float | None] = {}
     for seed, run in results.runs[key].items():
         if seed in baseline:
             target = share * max(point[2] for point in baseline[seed]["points"])
             own, theirs = when(run, target), when(baseline[seed], target)
-            found.append(theirs / own if own and theirs else None)
-    return Sample(tuple(value for value in found if value is not None), found.count(None))
+            found[seed] = theirs / own if own and theirs else None
+    return Sample(found)
 
 
 def _reached(sample: Sample) -> str:

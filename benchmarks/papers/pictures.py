@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.palette import styles_of
 from benchmarks.papers.study import Sample
+from benchmarks.papers.tuned import Climb, Comparison, rate_of
 
 
 def panels(count: int, height: float = 4.2) -> tuple[Any, list[Any]]:
@@ -46,6 +47,30 @@ def lines(axis: Any, where: Sequence[float], samples: dict[str, Sequence[Sample]
             elinewidth=0.8,
             **styles[name],
         )
+
+
+def ladders(comparison: Comparison, known: Mapping[str, Climb], path: Path) -> None:
+    """Accuracy over learning rates: how much of it each contender stands."""
+    figure, (axis,) = panels(1, 5.0)
+    for index, contender in enumerate(comparison.contenders):
+        climb = known.get(contender.name)
+        if climb is None or not climb.tuning:
+            continue
+        rungs = sorted(climb.tuning)
+        style = ("-", "--", ":")[index // 8]
+        shown = {"color": "black" if index == 0 else f"C{(index - 1) % 7}", "linestyle": style, "marker": "o"}
+        axis.plot(
+            [rate_of(rung) for rung in rungs],
+            [climb.mean(rung) for rung in rungs],
+            label=contender.name,
+            markersize=4,
+            **shown,
+        )
+    axis.set(xscale="log", xlabel="highest learning rate", ylabel="accuracy on tuning data, %")
+    legend(axis)
+    arena = comparison.arena
+    title = f"{comparison.name}: {arena.nodes} nodes, batches of {arena.batch} each, {arena.epochs} epochs"
+    save(figure, path, f"{title}, {arena.model}, {arena.optimizer}")
 
 
 def legend(axis: Any) -> None:

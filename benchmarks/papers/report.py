@@ -13,10 +13,13 @@ PREFACE = """# The papers' claims, played here
 and run the schemes' own code, bit for bit what processes compute; seconds are those of a virtual clock that goes by
 the cost model of `lightning_hiercomm.planning` on the paper's cluster, not of this machine. The tasks are small enough
 for two processor cores, so **accuracies are not the papers' accuracies**: what can be compared is which method is
-higher, and by how much of the seeds' spread.
+higher at one learning rate. That is not which is better: [where both sides are tuned](../tuned/README.md) most of it
+turns out to be how large a rate a method stands. Replicas draw from all examples, with replacement; the 1,000 held-out
+ones chose the rates and judge them.
 
-Every number is the mean over the seeds ± their standard deviation. **Bold** differences are larger than the two
-standard deviations together; all others may be chance: a claim that rests on one is neither supported nor refuted.
+Every number is the mean over the seeds ± their standard deviation. Differences are of runs with the same seed, which
+share initial values and batches, with their 95 % interval; **bold** where 0 lies outside. An interval that holds 0
+shows no difference, and no equality either.
 """
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.papers.paired import difference
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, simulate
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
@@ -95,12 +96,20 @@ class Sample:
     """One number over the seeds.
 
     Attributes:
-        values: Of every seed that has one, by seed.
-        failed: Seeds that diverged.
+        by_seed: None of those that diverged.
     """
 
-    values: tuple[float, ...]
-    failed: int = 0
+    by_seed: Mapping[int, float | None]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Of every seed that has one, by seed."""
+        return tuple(value for _, value in sorted(self.by_seed.items()) if value is not None)
+
+    @property
+    def failed(self) -> int:
+        """How many diverged."""
+        return len(self.by_seed) - len(self.values)
 
     @property
     def mean(self) -> float:
@@ -113,10 +122,8 @@ class Sample:
         return stdev(self.values) if len(self.values) > 1 else 0.0
 
     def differs_from(self, other: Sample) -> bool:
-        """Whether the means are further apart than both standard deviations together; never of single seeds."""
-        if min(len(self.values), len(other.values)) < 2:
-            return False
-        return abs(self.mean - other.mean) > self.spread + other.spread
+        """Whether 0 lies outside the 95 % interval of the difference, by runs of the same seeds."""
+        return difference(self.by_seed, other.by_seed).is_shown
 
     def text(self, digits: int = 1) -> str:
         """``61.2 ± 0.8``, and how many seeds diverged."""
@@ -127,11 +134,8 @@ class Sample:
         return f"{shown} ({self.failed} of {seeds} diverged)" if self.failed else shown
 
     def against(self, other: Sample, digits: int = 1) -> str:
-        """The difference of the means; bold where it is beyond the seeds' spread."""
-        if not self.values or not other.values:
-            return ""
-        shown = f"{self.mean - other.mean:+.{digits}f}"
-        return f"**{shown}**" if self.differs_from(other) else shown
+        """The mean difference of runs of the same seeds, and its 95 % interval; bold where 0 lies outside."""
+        return difference(self.by_seed, other.by_seed).text(digits)
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,8 @@ class Results:
 
     def sample(self, key: str, of: Callable[[Mapping[str, Any]], float | None]) -> Sample:
         """A number of every seed's run; runs of which it is None count as failed."""
-        runs = [run for _, run in sorted(self.runs.get(key, {}).items())]
-        values = [None if run["error"] else of(run) for run in runs]
-        return Sample(tuple(value for value in values if value is not None), values.count(None))
+        runs = self.runs.get(key, {})
+        return Sample({seed: None if run["error"] else of(run) for seed, run in runs.items()})
 
     def accuracy(self, key: str) -> Sample:
         """Of the agreed model at the end, in percent."""
@@ -175,11 +178,11 @@ class Results:
             key: Of the setting.
             percent: The accuracy, by seed.
         """
-        found: list[float | None] = []
-        for seed, run in sorted(self.runs.get(key, {}).items()):
+        found: dict[int, float | None] = {}
+        for seed, run in self.runs.get(key, {}).items():
             reached = (point[1] for point in run["points"] if 100 * point[2] >= percent(seed) - 1e-9)
-            found.append(next(reached, None))
-        return Sample(tuple(value for value in found if value is not None), found.count(None))
+            found[seed] = next(reached, None)
+        return Sample(found)
 
     def best_of(self, keys: Sequence[str]) -> str:
         """The key with the highest mean accuracy at the end among those that never diverged, if there are any."""

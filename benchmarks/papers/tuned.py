@@ -13,11 +13,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 import torch
 
@@ -25,21 +24,28 @@ from benchmarks.papers.many import (
     Arena,
     Averages,
     Delayed,
+    Gossips,
     Method,
+    Outer,
     Stale,
     Synchronous,
     accuracies,
     crossover,
     data,
     push,
+    ring,
     train,
 )
-from benchmarks.papers.paired import Difference, difference
+from benchmarks.papers.paired import difference
+from lightning_hiercomm.schemes.words.graphs import RandomPermutation
+
+STORED = Path(__file__).resolve().parents[1] / "results" / "tuned"
+"""What the documentation goes by."""
 
 TUNING_SEEDS = (100, 101, 102, 103)
 JUDGING_SEEDS = tuple(range(10))
-_HIGHEST, _LOWEST = 4, -16
-"""Rungs of the ladder, beyond which nobody looks: learning rates 4 and 0.004."""
+_HIGHEST, _LOWEST = 4, -26
+"""Rungs of the ladder, beyond which nobody looks: learning rates 4 and 0.00012."""
 
 
 def rate_of(rung: int) -> float:
@@ -71,10 +77,12 @@ class Comparison:
     Attributes:
         arena: Where.
         contenders: The first one is the baseline.
+        seeds: That judge.
     """
 
     arena: Arena
     contenders: tuple[Contender, ...]
+    seeds: tuple[int, ...] = JUDGING_SEEDS
 
     @property
     def name(self) -> str:
@@ -84,7 +92,9 @@ class Comparison:
     def fingerprint(self, contender: Contender) -> str:
         """Another one for another arena or method."""
         arena = self.arena
-        text = repr((arena.nodes, arena.batch, arena.epochs, contender.about))
+        sets = (arena.nodes, arena.batch, arena.epochs, contender.about)
+        unusual = [value for value in (arena.optimizer, arena.model) if value not in ("sgd", "cnn")]
+        text = repr((*sets, *unusual))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -190,8 +200,8 @@ def climb(comparison: Comparison, folder: Path, until: float = math.inf) -> None
             continue
         peak = found.peak
         assert peak is not None
-        if peak not in found.judging:
-            found.judging.update(_play(comparison.arena, contender, [peak], JUDGING_SEEDS, 2, found))
+        if set(comparison.seeds) - set(found.judging.get(peak, {})):
+            found.judging.update(_play(comparison.arena, contender, [peak], comparison.seeds, 2, found))
             store(comparison, known, folder)
             _tell(comparison, contender, {peak: fmean(value or 0.0 for value in found.judged.values())}, "judged")
 
@@ -203,7 +213,7 @@ def _play(
     began = time.process_time()
     runs = [(rung, seed) for rung in rungs for seed in seeds]
     ended = train(arena, contender.make(arena), [(rate_of(rung), seed) for rung, seed in runs])
-    values = accuracies(ended, data()[judge])
+    values = accuracies(arena, ended, data()[judge])
     found.seconds += time.process_time() - began
     played: dict[int, dict[int, float | None]] = {rung: {} for rung in rungs}
     for (rung, seed), value in zip(runs, values, strict=True):
@@ -216,11 +226,16 @@ def _tell(comparison: Comparison, contender: Contender, means: Mapping[int, floa
     print(f"{comparison.name}, {contender.name}, {how}: {told}", file=sys.stderr, flush=True)
 
 
-def _common(nodes: int) -> tuple[Contender, ...]:
+_ALL_REDUCE = Contender("AllReduce", lambda _: Synchronous(), "all-reduce")
+
+
+def _common() -> tuple[Contender, ...]:
     return (
         Contender("AllReduce", lambda _: Synchronous(), "all-reduce"),
         Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps"),
-        Contender("DASO(4), a whole run", lambda _: Stale(4, 1, 2, 2), "B 4, S 1, 2 + 2 epochs, adapts, patience 0", -8),
+        Contender(
+            "DASO(4), a whole run", lambda _: Stale(4, 1, 2, 2), "B 4, S 1, 2 + 2 epochs, adapts, patience 0", -8
+        ),
         Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
         Contender("SGP, flat", lambda _: push(), "directed exponential"),
         Contender("StepsDelay(4), warm-up of half the run", lambda _: Delayed(4, 0.5), "GLU, k 4, 0.5", -8),
@@ -230,31 +245,143 @@ def _common(nodes: int) -> tuple[Contender, ...]:
     )
 
 
-def _unequal() -> tuple[Contender, ...]:
-    """Three ranks of speeds 20 : 4 : 1, which `HeterogeneousBatches` gives 51, 10 and 3 of 64 examples."""
+def _unequal(starts: int = -6) -> tuple[Contender, ...]:
+    """Ranks of speeds 20 : 4 : 1, which `HeterogeneousBatches` gives 51, 10 and 3 of 64 examples."""
     sizes = (51, 10, 3)
     samples = tuple(size / 64 for size in sizes)
     speeds = (20 / 25, 4 / 25, 1 / 25)
     return (
-        Contender("equal weights", lambda _: Synchronous(sizes, (1 / 3,) * 3), "51 10 3, equal"),
-        Contender("weights by samples", lambda _: Synchronous(sizes, samples), "51 10 3, samples"),
-        Contender("weights by speed", lambda _: Synchronous(sizes, speeds), "51 10 3, speed"),
+        Contender("equal weights", lambda _: Synchronous(sizes, (1 / 3,) * 3), "51 10 3, equal", starts),
+        Contender("weights by samples", lambda _: Synchronous(sizes, samples), "51 10 3, samples", starts),
+        Contender("weights by speed", lambda _: Synchronous(sizes, speeds), "51 10 3, speed", starts),
     )
 
+
+def _staleness() -> tuple[Contender, ...]:
+    """B and S without phases."""
+    pairs = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 4), (8, 1), (8, 8))
+    return (
+        _ALL_REDUCE,
+        *(
+            Contender(
+                f"B = {every}, S = {stale}",
+                lambda _, every=every, stale=stale: Stale(every, stale, 0, 0, adapts=False),  # type: ignore[misc]
+                f"B {every}, S {stale}, no phases, fixed",
+                -8,
+            )
+            for every, stale in pairs
+        ),
+    )
+
+
+def _periods() -> tuple[Contender, ...]:
+    return (
+        _ALL_REDUCE,
+        *(
+            Contender(
+                f"PeriodicAveraging({every})",
+                lambda _, every=every: Averages(every),  # type: ignore[misc]
+                f"means every {every} steps",
+                -7,
+            )
+            for every in (2, 4, 16, 62)
+        ),
+        *(
+            Contender(
+                f"StepsDelay({delay}), warm-up of {share:g} of the run",
+                lambda _, delay=delay, share=share: Delayed(delay, share),  # type: ignore[misc]
+                f"GLU, k {delay}, {share:g}",
+                -9,
+            )
+            for delay, share in ((1, 0.16), (1, 0.5), (1, 0.8), (4, 0.8))
+        ),
+    )
+
+
+def _long() -> tuple[Contender, ...]:
+    return (
+        _ALL_REDUCE,
+        Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps", -7),
+        Contender("DASO(4), its defaults", lambda _: Stale(4, 1, 4, 4, patience=2), "B 4, S 1, 4 + 4, adapts, 2", -7),
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
+    )
+
+
+def _outer() -> tuple[Contender, ...]:
+    """How often, and with which outer optimizer."""
+    outers = ((1.0, 0.0), (0.7, 0.9), (0.7, 0.5))
+    return (
+        Contender("AllReduce", lambda _: Synchronous(), "all-reduce", -14),
+        *(
+            Contender(
+                f"plain averages, H = {every}"
+                if not momentum
+                else f"DiLoCo, H = {every}, outer {rate:g}, {momentum:g}",
+                lambda _, every=every, rate=rate, momentum=momentum: Outer(every, rate, momentum),  # type: ignore[misc]
+                f"H {every}, outer {rate:g}, {momentum:g}",
+                -14,
+            )
+            for every in (64, 512)
+            for rate, momentum in outers
+        ),
+    )
+
+
+def _perceptrons() -> tuple[Contender, ...]:
+    """What the audit of the page looked at, in runs of 24 epochs."""
+    return (
+        replace(_ALL_REDUCE, starts=-2),
+        Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps", -3),
+        Contender("DASO(4), a whole run", lambda _: Stale(4, 1, 4, 4), "B 4, S 1, 4 + 4, adapts", -4),
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments", -2),
+        Contender("SGP, flat", lambda _: push(), "directed exponential", -2),
+        Contender("ring", lambda _: ring(), "ring", -3),
+        Contender("StepsDelay(5), warm-up of 0.64 of the run", lambda _: Delayed(5, 0.64), "GLU, k 5, 0.64", -4),
+        Contender("StepsDelay(5), warm-up of 0.16 of the run", lambda _: Delayed(5, 0.16), "GLU, k 5, 0.16", -6),
+    )
+
+
+def _adam() -> tuple[Contender, ...]:
+    return (
+        Contender("AllReduce", lambda _: Synchronous(), "all-reduce", -12),
+        Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps", -13),
+    )
+
+
+def _gossips() -> tuple[Contender, ...]:
+    return (
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
+        Contender("SGP, flat", lambda _: push(), "directed exponential"),
+        Contender("Crossover-SGD, one segment", lambda _: Gossips(RandomPermutation, 1), "one segment"),
+        Contender("ring", lambda _: ring(), "ring", -8),
+    )
+
+
+_TWENTY = tuple(range(20))
 
 COMPARISONS = {
     comparison.name: comparison
     for comparison in (
-        Comparison(Arena("nodes-8", 8, 8, 12), _common(8)),
+        Comparison(Arena("nodes-8", 8, 8, 12), _common()),
         Comparison(Arena("unequal-ranks", 1, 64, 12), _unequal()),
-        Comparison(Arena("nodes-32", 32, 2, 12), _common(32)),
+        Comparison(Arena("nodes-32", 32, 2, 12), _common()),
+        Comparison(Arena("nodes-4", 4, 16, 12), _periods()),
+        Comparison(Arena("adamw-8", 8, 8, 12, "adamw"), _adam()),
+        Comparison(Arena("rare-2", 2, 16, 16, "adamw"), _outer()),
+        Comparison(Arena("long-8", 8, 8, 48), _long()),
+        Comparison(Arena("gossip-16", 16, 4, 12), _gossips(), _TWENTY),
+        Comparison(Arena("gossip-32", 32, 2, 12), _gossips(), _TWENTY),
+        Comparison(Arena("perceptron-8", 8, 16, 24, model="perceptron"), _perceptrons()),
+        Comparison(Arena("perceptron-32", 32, 4, 24, model="perceptron"), _perceptrons()),
+        Comparison(Arena("perceptron-unequal", 1, 64, 16, model="perceptron"), _unequal(-4)),
+        Comparison(Arena("stale-8", 8, 8, 12), _staleness()),
     )
 }
 """By name."""
 
 
 def table(comparison: Comparison, known: Mapping[str, Climb]) -> list[list[str]]:
-    """A row per contender that was judged: name, best rate, how much rate against the baseline, accuracy, difference."""
+    """A row per contender that was judged: name, best rate, that of the baseline's, accuracy, difference."""
     first = known.get(comparison.contenders[0].name, Climb())
     rows = []
     for contender in comparison.contenders:
@@ -268,18 +395,3 @@ def table(comparison: Comparison, known: Mapping[str, Climb]) -> list[list[str]]
             times = f"{math.sqrt(2) ** (found.peak - first.peak):.2g}"
         rows.append([contender.name, f"{rate_of(found.peak):g}", times, found.text(), apart])
     return rows
-
-
-def apart(known: Mapping[str, Climb], one: str, other: str) -> Difference:
-    """Of two contenders, each at its peak."""
-    return difference(known[one].judged, known[other].judged)
-
-
-def names(chosen: Iterable[str]) -> list[str]:
-    """Of comparisons; all if none is chosen."""
-    return list(chosen) or list(COMPARISONS)
-
-
-def known_of(name: str, folder: Path) -> dict[str, Any]:
-    """What is stored of a comparison."""
-    return load(COMPARISONS[name], folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
@@ -10,19 +12,21 @@ from benchmarks.papers.many import (
     Arena,
     Averages,
     Delayed,
+    Outer,
     Stale,
     Synchronous,
     accuracies,
     crossover,
     data,
     push,
-    scores,
+    ring,
     train,
 )
-from lightning_hiercomm.planning.presets import PRESETS
-from lightning_hiercomm.planning.simulation import Experiment, simulate
-from lightning_hiercomm.planning.tasks import TASKS, Batches
-from lightning_hiercomm.schemes import DASO, AllReduce, Gossip, PeriodicAveraging, StepsDelay
+from benchmarks.tasks import adamw
+from lightning_hiercomm.planning.simulate.presets import PRESETS
+from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
+from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 pytest.importorskip("mnist1d")
 
@@ -39,6 +43,8 @@ SAME = {
     ),
     "Crossover-SGD": (crossover, lambda: Gossip(hierarchical=False)),
     "SGP": (push, lambda: Gossip("directed_exponential", segments=1, hierarchical=False)),
+    "a ring": (ring, lambda: Gossip("ring", segments=1, hierarchical=False)),
+    "DiLoCo": (lambda: Outer(12, 0.7, 0.9), lambda: DiLoCo(12)),
     "SSD-SGD": (lambda: Delayed(3, 0.25), lambda: StepsDelay(3, 12)),
 }
 
@@ -53,6 +59,16 @@ def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
         torch.testing.assert_close(found[run], expected, atol=3e-4, rtol=0)
 
 
+def test_adamw_is_torchs():
+    arena = replace(ARENA, optimizer="adamw")
+    found = train(arena, Averages(4), [(0.01, 1), (0.002, 2)])
+    experiment = Experiment(
+        "it", PeriodicAveraging(4), 4, 40, 0.002, 100, TASKS["mnist1d"], seed=2, optimizer=adamw, shards=True
+    )
+    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
+
+
 def test_unequal_batches_weigh_as_they_are_told():
     sizes, weights = (5, 15), (0.5, 0.5)
     arena = Arena("unequal", 2, 10, 1)
@@ -64,12 +80,14 @@ def test_unequal_batches_weigh_as_they_are_told():
     torch.testing.assert_close(found[0], expected, atol=3e-4, rtol=0)
 
 
-def test_scores_are_those_of_the_module():
-    models = [TASKS["mnist1d"].model(seed) for seed in (0, 1)]
+@pytest.mark.parametrize("model", ["cnn", "perceptron"])
+def test_scores_are_those_of_the_module(model):
+    arena = replace(ARENA, model=model)
+    models = [arena.task.model(seed) for seed in (0, 1)]
     inputs = torch.randn(2, 3, 40)
     flat = torch.stack([parameters_to_vector(model.parameters()) for model in models])
     expected = torch.stack([model(own) for model, own in zip(models, inputs, strict=True)])
-    torch.testing.assert_close(scores(flat, inputs), expected)
+    torch.testing.assert_close(arena.scores(flat, inputs), expected)
 
 
 def test_shards_of_an_epoch_share_no_example_and_miss_none():
@@ -88,6 +106,6 @@ def test_what_chooses_and_what_judges_and_what_is_learnt_share_no_example():
 
 def test_a_run_that_has_diverged_has_no_accuracy():
     of_two = torch.stack([torch.full((5210,), torch.nan), torch.zeros(5210)])
-    none, some = accuracies(of_two, data()[1])
+    none, some = accuracies(ARENA, of_two, data()[1])
     assert none is None
     assert 0 < some < 100

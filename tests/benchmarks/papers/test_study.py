@@ -98,15 +98,16 @@ def test_a_run_that_diverges_is_a_result(scheme):
     assert results.accuracy("it").text() == "diverged"
 
 
-def test_a_difference_counts_only_beyond_the_spread_of_both():
-    low, near, far = Sample((60.0, 62.0)), Sample((62.0, 64.0)), Sample((70.0, 72.0))
+def test_a_difference_is_of_runs_with_the_same_seed():
+    low, near, far = Sample({0: 60.0, 1: 62.0}), Sample({1: 64.5, 0: 61.5}), Sample({0: 70.0, 1: 72.1, 2: 0.0})
     assert low.text() == "61.0 ± 1.4"
     assert not low.differs_from(near)
-    assert near.against(low) == "+2.0"
-    assert far.against(low) == "**+10.0**"
-    assert Sample((70.0,)).against(Sample((60.0,))) == "+10.0", "of single seeds nothing is known"
-    assert Sample((1.0,), failed=1).text() == "1.0 ± 0.0 (1 of 2 diverged)"
-    assert Sample(()).text() == ""
+    assert near.against(low) == "+2.0, from -4.4 to 8.4"
+    assert far.against(low) == "**+10.0**, from 9.4 to 10.7"
+    assert Sample({0: 70.0}).against(Sample({0: 60.0})) == "+10.0 (one run)"
+    assert not Sample({0: 70.0}).differs_from(Sample({0: 60.0}))
+    assert Sample({0: 1.0, 1: None}).text() == "1.0 ± 0.0 (1 of 2 diverged)"
+    assert Sample({}).text() == Sample({}).against(low) == ""
 
 
 def test_the_time_to_an_accuracy_counts_the_seeds_that_never_reach_it():
