@@ -24,6 +24,11 @@ def test_a_changed_digit_is_found(page):
         assert changed != text == written(changed)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_a_mark_in_prose_begins_no_line_for_then_markdown_takes_it_for_html(page):
+    assert re.findall(r"^ *(?:- )?<!-- measured: .+? -->.+", page.read_text(), re.M) == []
+
+
 @pytest.mark.parametrize("name", ["docs/papers.md", "docs/choosing.md", "docs/unequal-machines.md"])
 def test_a_measured_number_outside_of_marks_is_found(name):
     prose = without_marked((CHECKOUT / name).read_text())
