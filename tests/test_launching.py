@@ -153,6 +153,8 @@ Start = Callable[[Launch, int, list[str]], None]  # with so many ranks on each o
 
 def _with_popen(launch: Launch, ranks: int, arguments: list[str]) -> None:
     options = ["--devices", str(2 * ranks), "--ranks-per-node", str(ranks)]
+    if ranks > 1:  # that Lightning executes Python itself is shown by the quickstart, and by runs with one such rank
+        options += ["--python", stand_in_for_python()]
     launch.python(str(JOB), "--out", str(launch.folder), *options, *arguments)  # executes the other ranks
 
 

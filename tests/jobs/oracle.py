@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-node", type=int)
     parser.add_argument("--start-method", default="popen")
     parser.add_argument("--inter-node", default="torch")
+    parser.add_argument("--python", default=sys.executable, help="what Lightning is to start ranks with")
     parser.add_argument("--control-port", type=int)
     parser.add_argument("--hang-timeout", type=float, default=300.0)
     parser.add_argument("--cut-off", type=int, default=-1, help="the rank that cannot reach the control plane")
@@ -139,6 +141,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
+    sys.executable = arguments.python
     if arguments.host_name:
         socket.gethostname = lambda: arguments.host_name
     if arguments.cut_off == int(os.environ.get("RANK", 0)):

@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import traceback
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import asked
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
@@ -68,10 +70,10 @@ def _fit_whole(folder, resume=None, **arguments):
     return {"state": whole_state(module), "losses": module.report}
 
 
-def _train(folder):
+def _train(names, folder):
     """Each scheme without a break; then one of which a rank dies after the first checkpoint."""
     results = {}
-    for name in SCHEMES:
+    for name in names:
         kind = "directory" if name in ("daso", "gossip") else "file"
         results[name] = _fit(folder, name, kind, max_steps=SAVED_AT, max_epochs=None)
         results[name] = _fit(folder / "whole", name, kind)
@@ -95,9 +97,9 @@ def _checkpoint(folder, name, kind):
     return folder / name / kind / f"step={SAVED_AT}.ckpt"
 
 
-def _resume(folder):
+def _resume(names, folder):
     results = {}
-    for name in SCHEMES:
+    for name in names:
         kind = "directory" if name in ("daso", "gossip") else "file"
         results["exact", name] = _fit(folder / "resumed", name, kind, _checkpoint(folder, name, kind))
     results["exact", "killed"] = _fit(
@@ -131,18 +133,34 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(launch, folder):
+def names(request):
+    """Of the schemes whose runs tests ask for."""
+    return [name for name in SCHEMES if (name,) in asked(request, "name") or name == "diloco"]
+
+
+@pytest.fixture(scope="module")
+def trained(launch, folder, names):
     with pytest.raises(Exception, match=r"SIGKILL|rank 3 \(node 1\) died"):
-        launch(_train, folder=folder)
+        launch(partial(_train, names), folder=folder)
     return [torch.load(folder / f"trained-{rank}.pt") for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def resumed(launch, folder, trained):
-    return launch(_resume, folder=folder)
+def resumed(launch, folder, names, trained):
+    return launch(partial(_resume, names), folder=folder)
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "killed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("all_reduce", marks=pytest.mark.nightly),  # int8, as daso
+        pytest.param("periodic", marks=pytest.mark.nightly),  # a file, as diloco, and nothing in flight
+        "daso",
+        "diloco",
+        "gossip",
+        "killed",
+    ],
+)
 def test_a_run_resumes_to_the_bit(trained, resumed, name):
     for before, after in zip(trained, resumed, strict=True):
         expected, ours = before["diloco" if name == "killed" else name], after["exact", name]

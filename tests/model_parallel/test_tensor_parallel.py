@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from covering import asked
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
@@ -27,6 +30,7 @@ SCHEMES = {
     "gossip": lambda: Gossip(segments=["net.w1"]),
 }
 WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, exchange="sharded")}
+DAILY_OF_BOTH = ("periodic", "gossip")
 SAVED_AT = 7
 
 
@@ -41,15 +45,15 @@ def _fit(module, strategy, devices, resume=None, **arguments):
     }
 
 
-def _on_eight(folder):
+def _on_eight(names, folder):
     """Two nodes, each FSDP2 over two groups of two tensor parallel ranks."""
     results = {
         name: _fit(
             TensorParallel("adamw", replicas=4),
-            HierarchicalModelParallelStrategy(make(), tensor_parallel_size=2, ranks_per_node=4),
+            HierarchicalModelParallelStrategy(SCHEMES[name](), tensor_parallel_size=2, ranks_per_node=4),
             8,
         )
-        for name, make in SCHEMES.items()
+        for name in names
     }
     results["saved"] = _fit_saving(folder, "directory", checkpoint_replicas=True)
     results["resumed"] = _fit_saving(folder, "directory", _saved(folder, "directory"), checkpoint_replicas=True)
@@ -81,19 +85,19 @@ def _saved(folder, name):
     return folder / name / f"step={SAVED_AT}.ckpt"
 
 
-def _on_four(folder):
+def _on_four(names, of_both, folder):
     results = {
         name: _fit(
             TensorParallel("adamw", replicas=2),
-            HierarchicalModelParallelStrategy(make(), tensor_parallel_size="auto", ranks_per_node=2),
+            HierarchicalModelParallelStrategy(WITH_DASO[name](), tensor_parallel_size="auto", ranks_per_node=2),
             4,
         )
-        for name, make in WITH_DASO.items()
+        for name in names
     }
     results["plain"] = _fit(TensorParallel("adamw", replicas=2), ModelParallelStrategy(2, 2), 4)
-    for name, make in SCHEMES.items():
+    for name in of_both:
         results["whole", name] = _fit(
-            TensorParallel("adamw", replicas=4), HierarchicalStrategy(make(), ranks_per_node=2), 4
+            TensorParallel("adamw", replicas=4), HierarchicalStrategy(SCHEMES[name](), ranks_per_node=2), 4
         )
     results["whole, from file"] = _fit(
         Resumable("adamw", replicas=4),
@@ -121,10 +125,10 @@ def _begin_on_meta():
     return {"first": held[1], "last": after, "losses": module.report}
 
 
-def _on_two(_):
+def _on_two(names, _):
     return {
-        name: _fit(TensorParallel("adamw", replicas=2), HierarchicalStrategy(make(), ranks_per_node=1), 2)
-        for name, make in WITH_DASO.items()
+        name: _fit(TensorParallel("adamw", replicas=2), HierarchicalStrategy(WITH_DASO[name](), ranks_per_node=1), 2)
+        for name in names
     }
 
 
@@ -134,18 +138,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def on_eight(launch, folder):
-    return launch(_on_eight, ranks=8, folder=folder)
+def names(request):
+    """Of the schemes whose runs tests ask for: on tensor parallel nodes, and on nodes of both kinds."""
+    return [sorted(name for (name,) in asked(request, parameter)) for parameter in ("name", "of_both")]
 
 
 @pytest.fixture(scope="module")
-def on_four(launch, folder, on_eight):
-    return launch(_on_four, folder=folder)
+def on_eight(launch, folder, names):
+    return launch(partial(_on_eight, names[1]), ranks=8, folder=folder)
 
 
 @pytest.fixture(scope="module")
-def on_two(launch):
-    return launch(_on_two, ranks=2)
+def on_four(launch, folder, names, on_eight):
+    return launch(partial(_on_four, *names), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def on_two(launch, names):
+    return launch(partial(_on_two, names[0]), ranks=2)
 
 
 def _same(ours, expected):
@@ -153,21 +163,24 @@ def _same(ours, expected):
         torch.testing.assert_close(ours["state"][parameter], values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", WITH_DASO)
+BY_NIGHT = pytest.mark.nightly  # what differs by scheme shows on threads; every scheme is on nodes of one kind by day
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[BY_NIGHT] * (n in DAILY_OF_BOTH)) for n in WITH_DASO])
 def test_tensor_parallel_nodes_train_like_nodes_of_one_rank(on_four, on_two, name):
     for results in on_four:
         _same(results[name], on_two[0][name])
         assert results[name]["held_by"] == ["node", "rank"]  # the norm is whole on every rank
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, on_four, name):
+@pytest.mark.parametrize("of_both", [pytest.param(n, marks=[BY_NIGHT] * (n not in DAILY_OF_BOTH)) for n in SCHEMES])
+def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, on_four, of_both):
     for results in on_eight:
-        _same(results[name], on_four[0]["whole", name])
-        assert results[name]["held_by"] == ["rank", "tensor_parallel"]
+        _same(results[of_both], on_four[0]["whole", of_both])
+        assert results[of_both]["held_by"] == ["rank", "tensor_parallel"]
     model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
-    if name == "periodic":  # agreements of 12 steps, and the first values: no copy of a part travels twice
-        sent = sum(results[name]["inter_bytes"] for results in on_eight)
+    if of_both == "periodic":  # agreements of 12 steps, and the first values: no copy of a part travels twice
+        sent = sum(results[of_both]["inter_bytes"] for results in on_eight)
         steps_told_apart, padding = 4 * 8 * 8, 4 * 8  # at the end, too
         assert sent <= model * (2 * 3 + 1) + steps_told_apart + padding
 
