@@ -29,22 +29,34 @@ class Background:
     On CPU it is a thread (gloo and MPI waits release the interpreter lock), started by the first job. On CUDA it is a
     stream: jobs are enqueued at once from the calling thread and the device keeps their order.
 
+    Where such a job would let the host wait (for moves between nodes over MPI, or by way of pinned memory), it is put
+    off until somebody waits for it, or for one behind it: those moves make progress by themselves, and the calling
+    thread still launches everything in one order, as nccl wants it of communicators that share a device ("Using
+    multiple NCCL communicators concurrently",
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html).
+
     Args:
         device: Where the tensors live.
         meter: Times the training thread's waits for the jobs.
         tier: What the meter files those waits under.
+        puts_off: Whether jobs let the host wait; means nothing on CPU.
     """
 
-    def __init__(self, device: torch.device, meter: Meter, tier: str = "inter") -> None:
+    def __init__(self, device: torch.device, meter: Meter, tier: str = "inter", puts_off: bool = False) -> None:
         self._device = device
         self._meter = meter
         self._tier = tier
         self._stream = streams.new(device) if streams.has(device) else None
+        self._put_off: deque[_PutOff] | None = deque() if puts_off else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], object]) -> Handle:
         """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
+        if self._stream is not None and self._put_off is not None:
+            return Timed(
+                _PutOff(self._stream, self._device, work, self._put_off), self._meter, self._tier, self._device
+            )
         if self._stream is not None:
             with self._meter.beside_training():
                 return Timed(_StreamJob(self._stream, self._device, work), self._meter, self._tier, self._device)
@@ -58,8 +70,15 @@ class Background:
     def read(self, numbers: Callable[[], Tensor]) -> Reading:
         """Compute numbers for the host, after everything submitted before; on a device that works in streams."""
         assert self._stream is not None
+        if self._put_off is not None:
+            copies: list[Tensor] = []
+            job = _PutOff(self._stream, self._device, lambda: copies.append(streams.to_host(numbers())), self._put_off)
+            return Reading(job, copies)
+        copies = []
         with self._meter.beside_training():
-            return Reading(self._stream, self._device, numbers)
+            return Reading(
+                _StreamJob(self._stream, self._device, lambda: copies.append(streams.to_host(numbers()))), copies
+            )
 
     def uses(self, tensor: Tensor) -> None:
         """Say that jobs use a tensor made by training, so that CUDA does not reuse its memory too early."""
@@ -84,16 +103,25 @@ class Background:
 
 
 class _StreamJob(Handle):
+    """Work for a stream, after what the current one has got so far."""
+
     def __init__(self, stream: torch.cuda.Stream, device: torch.device, work: Callable[[], object]) -> None:
-        stream.wait_stream(streams.current(device))
-        with streams.within(stream):
-            work()
-            self._end = streams.mark(device)
         self._stream = stream
         self._device = device
+        self._run(streams.mark(device), work)
+
+    def _run(self, ready: torch.cuda.Event, work: Callable[[], object]) -> None:
+        self._stream.wait_event(ready)
+        with streams.within(self._stream):
+            work()
+            self._end = streams.mark(self._device)
 
     def wait(self) -> None:
         streams.current(self._device).wait_event(self._end)
+
+    def wait_on_host(self) -> None:
+        """Return when the stream has done it."""
+        self._end.synchronize()
 
     def is_done(self) -> bool:
         return bool(self._end.query())
@@ -103,7 +131,43 @@ class _StreamJob(Handle):
             return completed_future(value)
 
 
-class Reading(_StreamJob):
+class _PutOff(_StreamJob):
+    """The same, done when somebody waits for it or for one behind it."""
+
+    def __init__(
+        self, stream: torch.cuda.Stream, device: torch.device, work: Callable[[], object], put_off: deque[_PutOff]
+    ) -> None:
+        self._stream = stream
+        self._device = device
+        self._ready = streams.mark(device)  # it waits for what training has got until now, not until it is done
+        self._work: Callable[[], object] | None = work
+        self._put_off = put_off
+        put_off.append(self)
+
+    def wait(self) -> None:
+        self._catch_up()
+        super().wait()
+
+    def wait_on_host(self) -> None:
+        self._catch_up()
+        super().wait_on_host()
+
+    def is_done(self) -> bool:
+        return self._work is None and super().is_done()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        self._catch_up()
+        return super().future(value)
+
+    def _catch_up(self) -> None:
+        while self._work is not None:
+            job = self._put_off.popleft()
+            work, job._work = job._work, None
+            assert work is not None
+            job._run(job._ready, work)
+
+
+class Reading(Handle):
     """Numbers on their way to the host.
 
     To look at a tensor (``.item()``) is to wait for all that the current stream has been told, so for training, which
@@ -112,19 +176,23 @@ class Reading(_StreamJob):
     for more than the jobs before them.
 
     Args:
-        stream: Of the jobs.
-        device: Where they run.
-        numbers: Computes them, on the stream; 1-D.
+        job: Makes the copies.
+        copies: Where it leaves them.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, device: torch.device, numbers: Callable[[], Tensor]) -> None:
-        copies: list[Tensor] = []
-        super().__init__(stream, device, lambda: copies.append(streams.to_host(numbers())))
+    def __init__(self, job: _StreamJob, copies: list[Tensor]) -> None:
+        self._job = job
         self._copies = copies
+
+    def wait(self) -> None:
+        self._job.wait_on_host()
+
+    def is_done(self) -> bool:
+        return self._job.is_done()
 
     def numbers(self) -> list[float]:
         """What has been read; the host waits for it."""
-        self._end.synchronize()
+        self.wait()
         return [float(number) for number in self._copies[0].tolist()]
 
 

@@ -287,6 +287,7 @@ def connect_torch(
     meter: Meter,
     timeout: timedelta | None = None,
     launching: Callable[[], AbstractContextManager[None]] = nullcontext,
+    backend: str | None = None,
 ) -> Connect:
     """The :data:`~lightning_hiercomm.comm.base.Connect` over the initialised default process group.
 
@@ -294,12 +295,13 @@ def connect_torch(
         meter: Counts the traffic.
         timeout: Of the process groups.
         launching: Makes a context in which moves between nodes are launched.
+        backend: Of the process groups. Default: that of the default one.
     """
 
     def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
         rank, own = dist.get_rank(), None
         for ranks in groups:
-            group = dist.new_group(list(ranks), timeout=timeout, **_in_order(ranks))
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, **_in_order(ranks))
             if isinstance(group, dist.ProcessGroup):
                 around = launching if tier == "inter" else nullcontext
                 own = TorchCommunicator(group, ranks, rank, tier, meter, around)

@@ -12,6 +12,7 @@ from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import connect_mpi
 from lightning_hiercomm.comm.shared_memory import sharing_memory
+from lightning_hiercomm.comm.staged import connect_gloo
 from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch, unprofiled
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count, nodes_by_place
 
@@ -21,7 +22,7 @@ def connect_world(
     world_size: int,
     place: tuple[int, int],
     ranks_per_node: int | Sequence[int] | None = None,
-    inter_node: Literal["torch", "mpi"] = "torch",
+    inter_node: Literal["torch", "gloo", "mpi"] = "torch",
     timeout: timedelta | None = None,
 ) -> Topology:
     """Find the nodes and connect them; collective over the default process group.
@@ -46,8 +47,14 @@ def connect_world(
         nodes = nodes_by_place(places)
     meter = Meter()
     by_torch = sharing_memory(connect_torch(meter, timeout, launching=unprofiled), timeout)
-    connect = by_torch if inter_node == "torch" else _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
+    if inter_node == "torch":
+        connect = by_torch
+    elif inter_node == "gloo":
+        connect = _between_nodes(connect_gloo(meter, timeout), by_torch)
+    else:
+        connect = _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
     topology = Topology(nodes, rank, connect, meter)
+    topology.waits_on_host = inter_node != "torch"
     topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
     return topology
 

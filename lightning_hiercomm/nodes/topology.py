@@ -68,6 +68,8 @@ class Topology:
         inter: The ranks of this rank's lane, or None if this rank is in none.
         holders: Who holds what this rank holds: ``"node"``, all ranks of its node; ``"rank"``, it alone; and the groups
             that ``divide`` has made.
+        waits_on_host: Whether the host waits where moves of CUDA tensors between nodes are waited for; the same on all
+            ranks, also on those that are in no lane. Whoever connects says so.
         is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
     """
 
@@ -92,6 +94,7 @@ class Topology:
         self._siblings: list[Topology] = []
         self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
+        self.waits_on_host = False
         self.world = self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
         self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
@@ -176,6 +179,7 @@ class Topology:
 
     def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
         sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights)
+        sibling.waits_on_host = self.waits_on_host
         self._siblings.append(sibling)
         return sibling
 

@@ -153,7 +153,7 @@ class Agreement(Scheme):
         self._beside = self.topology.twin()
         self._second = None if self.wire.codec.adds else self.topology.twin()
         self._inbound = self.background()
-        self._outbound = None if self.equal_in_node else self.background()
+        self._outbound = None if self.equal_in_node else self.background(waits_for_nodes=False)
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)

@@ -315,9 +315,15 @@ class Scheme(ABC):
     def after_step(self, last: bool) -> None:
         """Called after the user's step was counted: launch, collect or merge, as the schedule says."""
 
-    def background(self, tier: str = "inter") -> Background:
-        """A new thread (or stream) beside training, which :meth:`close` ends."""
-        background = Background(self.device, self.topology.meter, tier)
+    def background(self, tier: str = "inter", waits_for_nodes: bool = True) -> Background:
+        """A new thread (or stream) beside training, which :meth:`close` ends.
+
+        Args:
+            tier: What waiting for it is filed under.
+            waits_for_nodes: Whether its jobs wait for moves between nodes.
+        """
+        puts_off = waits_for_nodes and self.topology.waits_on_host
+        background = Background(self.device, self.topology.meter, tier, puts_off)
         self._backgrounds.append(background)
         return background
 

@@ -120,7 +120,7 @@ class WorldSum(GradientPath):
         self._feedback: dict[tuple[int, int], Feedback] = {}
         self._piece_bytes = piece_bytes
         self._outbound = Background(device, topology.meter, "inter")
-        self._inbound = Background(device, topology.meter, "intra")
+        self._inbound = Background(device, topology.meter, "intra", puts_off=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         topology = self._topology

@@ -63,7 +63,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     Args:
         scheme: As for ``HierarchicalStrategy``, and so are the next nine.
         ranks_per_node: The size of every node, or a list of sizes. Default: what the cluster environment says.
-        inter_node: ``"torch"`` or ``"mpi"``.
+        inter_node: ``"torch"``, ``"gloo"`` or ``"mpi"``; see ``HierarchicalStrategy``.
         wire_dtype: Payload type of inter-node traffic.
         wire_raw: Cast the parameters themselves, not their differences.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
@@ -94,7 +94,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self,
         scheme: Scheme | SchemeName = "periodic",
         ranks_per_node: int | list[int] | None = None,
-        inter_node: Literal["torch", "mpi"] = "torch",
+        inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool = True,

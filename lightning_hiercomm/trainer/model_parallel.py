@@ -131,7 +131,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         save_distributed_checkpoint: Save a directory to which every rank of node 0 writes its shards. False: one file,
             put together by rank 0, which any strategy loads.
         ranks_per_node: The number of ranks on a node. Default: what the cluster environment says.
-        inter_node: What carries traffic between nodes: ``"torch"`` or ``"mpi"`` (mpi4py, with CPU tensors).
+        inter_node: What carries traffic between nodes: ``"torch"``, ``"gloo"`` or ``"mpi"``; see
+            ``HierarchicalStrategy``.
         wire_dtype: Payload type of inter-node traffic; see ``HierarchicalStrategy``.
         wire_raw: Cast the parameters themselves, not their differences from the last agreed ones.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
@@ -165,7 +166,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         tensor_parallel_size: Literal["auto"] | int = 1,
         save_distributed_checkpoint: bool = True,
         ranks_per_node: int | None = None,
-        inter_node: Literal["torch", "mpi"] = "torch",
+        inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool = True,

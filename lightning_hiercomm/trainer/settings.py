@@ -33,7 +33,7 @@ class Settings:
     scheme: Scheme
     batches: HeterogeneousBatches | None
     ranks_per_node: int | list[int] | None
-    inter_node: Literal["torch", "mpi"]
+    inter_node: Literal["torch", "gloo", "mpi"]
     wire: Wire
     average_buffers: bool
     average_optimizer_state: bool
@@ -53,7 +53,7 @@ class Settings:
         scheme: Scheme | SchemeName,
         batches: HeterogeneousBatches | None,
         ranks_per_node: int | list[int] | None,
-        inter_node: Literal["torch", "mpi"],
+        inter_node: Literal["torch", "gloo", "mpi"],
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
         wire_raw: bool,
         average_buffers: bool,
@@ -80,8 +80,8 @@ class Settings:
         _warn_of_kept_arguments(scheme)
         if evaluate not in ("consensus", "replica"):
             raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
-        if inter_node not in ("torch", "mpi"):
-            raise ValueError(f"inter_node={inter_node!r} must be 'torch' or 'mpi'")
+        if inter_node not in ("torch", "gloo", "mpi"):
+            raise ValueError(f"inter_node={inter_node!r} must be 'torch', 'gloo' or 'mpi'")
         if inter_node == "mpi":
             load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
         sizes = [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node

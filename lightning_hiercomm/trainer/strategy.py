@@ -50,8 +50,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         batches: Gives ranks of unequal speed batches of unequal size. None: all take what the dataloader says.
         ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: what the
             cluster environment says (found by asking every rank, so ranks of a node need not be consecutive).
-        inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend) or ``"mpi"`` (mpi4py;
-            start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
+        inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also for
+            GPUs, whose tensors pass through pinned memory beside training; nccl stays inside the nodes) or ``"mpi"``
+            (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
         wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
             quantised in blocks, whose rounding errors are sent later; None is the tensors' own. Parameters then travel
             as differences from the last agreed ones.
@@ -102,7 +103,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         scheme: Scheme | SchemeName = "periodic",
         batches: HeterogeneousBatches | None = None,
         ranks_per_node: int | list[int] | None = None,
-        inter_node: Literal["torch", "mpi"] = "torch",
+        inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool = True,

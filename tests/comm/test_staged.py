@@ -1,0 +1,95 @@
+"""Tensors of a device that works in streams, moved by way of the host: what arrives, in which order, and who waits."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import harness
+import pytest
+import torch
+from harness import TWO_BY_TWO, Rank, attached, on_ranks
+from pretended_streams import PretendedDevice
+from problems import Oracle
+
+from lightning_hiercomm.comm.staged import StagedCommunicator
+from lightning_hiercomm.schemes import DASO, Agreement, DiLoCo, Gossip, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes.all_reduce import AllReduce
+
+CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
+SCHEMES: dict[str, Scheme] = {
+    "all_reduce": AllReduce(),
+    "periodic": PeriodicAveraging(2),
+    "daso": DASO(2, 1, **CYCLING),
+    "alone": Agreement(2, staleness=2, gradients="none"),
+    "streaming": DiLoCo(4, fragments=2, staleness=1),
+    "gossip, overlapped": Gossip(segments=2, overlap=True),
+}
+
+
+def staging(connect):
+    """Between nodes, moves pass through the host."""
+
+    def connect_staged(groups, tier):
+        carrier = connect(groups, tier)
+        return StagedCommunicator(carrier, carrier.meter) if carrier is not None and tier == "inter" else carrier
+
+    return connect_staged
+
+
+def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None, is_staged: bool = True):
+    topology.waits_on_host = is_staged
+    training = {"shapes": {"a": 7, "b": 12}, "bucket_bytes": 40, "targets": None, "wire": wire}
+    with attached(topology, scheme, **training, inner=partial(torch.optim.SGD, lr=0.1)) as rank:
+        looks = []
+        for step in range(8):
+            rank.train(last=step == 7)
+            looks.append(look(rank))
+        rank.scheme.finish()
+        return [*rank.trace, rank.values.tolist()], looks
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, pretended: PretendedDevice):
+    staged = on_ranks(partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO, connect=staging)
+    direct = on_ranks(partial(trained, scheme=SCHEMES[name], wire=wire, is_staged=False), TWO_BY_TWO)
+    assert staged == direct
+
+
+def test_the_host_waits_for_what_arrives_only_where_it_is_merged(pretended: PretendedDevice):
+    def look(rank: Rank) -> tuple[list[str], float]:
+        *waits, _ = pretended.waits  # the last one writes down the trace
+        pretended.waits.clear()
+        return waits, rank.meter.seconds.get("inter", 0.0)  # of threads, too, for which the host waits
+
+    scheme = DASO(4, 2, **CYCLING)  # leaves after steps 1 and 5, is merged after steps 3 and 7
+    scheme.on_nonfinite = "raise"
+    work = partial(trained, scheme=scheme, wire=None, look=look)
+    for _, looks in on_ranks(work, TWO_BY_TWO, connect=staging):
+        for step, ((_, before), (waits, seconds)) in enumerate(pairwise(looks[:-1]), start=2):  # the last one agrees
+            assert waits == (["an event"] if step in (3, 7) else [])
+            assert (seconds > before) == (step in (3, 7))
+
+
+def test_processes_of_cpus_agree_over_gloo_as_over_torch(fit):
+    def traces(inter_node):
+        strategy = {"scheme": PeriodicAveraging(2), "inter_node": inter_node}
+        return [report["report"] for report in fit(Oracle(), strategy)]
+
+    assert traces("gloo") == traces("torch")
+
+
+def test_tensors_of_the_cpu_go_straight_to_the_carrier():
+    def work(topology) -> list[float]:
+        lane = topology.inter
+        tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
+        lane.all_gather(whole, tensor[:2]).wait()
+        lane.reduce_scatter(part, tensor.clone()).wait()
+        lane.all_reduce(tensor).wait()
+        lane.broadcast(scalar := torch.tensor(float(topology.rank)), source=1).wait()
+        return [tensor[0].item(), *whole.tolist(), *part.tolist(), scalar.item(), *lane.all_gather_object("x")]
+
+    results = on_ranks(work, TWO_BY_TWO, connect=staging)
+    assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
+    assert harness.place.device.type == "cpu"
