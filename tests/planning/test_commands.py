@@ -79,11 +79,12 @@ def test_the_recommended_configuration_is_one_that_lightning_cli_reads(capsys, t
         assert (made.trainer.num_nodes, made.trainer.devices) == (64, 8)
 
 
-def test_a_plan_is_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+@pytest.mark.parametrize("more", [[], ["--optimizer", "momentum"]])
+def test_a_plan_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, capsys, check_pictures, more):
     path = tmp_path / "plan.png"
-    assert run(*FLAGS, "--plot", str(path)) == 0
+    assert run(*FLAGS, *more, "--plot", str(path)) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+    check_pictures()
 
 
 def test_without_matplotlib_a_plot_is_refused(tmp_path, capsys, monkeypatch):

@@ -118,8 +118,13 @@ class Plan:
 
     def best_of_each(self) -> list[Row]:
         """One row per scheme: the one with least drift that meets the target, else the fastest."""
-        names = dict.fromkeys(row.candidate.name for row in self.rows)
-        return [_choose([row for row in self.rows if row.candidate.name == name], self.target) for name in names]
+        return [_best(self.rows, name, self.target) for name in dict.fromkeys(row.candidate.name for row in self.rows)]
+
+    def left_out(self) -> dict[str, str]:
+        """Schemes that are in no row, each with the reason."""
+        found = {row.candidate.kind for row in self.rows}
+        reasons = {AllReduce: _NEEDS_SUMS, StepsDelay: _MADE_FOR_SGD if _keeps_more(self.workload) else _NEEDS_SUMS}
+        return {kind.__name__: reason for kind, reason in reasons.items() if kind not in found}
 
 
 def candidates(
@@ -152,7 +157,7 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
         for sync_every, staleness in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
             arguments: dict[str, Any] = {"sync_every": sync_every, "staleness": staleness}
             yield DASO, arguments if exchange == "rotating" else {**arguments, "exchange": exchange}
-    if workload.state_per_parameter <= 1.5:
+    if not _keeps_more(workload):
         for delay in (1, 2, 4, 5):
             yield StepsDelay, {"delay": delay, "warmup_steps": 100 * delay}
     yield Gossip, {}
@@ -161,6 +166,11 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
         yield DiLoCo, {"sync_every": sync_every}
         for staleness in (1, 4):
             yield DiLoCo, {"sync_every": sync_every, "fragments": 4, "staleness": staleness}
+
+
+def _keeps_more(workload: Workload) -> bool:
+    """Whether the optimizer keeps more than momentum."""
+    return workload.state_per_parameter > 1.5
 
 
 def plan(
@@ -207,7 +217,8 @@ def plan(
             f" than {shown_bytes(memory or 0)}: shard the model inside the node, or take a smaller one"
         )
     chosen = _choose([row for row in rows if row.fits and row.candidate.kind is not None] or rows[:1], target)
-    return Plan(cluster, workload, rows, alone, target, chosen, _reason(chosen, rows, alone, target))
+    reason = " ".join(filter(None, [_reason(chosen, rows, target), phases(chosen.candidate, cluster, workload)]))
+    return Plan(cluster, workload, rows, alone, target, chosen, reason)
 
 
 def _choose(rows: Sequence[Row], target: float) -> Row:
@@ -217,7 +228,12 @@ def _choose(rows: Sequence[Row], target: float) -> Row:
     return min(good, key=lambda row: (row.drift, WIRES.index(row.candidate.wire_dtype or "float32"), row.overhead))
 
 
-def _reason(chosen: Row, rows: Sequence[Row], alone: float, target: float) -> str:
+def _best(rows: Sequence[Row], name: str, target: float) -> Row:
+    of_scheme = [row for row in rows if row.candidate.name == name]
+    return _choose([row for row in of_scheme if row.fits] or of_scheme, target)
+
+
+def _reason(chosen: Row, rows: Sequence[Row], target: float) -> str:
     more = f"{max(0.0, chosen.overhead):.1%} more than on one node alone"
     took = f"a step takes {shown_seconds(chosen.prediction.seconds)}, {more}"
     if chosen.overhead > target:
@@ -225,12 +241,41 @@ def _reason(chosen: Row, rows: Sequence[Row], alone: float, target: float) -> st
             f"{took}. Nothing comes below {target:.0%} here; this is the fastest. Fewer agreements, a narrower"
             " wire_dtype or larger batches would help."
         )
-    all_reduce = next(row for row in rows if row.candidate.kind is AllReduce)
     if chosen.candidate.kind is AllReduce:
         return f"{took}, so there is no need to train apart: this trains exactly as DDP does."
     apart = f"nodes are at most {chosen.drift:g} steps apart" if chosen.drift else "nodes never differ"
-    return (
-        f"{took}, and {apart}, the fewest of all settings below {target:.0%}. AllReduce would take"
-        f" {shown_seconds(all_reduce.prediction.seconds)} ({all_reduce.overhead:+.0%}), DDP"
-        f" {shown_seconds(rows[0].prediction.seconds)}."
-    )
+    others = f"DDP would take {shown_seconds(rows[0].prediction.seconds)}"
+    if any(row.candidate.kind is AllReduce for row in rows):
+        all_reduce = _best(rows, AllReduce.__name__, target)  # as in the table
+        wire = all_reduce.candidate.wire_dtype
+        others = (
+            f"AllReduce would take {shown_seconds(all_reduce.prediction.seconds)}"
+            f"{f' with wire_dtype={wire!r}' if wire else ''} ({all_reduce.overhead:+.0%}), DDP"
+            f" {shown_seconds(rows[0].prediction.seconds)}"
+        )
+    return f"{took}, and {apart}, the fewest of all settings below {target:.0%}. {others}."
+
+
+def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:
+    """What a step takes in the phases of a scheme that end, which a prediction leaves out; empty if it has none.
+
+    Args:
+        candidate: The configuration.
+        cluster: Where it runs.
+        workload: What is trained.
+    """
+    scheme = candidate.scheme
+    if isinstance(scheme, DASO):
+        waiting = predict(PeriodicAveraging(1), cluster, workload, candidate.wire_dtype)
+        return (
+            f"In warm-up and cool-down a step takes {shown_seconds(waiting.seconds)}: nodes average and wait"
+            " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them)."
+        )
+    if isinstance(scheme, StepsDelay) and scheme.warmup_steps:
+        waiting = predict(AllReduce(), cluster, workload, candidate.wire_dtype)
+        return f"Before, in warmup_steps={scheme.warmup_steps}, a step takes {shown_seconds(waiting.seconds)}."
+    return ""
+
+
+_MADE_FOR_SGD = "its local rule is made for SGD, and this optimizer keeps more state than momentum"
+_NEEDS_SUMS = "what it sends is summed on its way: let float32 or bfloat16 travel (--wires)"

@@ -16,7 +16,7 @@ _COLUMNS = ("configuration", "between nodes", "step", "exposed", "per node", "me
 
 
 def table(plan: Plan, everything: bool = False) -> str:
-    """One line per configuration.
+    """One line per configuration, and one per scheme of which there is none.
 
     Args:
         plan: What is shown.
@@ -26,7 +26,8 @@ def table(plan: Plan, everything: bool = False) -> str:
     lines = [_COLUMNS, *(_cells(row, row is plan.chosen) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+    absent = [f"not in the table: {name}, for {reason}" for name, reason in plan.left_out().items()]
+    return "\n".join([text[0], "-" * len(text[0]), *text[1:], *absent])
 
 
 def _cells(row: Row, is_chosen: bool) -> tuple[str, ...]:
@@ -59,6 +60,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "step_seconds_on_one_node": plan.alone,
         "target": plan.target,
         "rows": [_row_to_dict(row) for row in plan.rows],
+        "left_out": plan.left_out(),
         "recommended": _row_to_dict(plan.chosen),
         "reason": plan.reason,
         "yaml": yaml(plan),
@@ -113,7 +115,7 @@ def plot(plan: Plan, path: Path) -> None:
     except ImportError as error:
         raise PlanningError("--plot needs matplotlib: pip install matplotlib") from error
     rows = plan.best_of_each()
-    figure = Figure(figsize=(13, 5), layout="constrained")
+    figure = Figure(figsize=(18, 5), layout="constrained")
     bars, lines = figure.subplots(1, 2)
     names = [f"{row.candidate.title}\n{row.candidate.wire_dtype or 'as it is'}" for row in rows]
     exposed = [1e3 * row.prediction.exposed_seconds for row in rows]
@@ -123,16 +125,17 @@ def plot(plan: Plan, path: Path) -> None:
     bars.axvline(1e3 * plan.alone, color="black", linestyle=":", label="one node alone")
     bars.invert_yaxis()
     bars.set_xlabel("ms per step")
-    bars.legend()
+    bars.set_ylabel("configuration, and what travels between nodes")
+    bars.legend(**_ABOVE, ncols=3)
     factors = [2.0**power for power in range(-5, 6)]
     for row, name in zip(rows, names, strict=True):
         seconds = [_at(plan, row, factor) for factor in factors]
         rates = [8e-9 * factor * plan.cluster.inter.bandwidth for factor in factors]
         lines.loglog(rates, [1e3 * value for value in seconds], label=name.replace("\n", ", "))
-    lines.axvline(8e-9 * plan.cluster.inter.bandwidth, color="black", linestyle=":")
+    lines.axvline(8e-9 * plan.cluster.inter.bandwidth, color="black", linestyle=":", label="this cluster")
     lines.set_xlabel("Gbit/s between nodes, per node")
     lines.set_ylabel("ms per step")
-    lines.legend(fontsize="small")
+    lines.legend(**_BESIDE, fontsize="small")
     figure.suptitle(
         f"{plan.cluster.nodes} nodes of {plan.cluster.ranks_per_node} ranks, {plan.workload.parameters:.3g} parameters"
     )
@@ -140,6 +143,10 @@ def plot(plan: Plan, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise PlanningError(f"--plot {path}: {error}") from error
+
+
+_ABOVE: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
 
 
 def _at(plan: Plan, row: Row, factor: float) -> float:

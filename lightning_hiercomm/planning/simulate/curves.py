@@ -120,10 +120,11 @@ def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
             accuracy.plot(seconds, [100 * point.accuracy for point in curve.points], label=curve.experiment.label)
             loss.plot(seconds, [point.loss for point in curve.points], label=curve.experiment.label)
         accuracy.set_title(f"{count} replicas")
-        loss.set_xlabel("predicted seconds")
+        for picture in (accuracy, loss):
+            picture.set_xlabel("predicted seconds")
     axes[0][0].set_ylabel("accuracy, held out, %")
     axes[1][0].set_ylabel("loss, held out")
-    axes[1][-1].legend(fontsize="small")
+    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")  # beside the curves
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=120)

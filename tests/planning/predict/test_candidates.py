@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.predict.candidates import Candidate, candidates, plan
+from lightning_hiercomm.planning.predict.candidates import Candidate, candidates, phases, plan
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.predict.report import table
+from lightning_hiercomm.planning.quantities import shown_seconds
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 INSIDE = Link(3e11, 5e-6)
@@ -126,3 +131,65 @@ def test_the_short_table_has_one_row_per_scheme():
         "Gossip",
         "DiLoCo",
     ]
+
+
+@pytest.mark.parametrize("wires", [(None, "bfloat16"), ("bfloat16",), (None,)])
+def test_the_sentence_and_the_table_speak_of_the_same_all_reduce(wires):
+    made = plan(on(1.25e9, nodes=4), Workload.of_step(3.5e8, 0.4), wires)
+    (row,) = [row for row in made.best_of_each() if row.candidate.kind is AllReduce]
+    assert made.chosen.candidate.kind is not AllReduce
+    (said,) = re.findall(r"AllReduce would take ([\d.]+ m?s)( with wire_dtype='\w+')?", made.reason)
+    wire = row.candidate.wire_dtype
+    assert said == (shown_seconds(row.prediction.seconds), f" with wire_dtype={wire!r}" if wire else "")
+    assert f"AllReduce() {wire or 'as it is'} {said[0]} " in re.sub(" +", " ", table(made))
+
+
+def test_a_wire_that_no_all_reduce_takes_leaves_it_out_of_the_sentence():
+    made = plan(on(1.25e9, nodes=4), Workload.of_step(3.5e8, 0.4), ("int8",))
+    assert "AllReduce" not in made.reason
+    assert ", DDP " not in made.reason
+    assert "DDP would take" in made.reason
+
+
+def test_what_memory_leaves_no_room_for_is_not_what_the_table_shows_of_a_scheme():
+    free = plan(on(1e9), MODEL)
+    tight = plan(on(1e9), MODEL, memory=free.chosen.prediction.memory_bytes - 1)
+    assert tight.chosen in tight.best_of_each()
+
+
+@pytest.mark.parametrize(
+    ("workload", "wires", "left_out"),
+    [
+        (MODEL, (None,), {"StepsDelay": "is made for SGD"}),
+        (Workload.of_step(1e9, 0.4, state_per_parameter=1), (None,), {}),
+        (
+            Workload.of_step(1e9, 0.4, state_per_parameter=1),
+            ("int8",),
+            {"AllReduce": "float32 or bfloat16", "StepsDelay": "float32 or bfloat16"},
+        ),
+    ],
+)
+def test_a_scheme_that_is_not_in_the_table_is_named_below_it_with_the_reason(workload, wires, left_out):
+    made = plan(on(1e9), workload, wires)
+    lines = [line for line in table(made).splitlines() if line.startswith("not in the table: ")]
+    assert len(lines) == len(left_out)
+    for line, (name, reason) in zip(lines, left_out.items(), strict=True):
+        assert line.startswith(f"not in the table: {name}")
+        assert reason in line
+
+
+def test_a_recommended_daso_says_how_long_its_phases_are_and_what_a_step_takes_in_them():
+    made = plan(on(1.25e9, nodes=4), Workload.of_step(3.5e8, 0.4))
+    assert made.chosen.candidate.kind is DASO
+    waiting = predict(PeriodicAveraging(1), made.cluster, made.workload, made.chosen.candidate.wire_dtype).seconds
+    assert shown_seconds(waiting) in made.reason
+    for word in ("warm-up", "cool-down", "warmup_epochs", "cooldown_epochs"):
+        assert word in made.reason
+
+
+def test_a_recommended_steps_delay_says_how_long_its_warm_up_is():
+    rows = plan(on(1.25e9, nodes=4), Workload.of_step(3.5e8, 0.4, state_per_parameter=1)).rows
+    delayed = next(row for row in rows if row.candidate.kind is StepsDelay)
+    assert "warmup_steps=100" in phases(delayed.candidate, on(1.25e9, nodes=4), MODEL)
+    plain = next(row for row in rows if row.candidate.kind is PeriodicAveraging)
+    assert phases(plain.candidate, on(1.25e9, nodes=4), MODEL) == ""

@@ -270,10 +270,10 @@ def test_seeds_are_one_row_with_their_spread(capsys):
     assert capsys.readouterr().out.count(" % +-") == 2
 
 
-def test_the_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert main([*SHORT, "--plot", str(tmp_path / "it.png")]) == 0
+def test_the_picture_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, check_pictures):
+    assert main([*SHORT, "--nodes", "2", "4", "--plot", str(tmp_path / "it.png")]) == 0
     assert (tmp_path / "it.png").stat().st_size > 10_000
+    check_pictures()
 
 
 def test_flags_change_the_clock(capsys):
