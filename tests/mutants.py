@@ -2,7 +2,8 @@
 
 ``python -m tests.mutants --sample 300 --seed 1 --seconds 3000 --keep mutants.json``, in a checkout, in an environment
 with ``mutmut``, whose mutation operators these are, but for those of strings, which change messages. Every mutant is a
-copy of the package with one change, in a fork that has imported torch and Lightning already. It meets, until one kills it,
+copy of the package with one change, in a fork that has imported torch and Lightning already. It meets, until one kills
+it,
 
 - ``own``: the tests of its module, and random combinations of everything,
 - ``day``: the covering sets of tests/schemes/test_wires.py and test_diloco.py, and the rest of its folder's tests,

@@ -17,7 +17,7 @@ from problems import STEPS_DELAY_TABLE as TABLE
 from problems import train_with_momentum as train
 from pytorch_optimizer import Lookahead
 
-from lightning_hiercomm.nodes import replica
+from lightning_hiercomm.nodes import bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import StepsDelay
@@ -280,9 +280,9 @@ def test_bits_and_checkpoints_are_the_same_however_small_the_parts_are_that_rule
             return run.trace, run.scheme.scalars()
 
         options = {"shapes": {"a": (7, 3), "b": (2,), "c": (5, 4)}, "targets": None}
-        monkeypatch.setattr(replica, "_CACHE_SIZED", next(sizes))
+        monkeypatch.setattr(bucket, "_CACHE_SIZED", next(sizes))
         states = train(work, StepsDelay(2, 2, **arguments), **options)
-        monkeypatch.setattr(replica, "_CACHE_SIZED", next(sizes))
+        monkeypatch.setattr(bucket, "_CACHE_SIZED", next(sizes))
         return train(resumed, StepsDelay(2, 2, **arguments), **options)
 
     whole = run(2**20, 2**20)
