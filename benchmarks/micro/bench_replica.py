@@ -34,12 +34,6 @@ def test_unpack(benchmark: BenchmarkFixture, workload: str) -> None:
     benchmark(unpack)
 
 
-def test_blend(benchmark: BenchmarkFixture, workload: str) -> None:
-    replica = Replica(WORKLOADS[workload].model().parameters())
-    others = [bucket.pack() for bucket in replica.buckets]
-    benchmark(replica.blend, others, 0.5)
-
-
 def test_plain_copy(benchmark: BenchmarkFixture, workload: str) -> None:
     """The floor: one copy of as many bytes."""
     size = Replica(WORKLOADS[workload].model().parameters()).numel

@@ -10,6 +10,12 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.spares import Spares
 
+BUCKET_BYTES = 4 * 2**20
+"""Parameters travel in buckets of so many bytes by default, as ``bucket_mb=4`` says."""
+
+BUCKETS_IN_FLIGHT = 3
+"""So many of them are on their way at once where training waits: one is sent, one shared, one packed."""
+
 # Bytes. A few such buffers stay in the processors' caches; smaller ones cost more calls than they save.
 _CACHE_SIZED = 2**20
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.nodes.bucket import Bucket, Piece, Share, filled_buckets
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, Bucket, Piece, Share, filled_buckets
 
 _UNBOUNDED = 2**62
 
@@ -41,7 +41,7 @@ class Replica:
         self,
         parameters: Iterable[Tensor],
         buffers: Iterable[Tensor] = (),
-        bucket_bytes: int = 4 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         named: Iterable[tuple[str, Tensor]] = (),
         shares: Mapping[int, Share] | None = None,
         equal_in_node: bool = True,
@@ -113,17 +113,6 @@ class Replica:
             tensor.copy_(values)
 
     @torch.no_grad()
-    def blend(self, others: Sequence[Tensor], weight: float) -> None:
-        """Move every bucket towards another replica: ``x := (1 - weight) x + weight other``.
-
-        Args:
-            others: One flat buffer per bucket, as :meth:`Bucket.pack` makes them.
-            weight: 0 keeps this replica, 1 takes the other.
-        """
-        for bucket, other in zip(self.buckets, others, strict=True):
-            flat = bucket.pack()
-            bucket.unpack(flat.lerp_(other[: bucket.numel].to(flat.dtype), weight))
-
     def cut(self, into: int | Sequence[str], bucket_bytes: int | None = None) -> list[list[Bucket]]:
         """The parameters in parts that may agree at different times, or with different nodes.
 

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.shards import local, reshard, share_out, shares_of, whole
 from lightning_hiercomm.schemes.health.verification import print_of
@@ -39,7 +40,7 @@ class Replicas:
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        bucket_bytes: int = 4 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         average_buffers: bool = True,
         node: Mapping[str, int] | None = None,
     ) -> None:

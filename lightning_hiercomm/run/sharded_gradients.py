@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Handle
+from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import local, placed_as, shares_of, whole
 from lightning_hiercomm.schemes.gradients import NodesMean
-
-_BUCKETS_IN_FLIGHT = 3
 
 
 class ShardedGradients:
@@ -122,7 +121,7 @@ class ShardedGradients:
                 values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
         handle = self._path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
         self._in_flight.append((index, flat, handle))
-        if len(self._in_flight) == _BUCKETS_IN_FLIGHT:
+        if len(self._in_flight) == BUCKETS_IN_FLIGHT:
             self._finish()
 
     def _finish(self) -> None:

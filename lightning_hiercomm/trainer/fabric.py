@@ -23,10 +23,10 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
-from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.settings import Settings, register_schemes
 
 
 class HierarchicalFabricStrategy(DDPStrategy):
@@ -157,12 +157,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
-        for name, scheme in schemes.items():
-            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
-                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
-                arguments = {"scheme": scheme, "start_method": start_method}
-                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+        register_schemes(cls, strategy_registry)
 
     # ---- the loop, as its author tells it ------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.batches import HeterogeneousBatches
@@ -170,3 +170,13 @@ def _warn_of_kept_arguments(scheme: Scheme) -> None:
             " which stands for its own defaults.",
             stacklevel=4,
         )
+
+
+def register_schemes(strategy: type, registry: Any) -> None:
+    """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
+    schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+    for name, scheme in schemes.items():
+        for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+            description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+            arguments = {"scheme": scheme, "start_method": start_method}
+            registry.register(f"{name}{ending}", strategy, description, override=True, **arguments)

@@ -31,10 +31,10 @@ from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.nodes.connect import process_group
-from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
-from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.settings import Settings, register_schemes
 
 
 class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
@@ -179,12 +179,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
-        for name, scheme in schemes.items():
-            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
-                description = f"Nodes agree by {scheme}; ranks start by {start_method}"
-                arguments = {"scheme": scheme, "start_method": start_method}
-                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+        register_schemes(cls, strategy_registry)
 
     @override
     def _configure_launcher(self) -> None:

@@ -153,16 +153,6 @@ def precision(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-@given(st.lists(kinds, min_size=1, max_size=5), bucket_sizes, st.floats(0, 1))
-def test_blending_moves_every_element_by_the_weight(kinds, bucket_bytes, weight):
-    tensors, others = filled(kinds, 0), filled(kinds, 1)
-    expected = [torch.lerp(a.double(), b.double(), weight) for a, b in zip(tensors, others, strict=True)]
-    flats = [bucket.pack() for bucket in Replica(others, bucket_bytes=bucket_bytes).buckets]
-    Replica(tensors, bucket_bytes=bucket_bytes).blend(flats, weight)
-    for tensor, value in zip(tensors, expected, strict=True):
-        torch.testing.assert_close(tensor.double(), value, rtol=0, atol=8 * precision(tensor.dtype))
-
-
 @given(st.lists(kinds, min_size=1, max_size=5), bucket_sizes)
 def test_a_snapshot_is_a_copy_that_restores(kinds, bucket_bytes):
     tensors = filled(kinds, 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from papers_formulas import Iteration, Layer, all_reduce_seconds
 
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.papers import Iteration, Layer, all_reduce_seconds
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.node import ddp_buckets
 from lightning_hiercomm.schemes import AllReduce, StepsDelay

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.planning.cluster import Cluster, Cost, Move, Workload
 from lightning_hiercomm.planning.predict.timeline import Task, Timeline
-
-BUCKET_BYTES = 4 * 2**20
-"""Parameters travel in buckets of this size: ``HierarchicalStrategy(bucket_mb=4)``."""
 
 _FIRST_DDP_BUCKET = 2**20
 _DDP_BUCKET = 25 * 2**20

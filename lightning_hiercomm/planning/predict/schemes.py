@@ -10,9 +10,9 @@ from functools import singledispatch
 import torch
 
 from lightning_hiercomm.comm.codec import AsIs, Codec, codec_named
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.node import (
-    BUCKET_BYTES,
     Average,
     Node,
     Piece,
@@ -35,10 +35,8 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
+from lightning_hiercomm.schemes.steps_delay.section import LEAST_SECTION_BYTES, LEAST_SECTIONS
 from lightning_hiercomm.schemes.words.merging import MERGES
-
-_BUCKETS_IN_FLIGHT = 3  # as in `schemes.averaging`
-_LEAST_SECTIONS, _LEAST_SECTION_BYTES = 8, 2**18  # as in `schemes.server`
 
 # How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
 _MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
@@ -196,7 +194,7 @@ class _Exchange:
         for _ in parts:
             for piece in self._pieces:
                 in_flight.append((piece, self._send(piece, waiting=True)))
-                if len(in_flight) == _BUCKETS_IN_FLIGHT:
+                if len(in_flight) == BUCKETS_IN_FLIGHT:
                     finish()
         while in_flight:
             finish()
@@ -371,7 +369,7 @@ def _(scheme: Agreement, cluster: Cluster, workload: Workload, payload: Payload)
 def _in_flight_bytes(scheme: Agreement, model: float) -> float:
     """The most that is packed at any time."""
     part = model / _parts_of(scheme)
-    return part if scheme.staleness else min(part, _BUCKETS_IN_FLIGHT * BUCKET_BYTES)
+    return part if scheme.staleness else min(part, BUCKETS_IN_FLIGHT * BUCKET_BYTES)
 
 
 @own_bytes.register
@@ -386,7 +384,7 @@ def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload
 
 
 def _sections(model_bytes: float) -> list[Piece]:
-    fine = max(_LEAST_SECTION_BYTES, model_bytes / _LEAST_SECTIONS)
+    fine = max(LEAST_SECTION_BYTES, model_bytes / LEAST_SECTIONS)
     return buckets(model_bytes, min(BUCKET_BYTES, fine))
 
 

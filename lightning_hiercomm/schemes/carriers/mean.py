@@ -18,7 +18,7 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
@@ -34,7 +34,6 @@ from lightning_hiercomm.schemes.health.nonfinite import (
     put_mark,
 )
 
-_BUCKETS_IN_FLIGHT = 3
 _STEPS_TOLD_APART = 4096
 
 
@@ -178,7 +177,7 @@ class Average(Carrier):
             in_flight.append(
                 (index, flat, self._between_nodes(index, flat, summed_in_node, way, self.landed, waiting=True))
             )
-            if len(in_flight) == _BUCKETS_IN_FLIGHT:
+            if len(in_flight) == BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
             finish()

@@ -22,10 +22,8 @@ ShardOn = Literal["elements", "parameters"]
 
 # A section's push follows its push before: the more sections, the less a link idles between pushes. Very small ones
 # cost the processors more time than the link.
-_LEAST_SECTIONS = 8
-
-
-_LEAST_SECTION_BYTES = 2**18
+LEAST_SECTIONS = 8
+LEAST_SECTION_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def _sections(
 def _even_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Tensors in their order, cut anywhere."""
     whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    fine = max(_LEAST_SECTION_BYTES, -(-whole // _LEAST_SECTIONS))
+    fine = max(LEAST_SECTION_BYTES, -(-whole // LEAST_SECTIONS))
     return Replica(tensors, bucket_bytes=min(bucket_bytes, fine)).buckets
 
 

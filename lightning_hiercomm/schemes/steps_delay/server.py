@@ -18,6 +18,7 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_marked, mark_of
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
@@ -139,7 +140,7 @@ class ShardedServer:
         background: Background,
         wire: Wire,
         shard_on: ShardOn = "elements",
-        bucket_bytes: int = 4 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         on_nonfinite: OnNonfinite = "ignore",
     ) -> None:
         self.optimizer = optimizer
