@@ -1,0 +1,102 @@
+"""Where the seconds of the tests go: ``pytest --junitxml=seconds.xml ...`` and ``python -m tests.seconds seconds.xml``.
+
+Prints tables by kind, file and shared fixture, and the longest tests, as Markdown. Processor seconds include those of
+forked ranks and of programs that were waited for, but not of what a fork server started, whose wall seconds tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHES = ("test_launching", "test_faults", "test_soak", "test_restarts", "test_clusters", "test_rendezvous")
+FITS = ("compatibility", "model_parallel", "trainer", "run", "checkpoints", "packages", "test_training")
+
+
+@dataclass(frozen=True)
+class Test:
+    """One test, with the seconds of its fixtures; ``fixtures`` are (wall, processor, name) of shared ones."""
+
+    file: str
+    name: str
+    wall: float
+    processor: float
+    fixtures: tuple[tuple[float, float, str], ...]
+
+    @property
+    def kind(self) -> str:
+        """What its time goes to."""
+        parts = self.file.split("/")
+        if parts[0] in ("docs", "examples"):
+            return "documentation and examples"
+        if parts[-1] in LAUNCHES:
+            return "launches"
+        if {*parts} & {*FITS}:
+            return "fits on forked ranks"
+        return "threads and single processes"
+
+
+def read(path: Path) -> list[Test]:
+    """All tests of a JUnit XML file."""
+    tests = []
+    for case in ElementTree.parse(path).iter("testcase"):
+        properties = [(each.get("name"), each.get("value", "")) for each in case.iter("property")]
+        fixtures = [value.split(" ", 2) for name, value in properties if name == "fixture"]
+        tests.append(
+            Test(
+                file=re.sub(r"^tests\.", "", case.get("classname", "")).replace(".", "/"),
+                name=case.get("name", ""),
+                wall=float(case.get("time", 0)),
+                processor=sum(float(value) for name, value in properties if name == "processor"),
+                fixtures=tuple((float(wall), float(processor), name) for wall, processor, name in fixtures),
+            )
+        )
+    return tests
+
+
+def table(head: str, rows: Iterable[tuple[str, int, float, float]], longest: int = 0) -> str:
+    """Markdown: the rows with most seconds first."""
+    lines = [f"| {head} | tests | seconds | of the processor |", "|---|--:|--:|--:|"]
+    ordered = sorted(rows, key=lambda row: max(row[2:]), reverse=True)
+    for name, number, wall, processor in ordered[: longest or None]:
+        lines.append(f"| {name} | {number} | {wall:.0f} | {processor:.0f} |")
+    return "\n".join(lines)
+
+
+def grouped(tests: Iterable[Test], attribute: str) -> list[tuple[str, int, float, float]]:
+    """Sums by an attribute."""
+    groups: dict[str, list[Test]] = defaultdict(list)
+    for test in tests:
+        groups[getattr(test, attribute)].append(test)
+    return [(name, len(own), sum(t.wall for t in own), sum(t.processor for t in own)) for name, own in groups.items()]
+
+
+def report(tests: list[Test], longest: int) -> str:
+    """All tables."""
+    fixtures = [(f"{name} ({test.file})", 1, wall, own) for test in tests for wall, own, name in test.fixtures]
+    single = [(f"{test.file}: {test.name}", 1, test.wall, test.processor) for test in tests]
+    everything = ("all", len(tests), sum(test.wall for test in tests), sum(test.processor for test in tests))
+    parts = [
+        table("kind", [*grouped(tests, "kind"), everything]),
+        table("file", grouped(tests, "file"), longest),
+        table("shared fixture", fixtures, longest),
+        table("test", single, longest),
+    ]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("junit", type=Path)
+    parser.add_argument("--longest", type=int, default=20)
+    arguments = parser.parse_args()
+    print(report(read(arguments.junit), arguments.longest))
+
+
+if __name__ == "__main__":
+    main()
