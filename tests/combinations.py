@@ -344,8 +344,6 @@ def _goes_together(c: Combination) -> bool:
         return False  # refused: GLU needs SGD
     if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
         return False  # refused: a server gets gradients
-    if c.state and c.skip is not None and c.skip[0] in (0, c.thaw):
-        return False  # refused: one node has no state yet
     return all(not is_off(c) for is_off in OFF)
 
 
@@ -619,7 +617,8 @@ class Reference:
                 continue
             states = {r: o.state.get(list(self.parameters[r].values())[index], {}) for r, o in self.optimizers.items()}
             for key, value in states[0].items():
-                if isinstance(value, Tensor) and value.shape == self.shapes[name]:
+                has_mean = all(key in state for state in states.values())  # a scaler may have skipped all steps of one
+                if has_mean and isinstance(value, Tensor) and value.shape == self.shapes[name]:
                     mean = self.mean({r: state[key] for r, state in states.items()})
                     for state in states.values():
                         state[key].copy_(mean)

@@ -111,7 +111,11 @@ class Bucket:
         """
         if self.device.type != "cpu":
             return [self]
-        return list(filled_buckets(self.pieces, _CACHE_SIZED, self.equal_in_node, self.held_by))
+        return self.cut(_CACHE_SIZED)
+
+    def cut(self, nbytes: int) -> list[Bucket]:
+        """The same pieces as buckets of at most so many bytes, in order."""
+        return list(filled_buckets(self.pieces, nbytes, self.equal_in_node, self.held_by))
 
     def view(self, gradients: bool = False) -> Tensor | None:
         """All values, or all gradients, as they lie in memory, 1-D; None if they do not lie in one place."""

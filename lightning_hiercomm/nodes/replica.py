@@ -87,6 +87,11 @@ class Replica:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the parameters, the same on every rank, whichever of them it holds."""
+        return {tensor.dtype for tensor in self._all}
+
+    @property
     def numel(self) -> int:
         """Elements of all tensors."""
         return sum(bucket.numel for bucket in self.buckets)
@@ -142,14 +147,7 @@ class Replica:
             parts = [_buckets(tensors, _UNBOUNDED, self.equal_in_node) for tensors in groups if tensors]
         if bucket_bytes is None:
             return parts
-        return [
-            [
-                smaller
-                for bucket in part
-                for smaller in filled_buckets(bucket.pieces, bucket_bytes, bucket.equal_in_node, held_by=bucket.held_by)
-            ]
-            for part in parts
-        ]
+        return [[smaller for bucket in part for smaller in bucket.cut(bucket_bytes)] for part in parts]
 
     def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
         """As :meth:`cut`; all that decides is the same on every rank: the whole tensors, and who holds shares."""

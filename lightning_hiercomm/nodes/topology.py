@@ -24,14 +24,16 @@ class Holders:
         self.size = 1 if group is None else group.size
         self.place = 0 if group is None else group.rank
 
-    def part(self, flat: Tensor) -> Tensor:
-        """What this rank carries: a view, empty if that is nothing.
+    def part(self, flat: Tensor, place: int | None = None) -> Tensor:
+        """What a holder carries: a view, empty if that is nothing.
 
         Args:
             flat: 1-D, a multiple of :attr:`lanes` elements.
+            place: Of the holder. Default: this rank's.
         """
+        place = self.place if place is None else place
         part = flat.numel() // self.lanes
-        return flat[self.place * part : (self.place + 1) * part] if self.place < self.lanes else flat[:0]
+        return flat[place * part : (place + 1) * part] if place < self.lanes else flat[:0]
 
     def share(self, flat: Tensor) -> Handle:
         """Give every holder all parts of ``flat``, in place."""
@@ -128,12 +130,21 @@ class Topology:
     @property
     def node_weights(self) -> tuple[float, ...]:
         """Each node's share of the world, W_m: the sum over its ranks."""
-        return tuple(sum(self.weights[r] for r in ranks) for ranks in self.nodes)
+        return self.of_nodes(self.weights)
 
     @property
     def node_weight(self) -> float:
         """This node's share of the world, W_m."""
         return self.node_weights[self.node]
+
+    def of_nodes(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Each node's sum of what its ranks have."""
+        return tuple(sum(weights[rank] for rank in ranks) for ranks in self.nodes)
+
+    def in_node(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Each rank's share of what the ranks of this node have, in local order."""
+        own = [weights[rank] for rank in self.nodes[self.node]]
+        return tuple(weight / (sum(own) or 1.0) for weight in own)
 
     @property
     def weight_in_node(self) -> float:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.comm.wide_sum import is_short
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
@@ -151,7 +153,7 @@ class Agreement(Scheme):
             return
         # every move between nodes, waited for or not, takes the same communicators, in the order of the program
         self._beside = self.topology.twin()
-        self._second = None if self.wire.codec.adds else self.topology.twin()
+        self._second: Topology | None = None
         self._inbound = self.background()
         self._outbound = None if self.equal_in_node else self.background(waits_for_nodes=False)
 
@@ -161,6 +163,9 @@ class Agreement(Scheme):
         self._in_flight.drop()
         if self.is_alone:
             return
+        is_in_rounds = not self.wire.codec.adds or any(map(is_short, replica.dtypes))
+        if self._second is None and is_in_rounds and self.topology.num_nodes > 2:
+            self._second = self.topology.twin()
         cut = [replica.buckets_of_parameters] if self.what == 1 else replica.cut(self.what, replica.bucket_bytes)
         ends = list(accumulate(map(len, cut)))
         self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]

@@ -56,7 +56,8 @@ class Scheme(ABC):
     A scheme is configured by its constructor, which holds plain values only. The strategy makes one deep copy of the
     configured scheme per optimizer, and then calls, on every rank and in the same order, since all of it is collective:
 
-    1. :meth:`attach`, once: here are the replica, the nodes and the optimizer. Links are opened here, and nowhere else.
+    1. :meth:`attach`, once: here are the replica, the nodes and the optimizer. Links are opened here; later only in
+       :meth:`follow`, for parameters of a type that needs more of them.
     2. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
        :meth:`end_epoch`; and :meth:`finish`.
     3. Between any two of these: :meth:`agree`, and :meth:`follow` when other parameters are to be trained.
@@ -358,8 +359,15 @@ class Scheme(ABC):
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks."""
         self.average_exactly(self.replica.buckets)
 
-    def average_exactly(self, buckets: Sequence[Bucket]) -> None:
-        """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks."""
+    def average_exactly(
+        self, buckets: Sequence[Bucket], weights: Callable[[int], Sequence[float]] | None = None
+    ) -> None:
+        """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks.
+
+        Args:
+            buckets: Which.
+            weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
+        """
         if self.is_alone:
             return
         average = Average(
@@ -367,6 +375,7 @@ class Scheme(ABC):
             self.topology,
             buckets=buckets,
             on_nonfinite=self.on_nonfinite,
+            weights=weights,
         )
         self.repair(average, average(self.steps), average.landed)
 

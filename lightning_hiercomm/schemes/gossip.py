@@ -169,10 +169,14 @@ class Gossip(Scheme):
         the nodes' present values; what arrived is merged when training goes on.
         """
         self.settle()
-        if self.unagreed_steps:
-            if not self.is_alone:  # `Average` weighs node m with W_m
-                self._scale([weight / self._share_of_updates for weight in self._own_weights])
-            self.exact_mean()
+        if self.unagreed_steps and not self.is_alone:
+            weighted = [
+                (bucket, self._rank_weights(of_nodes))
+                for segment, of_nodes in zip(self._segments, self._weights, strict=True)
+                for bucket in segment.cut(self.replica.bucket_bytes)
+            ]
+            weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
+            self.average_exactly([bucket for bucket, _ in weighted], lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
@@ -286,6 +290,14 @@ class Gossip(Scheme):
         self._peers.disagreement.forget()
 
     # ---- details -------------------------------------------------------------------------------------------------
+
+    def _rank_weights(self, of_nodes: Sequence[float]) -> list[float]:
+        """What each rank's values count for in the mean, given the nodes' push-sum weights."""
+        topology, total = self.topology, sum(of_nodes)
+        return [
+            of_nodes[node] / total * topology.weights[rank] / topology.node_weights[node]
+            for rank, node in sorted((rank, node) for node, ranks in enumerate(topology.nodes) for rank in ranks)
+        ]
 
     @property
     def _own_weights(self) -> list[float]:

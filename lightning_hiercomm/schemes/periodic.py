@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.carriers.mean import average_in_node
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.when import Every
 
@@ -109,7 +109,7 @@ class PeriodicAveraging(Agreement):
         if self.order == "after_step" and self._is_due(self.step_in_epoch):
             self.average()
         elif self.node_sync_every is not None and self.step_in_epoch % self.node_sync_every == 0:
-            self._average_in_node()
+            average_in_node(self.replica.buckets_of_parameters, self.topology)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         if self.at_epoch_end and self.unagreed_steps and not self._averaged_before_last:
@@ -117,11 +117,3 @@ class PeriodicAveraging(Agreement):
 
     def _is_due(self, step: int) -> bool:
         return bool(self.when.due(step, step, 1))
-
-    @torch.no_grad()
-    def _average_in_node(self) -> None:
-        topology = self.topology
-        for bucket in self.replica.buckets_of_parameters:
-            flat = bucket.pack()
-            topology.intra.all_reduce(flat, weight=topology.weight_in_node).wait()
-            bucket.unpack(flat)

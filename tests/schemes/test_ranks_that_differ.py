@@ -130,6 +130,25 @@ def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gra
         assert found == [(pytest.approx(1.9 * slope, abs=1e-12), pytest.approx(-0.29 * slope, abs=1e-12))] * len(found)
 
 
+@pytest.mark.parametrize("gradients", ["node", "none"])
+def test_state_that_a_skipped_step_leaves_out_on_one_node_agrees_as_soon_as_all_have_it(gradients):
+    scheme = PeriodicAveraging(1, at_epoch_end=False, gradients=gradients)
+    scheme.averages_optimizer_state = True
+
+    def work(rank):
+        momenta = []
+        for step in range(2):
+            rank.train(float(rank.topology.node + 1), skip=step == 0 and rank.topology.node == 0)
+            state = rank.optimizer.state[rank.parameters[0]]
+            momenta.append(state["momentum_buffer"].item() if "momentum_buffer" in state else None)
+        return momenta
+
+    inner = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    found = on_nodes(work, scheme, NODES["2x2"], dtype=torch.float64, inner=inner)
+    # node 1 goes on from its own 2: half of that and 2 again is 3; node 0 begins with 1; their mean is 2
+    assert found == [[None, 2.0]] * 2 + [[2.0, 2.0]] * 2
+
+
 def test_weights_that_change_while_an_exchange_leaves_do_not_move_anybody():
     # nobody trains, so whatever the weights are, and whenever they change, parameters stay as they are
     def work(rank):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
+from lightning_hiercomm.comm.wide_sum import WideSum, is_short
 
 
 class LaneSum:
@@ -29,26 +30,40 @@ class LaneSum:
         self._codec = codec
         self._lane = first
         self._encoded = None if codec.adds or first is None else EncodedSum(codec, first, second or first)
+        self._wide = None if first is None else WideSum(first, second or first)
 
     def feedback(self, part: Tensor) -> Feedback | None:
         """What encoding has kept back of a part like this one, nothing yet; None if nothing ever will be."""
         return None if self._encoded is None else self._encoded.feedback(part)
 
-    def launch(self, part: Tensor, feedback: Feedback | None = None, waiting: bool = False) -> Callable[[], None]:
+    def launch(
+        self,
+        part: Tensor,
+        feedback: Feedback | None = None,
+        waiting: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> Callable[[], None]:
         """Start to sum a part.
 
         Args:
             part: 1-D; not to be touched meanwhile.
             feedback: What was kept back of this part so far.
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
+            weights: Of everyone's parts, by node, as this rank knows them. With them what has 16 bits and travels as it
+                is is summed by a :class:`WideSum`. None: all are 1, and it is summed in its own type, as gradients are.
 
         Returns:
             A function that waits, and leaves the sum in ``part``.
         """
-        if self._lane is None:
+        if self._lane is None or self._wide is None:
             return _nothing
+        weight = 1.0 if weights is None else weights[self._lane.rank]
         if not self._codec.narrows(part.dtype):
-            return self._lane.all_reduce(part, waiting=waiting).wait
+            if weights is not None and is_short(part.dtype):
+                return self._wide.launch(part, weights)
+            return self._lane.all_reduce(part, waiting=waiting, weight=weight).wait
+        if weight != 1.0:
+            part.mul_(weight)  # before it is rounded, so it is rounded once
         if self._encoded is not None:
             return self._encoded.launch(part, feedback)
         payload = self._codec.encode(part)

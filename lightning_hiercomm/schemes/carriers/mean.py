@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, finished
+from lightning_hiercomm.comm.codec import AsIs
 from lightning_hiercomm.comm.encoded_sum import Feedback
+from lightning_hiercomm.comm.wide_sum import is_short, send_parts
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -43,15 +46,17 @@ class _Way:
 
     Attributes:
         part: The part of the packed bucket that this rank takes to the other nodes, as a view; empty if it takes none.
+        parts: The same for every rank of the node, in local order, where they hold different values.
         share: Gives every rank of the node all of it, in place.
-        rank_weight: Of this rank.
-        node_weight: Of this node.
+        in_node: The weights of the node's ranks, which sum to 1.
+        of_nodes: The weights of all nodes, likewise.
     """
 
     part: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor], Sequence[Tensor]]
     share: Callable[[Tensor], Handle]
-    rank_weight: float
-    node_weight: float
+    in_node: Sequence[float]
+    of_nodes: Sequence[float]
 
 
 class Average(Carrier):
@@ -60,10 +65,11 @@ class Average(Carrier):
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
     over its lane, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread over all its links.
     Where a rank holds a part of the model anyway, nothing is left to gather.
-    While one bucket is gathered the next are already on the wire. Values that differ inside a node are summed there
-    first, each rank getting the sum of its own part.
+    While one bucket is gathered the next are already on the wire. Values that differ inside a node are averaged there
+    first, each rank getting the mean of its own part.
 
-    All ranks end with identical bits.
+    All ranks end with identical bits. Means of 16-bit numbers are summed in float32 and rounded once (that of a node
+    once more, before it leaves), so equal replicas stay as they are.
 
     Args:
         replica: What agrees.
@@ -78,6 +84,8 @@ class Average(Carrier):
             of the mean. Differences travel in any case. Default: to the mean.
         on_nonfinite: Unless ``"ignore"``, buckets are void for which a rank sent anything that is not finite, or for
             which the wire has no finite number.
+        weights: Says what the ranks' weights for a bucket are when it is launched; they sum to 1. Default: the
+            topology's.
 
     Attributes:
         landed: The buckets whose last agreed values have moved, on this lane, in the last exchange that was waited for.
@@ -94,8 +102,10 @@ class Average(Carrier):
         buckets: Sequence[Bucket] | None = None,
         land: Land | None = None,
         on_nonfinite: OnNonfinite = "ignore",
+        weights: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
         self.on_nonfinite = on_nonfinite
+        self.weights = weights or (lambda _: topology.weights)
         self._mark: Tensor | None = None
         self._is_sharded = bool(replica.shares)
         self.landed: set[int] = set()
@@ -173,9 +183,9 @@ class Average(Carrier):
                 flat[-1] = step % _STEPS_TOLD_APART
             self._put_mark(index, flat)
             way = self._way(index)
-            summed_in_node = self._sum_in_node(index, flat, self.through.intra, way)
+            averaged_in_node = self._average_in_node(index, flat, self.through.intra, way)
             in_flight.append(
-                (index, flat, self._between_nodes(index, flat, summed_in_node, way, self.landed, waiting=True))
+                (index, flat, self._between_nodes(index, flat, averaged_in_node, way, self.landed, waiting=True))
             )
             if len(in_flight) == BUCKETS_IN_FLIGHT:
                 finish()
@@ -214,8 +224,8 @@ class Average(Carrier):
         background.uses(flat)
         way, landed = self._way(index), set[int]()
         # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
-        summed_in_node = self._sum_in_node(index, flat, self.topology.intra, way)
-        if summed_in_node is None:
+        averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
+        if averaged_in_node is None:
             complete_now = self._between_nodes(index, flat, None, way, landed)
             return Move(index, flat, sent, background.submit(complete_now), landed)
         if outbound is None:
@@ -223,7 +233,7 @@ class Average(Carrier):
         outbound.uses(flat)
         launched: list[Callable[[], None]] = []
         has_left = outbound.submit(
-            lambda: launched.append(self._between_nodes(index, flat, summed_in_node, way, landed))
+            lambda: launched.append(self._between_nodes(index, flat, averaged_in_node, way, landed))
         )
 
         def complete() -> None:
@@ -271,8 +281,12 @@ class Average(Carrier):
 
     def _way(self, index: int) -> _Way:
         """The way of a bucket that is launched now; by the training thread, which alone knows what now is."""
-        holders = self._holders(index)
-        return _Way(holders.part, holders.share, self.topology.rank_weight, self.topology.node_weight)
+        holders, topology, weights = self._holders(index), self.topology, self.weights(index)
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            return [holders.part(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
+
+        return _Way(holders.part, parts, holders.share, topology.in_node(weights), topology.of_nodes(weights))
 
     def parts_of(self, index: int) -> int:
         return self._holders(index).lanes
@@ -290,34 +304,35 @@ class Average(Carrier):
     def _holders(self, index: int) -> Holders:
         return self.through.holders[self.buckets[index].held_by]
 
-    def _sum_in_node(self, index: int, flat: Tensor, intra: Communicator, way: _Way) -> Callable[[], None] | None:
-        """Start to sum values that differ inside the node, each rank's with its weight; None if they do not.
+    def _average_in_node(self, index: int, flat: Tensor, intra: Communicator, way: _Way) -> Callable[[], None] | None:
+        """Start to average values that differ inside the node, each rank's with its weight; None if they do not.
 
         Returns:
-            A function that waits, and leaves the sum in the part of ``flat`` that this rank carries.
+            A function that waits, and leaves the mean in the part of ``flat`` that this rank carries.
         """
         if self.buckets[index].equal_in_node:
             return None
         topology = self.topology
-        flat.mul_(way.rank_weight)
-        part = way.part(flat)
+        if is_short(flat.dtype):
+            return send_parts(intra, way.parts(flat), way.in_node)
+        weight, part = way.in_node[topology.local_rank], way.part(flat)
         if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
-            node_sum = torch.empty_like(part)
-            summed = intra.reduce_scatter(node_sum, flat)
+            node_mean = torch.empty_like(part)
+            summed = intra.reduce_scatter(node_mean, flat, weight=weight)
 
             def finish() -> None:
                 summed.wait()
-                streams.keep_here(node_sum)  # made on training's stream, but outbound
-                part.copy_(node_sum)
+                streams.keep_here(node_mean)  # made on training's stream, but outbound
+                part.copy_(node_mean)
 
             return finish
-        return intra.all_reduce(flat).wait
+        return intra.all_reduce(flat, weight=weight).wait
 
     def _between_nodes(
         self,
         index: int,
         flat: Tensor,
-        summed_in_node: Callable[[], None] | None,
+        averaged_in_node: Callable[[], None] | None,
         way: _Way,
         landed: set[int],
         waiting: bool = False,
@@ -327,22 +342,16 @@ class Average(Carrier):
         Returns:
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
-        part, weight = way.part(flat), way.node_weight
+        part = way.part(flat)
         has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
-        if summed_in_node is not None:
-            summed_in_node()
+        if averaged_in_node is not None:
+            averaged_in_node()
         sent = sample(part[: self.buckets[index].numel])
-        if summed_in_node is None:
-            if anchor is not None:
-                part.sub_(anchor[: part.numel()])
-            part.mul_(weight)
-        else:
-            sent.div_(weight)
-            if anchor is not None:
-                part.sub_(anchor[: part.numel()], alpha=weight)
+        if anchor is not None:
+            part.sub_(anchor[: part.numel()])
         feedback = self._feedback[index] if self._feedback else None
-        arrive = self._sum.launch(part, feedback, waiting)  # weighted before it is rounded, so it is rounded once
+        arrive = self._sum.launch(part, feedback, waiting, way.of_nodes)
 
         def complete() -> None:
             arrive()
@@ -400,13 +409,16 @@ class RotatingAverage(Average):
     """
 
     def _way(self, index: int) -> _Way:
-        topology, carrier = self.topology, self._turn % self.topology.lanes
+        topology, carrier, weights = self.topology, self._turn % self.topology.lanes, self.weights(index)
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            return [flat if local_rank == carrier else flat[:0] for local_rank in range(topology.ranks_on_node)]
 
         def part(flat: Tensor) -> Tensor:
-            return flat if topology.local_rank == carrier else flat[:0]
+            return parts(flat)[topology.local_rank]
 
         share = partial(self.through.intra.broadcast, source=carrier)
-        return _Way(part, share, topology.rank_weight, topology.node_weight)
+        return _Way(part, parts, share, topology.in_node(weights), topology.of_nodes(weights))
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
@@ -421,27 +433,34 @@ def same_step(topology: Topology, step: int, device: torch.device) -> Handle:
 
 
 @torch.no_grad()
+def average_in_node(buckets: Sequence[Bucket], topology: Topology) -> None:
+    """Replace values by their weighted mean over the ranks of this node; blocks."""
+    mean = LaneSum(AsIs(), topology.intra)
+    for bucket in buckets:
+        flat = bucket.pack()
+        mean.launch(flat, weights=topology.in_node(topology.weights))()
+        bucket.unpack(flat)
+
+
+@torch.no_grad()
 def average_optimizer_state(optimizer: Optimizer, replica: Replica, topology: Topology) -> None:
     """Replace momentum and moments by their weighted mean over all ranks; blocks.
 
     What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
-    anyway.
-
-    Raises:
-        CommunicationError: If the nodes hold state for different parameters (some got no gradient on one of them).
+    anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
+    parameter no gradient, has no mean: the others keep their own until all hold it.
     """
-    state = [
-        tensor
-        for parameter in replica.parameters
-        for _, tensor in sorted(optimizer.state.get(parameter, {}).items())
+    held = {
+        (index, name): tensor
+        for index, parameter in enumerate(replica.parameters)
+        for name, tensor in sorted(optimizer.state.get(parameter, {}).items())
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.shape == parameter.shape
-    ]
-    count = topology.world.all_gather_object(len(state))
-    if len(set(count)) > 1:
-        raise CommunicationError(
-            f"average_optimizer_state=True needs the same optimizer state on every rank, but they hold {count} tensors:"
-            " some parameters had no gradient on some ranks. Set average_optimizer_state=False."
-        )
+    }
+    digest = hashlib.blake2b(repr(list(held)).encode(), digest_size=8).digest()
+    if len(set(topology.world.all_gather_object(digest))) > 1:
+        everywhere = set(held).intersection(*topology.world.all_gather_object(list(held)))
+        held = {key: tensor for key, tensor in held.items() if key in everywhere}
+    state = list(held.values())
     Average(Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node), topology)()
 
 

@@ -18,6 +18,7 @@ from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.carriers.mean import average_in_node
 from lightning_hiercomm.schemes.health.nonfinite import choose, is_marked, mark_of
 from lightning_hiercomm.schemes.words.graphs import Graph, Round, round_of
 
@@ -265,19 +266,11 @@ class PeerMean(Carrier):
     def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
         self._step = step
         leaving = self.buckets if only is None else [self.buckets[index] for index in only]
-        self._average_in_node(leaving)
+        # ranks that train alone agree first: it is nodes that the graph knows
+        average_in_node([bucket for bucket in leaving if not bucket.equal_in_node], self.topology)
         self._sick = self._look(leaving)
         self.is_sick = bool(self._sick)
         return finished  # ranks that come after different numbers of steps wait for others than those that come
-
-    @torch.no_grad()
-    def _average_in_node(self, leaving: Sequence[Bucket]) -> None:
-        """Let ranks of a node that train alone agree first: it is nodes that the graph knows."""
-        for bucket in leaving:
-            if not bucket.equal_in_node:
-                flat = bucket.pack()
-                self.topology.intra.all_reduce(flat, weight=self.topology.weight_in_node).wait()
-                bucket.unpack(flat)
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None

@@ -52,7 +52,6 @@ def agree_without_sick(
         NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
     """
     healthy = find_healthy(replica, topology, policy, step, spoilt.wire)
-    share = 1.0 if len(healthy) == topology.world_size else sum(topology.weights[rank] for rank in healthy)
     buckets = [spoilt.buckets[index] for index in void]
     for index, bucket in zip(void, buckets, strict=True):
         known = None if land is None else spoilt.whole(index, spoilt.anchors[index])
@@ -64,19 +63,22 @@ def agree_without_sick(
     def land_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         if land is None or void[index] in landed:  # on this lane all had arrived, or the wire was large enough
             return agreed
-        return land(void[index], agreed, difference.div_(share))
+        return land(void[index], agreed, difference)
 
-    def take_healthy(bucket: Bucket, arrived: Tensor) -> None:
-        take(bucket, arrived if land is not None or share == 1.0 else arrived / share)
+    def weights_of_healthy(index: int) -> list[float]:
+        weights = spoilt.weights(void[index])
+        total = sum(weights[rank] for rank in healthy)
+        return [weight / total if rank in healthy else 0.0 for rank, weight in enumerate(weights)]
 
     mean = Average(
         replica,
         topology,
         buckets=buckets,
         land=None if land is None else land_healthy,
+        weights=weights_of_healthy,
     )
     if land is not None:
         mean.anchors = [spoilt.anchors[index] for index in void]
-    mean(step, take=take_healthy)
+    mean(step, take=take)
     spoilt.restart(void)
     return healthy

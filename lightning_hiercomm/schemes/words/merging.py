@@ -109,7 +109,7 @@ class StaleSum(Merge):
         local_weight = 2 * staleness
         for whole in bucket.beside(move.flat):
             for local, mean in in_cache_sized_parts(*whole):
-                local.copy_(mean.mul_(nodes).add_(local, alpha=local_weight).div_(local_weight + nodes))
+                local.lerp_(mean, nodes / (local_weight + nodes))  # what is equal stays so, in any type
 
 
 class Delta(Merge):
@@ -121,7 +121,7 @@ class Delta(Merge):
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
         for (whole, mean), (_, sent) in zip(bucket.beside(move.flat), bucket.beside(move.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
-                local.add_(arrived).sub_(left)
+                local.add_(arrived.sub_(left))  # what is equal stays so, in any type
 
 
 MERGES: dict[str, Callable[[], Merge]] = {"replace": Replace, "eq1": StaleSum, "delta": Delta}

@@ -7,11 +7,9 @@ import math
 
 import pytest
 
-from benchmarks.__main__ import make_parser
 from benchmarks.papers import tuned
 from benchmarks.papers.many import Arena
 from benchmarks.papers.paired import difference
-from benchmarks.papers.pictures import ladders
 from benchmarks.papers.tuned import COMPARISONS, Climb, Comparison, Contender, climb, load, rate_of, table
 
 
@@ -119,16 +117,3 @@ def test_all_that_is_stored_belongs_to_the_contenders_of_today(name):
     if path.exists():
         stored = json.loads(path.read_text())["contenders"]
         assert set(stored) == set(load(COMPARISONS[name], tuned.STORED))
-
-
-def test_a_comparison_that_has_just_begun_can_be_drawn(tmp_path, monkeypatch):
-    stage(monkeypatch, {"a": -6, "b": -8})
-    climb(comparison("a"), tmp_path)
-    ladders(comparison("a", "b"), load(comparison("a"), tmp_path), tmp_path / "it.png")
-    assert (tmp_path / "it.png").stat().st_size > 0
-
-
-def test_an_unknown_comparison_gets_one_line():
-    arguments = make_parser().parse_args(["tuned", "nodes-9", "--minutes", "30"])
-    with pytest.raises(SystemExit, match="there is no comparison nodes-9: choose from nodes-8"):
-        arguments.command(arguments)

@@ -1,0 +1,199 @@
+"""Parameters of 16 bits: what is equal stays so to the bit, and a mean is rounded once."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from harness import on_nodes, on_ranks
+
+from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes import Agreement, DirectedExponential, Full, RandomPermutation, Ring
+from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
+
+TYPES = [torch.bfloat16, torch.float16]
+NODES = {
+    **{f"{count} nodes": tuple((rank,) for rank in range(count)) for count in range(2, 8)},
+    "3+1": ((0, 1, 2), (3,)),
+    "2x2": ((0, 1), (2, 3)),
+    "3 of 2": ((0, 1), (2, 3), (4, 5)),
+    "one node of 3": ((0, 1, 2),),
+}
+SCHEMES = {
+    "periodic": PeriodicAveraging(1),
+    "periodic, before the step": PeriodicAveraging(1, order="before_step"),
+    "ranks alone": PeriodicAveraging(2, gradients="none", node_sync_every=1),
+    "DASO": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "DASO, delta": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta", exchange="sharded"),
+    "DASO, ranks alone": DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
+    "DiLoCo": DiLoCo(2),
+    "streaming DiLoCo": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
+    "stale": Agreement(2, staleness=1),
+    "stale, ranks alone": Agreement(2, staleness=1, gradients="none"),
+    "by a ring": Agreement(1, through=Ring()),
+    "by all, ranks alone": Agreement(1, through=Full(), gradients="none"),
+    "by an exponential graph, stale": Agreement(2, through=DirectedExponential(), staleness=1),
+    "gossip": Gossip(segments=3),
+    "gossip over a ring": Gossip(Ring(), segments=2),
+    "gossip, beside training": Gossip(RandomPermutation("cyclic"), overlap=True),
+    "gossip of ranks": Gossip(hierarchical=False),
+}
+
+
+def numbers(dtype, count=185, seed=0):
+    """Of all magnitudes, and minus zero."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-4, 4, (count,), generator=generator)
+    values[0] = -0.0
+    return values.to(dtype)
+
+
+def bits(values):
+    return values.view(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype"), [*((place, torch.bfloat16) for place in NODES), ("3 nodes", torch.float16)], ids=str
+)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_agreements_of_equal_replicas_change_no_bit(name, place, dtype):
+    values = numbers(dtype)
+
+    def work(rank):
+        torch.nn.utils.vector_to_parameters(values, rank.parameters)
+        rank.scheme.follow(rank.scheme.replica)
+        for _ in range(4):
+            rank.train(0.0)
+        look = rank.agreed()
+        rank.scheme.finish()
+        return look, rank.values
+
+    arguments = {"shapes": [(150,), (7, 5)], "dtype": dtype, "bucket_bytes": 128, "epochs": 1, "timeout": 10.0}
+    for look, end in on_nodes(work, SCHEMES[name], NODES[place], **arguments):
+        assert torch.equal(bits(look), bits(values))
+        assert torch.equal(bits(end), bits(values))
+
+
+def is_nearest(found, exact, slack=2**-20):
+    """Whether there is no number of this type nearer to the exact ones; sums in float32 may turn a tie."""
+    towards = torch.tensor(math.inf, dtype=found.dtype)
+    error = (found.double() - exact).abs()
+    others = [torch.nextafter(found, sign * towards).double() for sign in (1, -1)]
+    return all(bool((error <= (other - exact).abs() + slack * exact.abs()).all()) for other in others)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("wire", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [Average, RotatingAverage])
+@pytest.mark.parametrize("place", [place for place in NODES if place != "one node of 3"])
+def test_a_mean_is_that_in_float64_rounded_once(place, kind, wire, dtype):
+    nodes = NODES[place]
+    size = sum(map(len, nodes))
+    weights = [1.0 + rank % 3 for rank in range(size)]
+    of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+    of_rank = [numbers(dtype, seed=of[rank]) for rank in range(size)]
+
+    def work(topology):
+        own = of_rank[topology.rank].clone()
+        kind(Replica([own], bucket_bytes=128), topology, Wire.named(wire))(3)
+        return own
+
+    exact = sum(weight * values.double() for weight, values in zip(weights, of_rank, strict=True)) / sum(weights)
+    found = on_ranks(work, nodes, weights)
+    assert is_nearest(found[0], exact)
+    assert all(torch.equal(bits(other), bits(found[0])) for other in found)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("place", NODES)
+def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_between_them(place, dtype):
+    nodes = NODES[place]
+    size = sum(map(len, nodes))
+    weights = [1.0 + rank % 3 for rank in range(size)]
+    of_rank = [numbers(dtype, seed=rank) for rank in range(size)]
+
+    def mean(values, by):
+        return sum(weight * value.double() for weight, value in zip(by, values, strict=True)) / sum(by)
+
+    def work(topology):
+        own = of_rank[topology.rank].clone()
+        Average(Replica([own], bucket_bytes=128, equal_in_node=False), topology)(3)
+        return own
+
+    by_node = [mean([of_rank[r] for r in ranks], [weights[r] for r in ranks]) for ranks in nodes]
+    exact = mean(by_node, [sum(weights[r] for r in ranks) for ranks in nodes])
+    sizes = mean([values.abs() for values in by_node], [sum(weights[r] for r in ranks) for ranks in nodes])
+    found = on_ranks(work, nodes, weights)
+    bound = torch.finfo(dtype).eps * (sizes + exact.abs()) / 2 + torch.finfo(dtype).smallest_normal
+    assert bool(((found[0].double() - exact).abs() <= 1.001 * bound).all())
+    assert all(torch.equal(bits(other), bits(found[0])) for other in found)
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+@pytest.mark.parametrize("beside", [False, True])
+def test_it_costs_as_many_bytes_as_an_all_reduce(count, beside):
+    def work(rank):
+        for _ in range(2):
+            rank.train(0.0)
+        rank.scheme.settle()
+        return rank.meter.snapshot()["inter_bytes"]
+
+    exchanges, scheme = (1, Agreement(2, staleness=1)) if beside else (2, Agreement(1))
+    sent = on_nodes(work, scheme, NODES[f"{count} nodes"], shapes=[(420,)], dtype=torch.bfloat16)
+    numbers_and_step = 2 * 420 + 2 * 8  # with the check that nodes have taken the same number of steps
+    expected = exchanges * 2 * (count - 1) / count * numbers_and_step
+    assert sent == [pytest.approx(expected, rel=1e-12)] * count
+
+
+def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_gathering():
+    def work(topology):
+        own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16)
+        Average(Replica([own], bucket_bytes=2**20, equal_in_node=False), topology)(3)
+        assert own.tolist() == [3.0] * 420
+        return topology.meter.snapshot()["intra_bytes"]
+
+    # to the one rank of the node that carries all, and back from it; by all-reduce it was 1120 for everyone, and back
+    assert on_ranks(work, ((0, 1, 2), (4, 3, 5), (6,))) == [*[840.0] * 6, 0.0]
+
+
+@pytest.mark.parametrize("place", ["3 nodes", "7 nodes", "3+1"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, place):
+    before, after = numbers(dtype, 300, seed=1), numbers(dtype, 300, seed=2)
+
+    def work(rank):
+        torch.nn.utils.vector_to_parameters(before, rank.parameters)
+        rank.scheme.follow(rank.scheme.replica)
+        rank.train(0.0)
+        torch.nn.utils.vector_to_parameters(after, rank.parameters)
+        rank.train(0.0)
+        return rank.values
+
+    expected = torch.nn.Parameter(before.clone())
+    outer = torch.optim.SGD([expected], lr=0.5, momentum=0.5)
+    expected.grad = -(after - before)
+    outer.step()
+    scheme = DiLoCo(2, partial(torch.optim.SGD, lr=0.5, momentum=0.5))
+    for found in on_nodes(work, scheme, NODES[place], shapes=[(300,)], dtype=dtype):
+        assert torch.equal(bits(found), bits(expected.detach()))
+
+
+def test_parameters_of_16_bits_that_are_thawed_agree_beside_training():
+    values = numbers(torch.bfloat16, 400)
+
+    def work(rank):
+        short = torch.nn.Parameter(values.clone())
+        rank.module["thawed"] = short
+        rank.scheme.follow(rank.replica())
+        for _ in range(8):
+            rank.scheme.step(lambda: None)
+        rank.scheme.finish()
+        return short.detach()
+
+    scheme = Agreement(2, staleness=1)
+    for found in on_nodes(work, scheme, NODES["3 nodes"], shapes=[(30,)], bucket_bytes=64):
+        assert torch.equal(bits(found), bits(values))
