@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from tqdm import tqdm
 
@@ -33,6 +34,8 @@ torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked Open
 _HERE = Path(__file__).parent
 _STARTUP = str(_HERE / "startup")
 _STARTED = pytest.StashKey[float]()
+settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("unhurried")
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
