@@ -31,6 +31,7 @@ import torch
 from harness import Rank, attached, on_ranks, reloaded
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
@@ -54,6 +55,7 @@ from lightning_hiercomm.schemes import (
     StepsDelay,
 )
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate
 
 Vectors = dict[int, Tensor]
 
@@ -87,10 +89,24 @@ _GRAPHS: dict[str, Callable[[], Graph]] = {
     "permutation": RandomPermutation,
     "cyclic": partial(RandomPermutation, "cyclic"),
     "roulette": partial(RandomPermutation, "roulette"),
+    "unfair": partial(RandomPermutation, None),
 }
+_RANDOM_GRAPHS = ("permutation", "cyclic", "roulette", "unfair")
+_DTYPES = {"mixed": ("float32", "float64", "float64"), "mixed and narrow": ("float32", "float64", "bfloat16")}
+"""Of the parameters, where they are not all of one."""
 _SHAPES = {"a": (3,), "b": (2, 2), "c": (4,)}
-_HANGS = 4.0  # seconds; a run takes milliseconds
+_HANGS = 20.0  # seconds; a run takes milliseconds, but not on a busy machine
 _HALVES = (("a", "b"), ("c",))
+
+
+def _with_memory(update: LocalUpdate) -> None:
+    """A local rule of the user's own, with a tensor that it keeps."""
+    mean = update.state.setdefault("mean", torch.zeros_like(update.gradient))
+    mean.lerp_(update.gradient, 0.5)
+    update.weights.sub_(mean, alpha=update.learning_rate)
+
+
+_OUTER_SCHEDULERS = {"halving": partial(StepLR, step_size=1, gamma=0.5)}
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,7 @@ class Combination:
         looks: After which steps somebody looks at the agreed model.
         resume: After which step the run goes on from a file.
         skip: Step and node whose gradient scaler leaves out the optimizer.
+        losses: Of the epochs, on rank 0; empty where nobody is told any.
         epochs: How many.
         steps: Of every epoch.
         knows_last: Whether an epoch's last step is known to be.
@@ -143,6 +160,7 @@ class Combination:
     looks: tuple[int, ...] = ()
     resume: int | None = None
     skip: tuple[int, int] | None = None
+    losses: tuple[float, ...] = ()
     epochs: int = 2
     steps: int = 7
     knows_last: bool = True
@@ -168,10 +186,15 @@ class Combination:
     def make(self) -> Scheme:
         """The scheme."""
         arguments = dict(self.arguments)
-        for name, table in (("outer_optimizer", _OUTER), ("graph", _GRAPHS)):
+        for name, table in (("outer_optimizer", _OUTER), ("outer_scheduler", _OUTER_SCHEDULERS), ("graph", _GRAPHS)):
             if name in arguments:
-                chosen: Any = table[arguments[name]]
+                chosen: Any = table.get(arguments[name])
                 arguments[name] = chosen() if name == "graph" else chosen
+        for name in ("what", "fragments", "segments"):
+            if isinstance(arguments.get(name), tuple):
+                arguments[name] = list(arguments[name])
+        if arguments.get("local_update") == "with memory":
+            arguments["local_update"] = _with_memory
         if self.scheme == "agreement":
             arguments["through"] = (
                 _GRAPHS[arguments["through"]]() if arguments["through"] in _GRAPHS else arguments["through"]
@@ -179,8 +202,9 @@ class Combination:
             kind, period = arguments["when"]
             arguments["when"] = Staggered(period) if kind == "staggered" else Every(period, kind)
             keep = arguments.pop("keep_local", 0.0)
+            scheduler = _OUTER_SCHEDULERS.get(arguments.pop("outer_scheduler", None))
             if arguments["merge"] in _OUTER:
-                arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], keep_local=keep)
+                arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], scheduler, keep)
             elif keep:
                 arguments["merge"] = Replace(keep)
         scheme = _SCHEMES[self.scheme](**arguments)
@@ -194,6 +218,15 @@ class Combination:
         if self.reweight is not None and step >= self.reweight:
             weights.reverse()
         return [weight / sum(weights) for weight in weights]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a parameter."""
+        dtypes = dict(zip(_SHAPES, _DTYPES[self.dtype], strict=True)) if self.dtype in _DTYPES else {}
+        return getattr(torch, dtypes.get(name, self.dtype))
+
+    def loss(self, rank: int, epoch: int) -> float | None:
+        """What a rank says of an epoch."""
+        return self.losses[epoch] * (1 + 0.1 * rank) if self.losses else None
 
     def frozen_at(self, step: int) -> list[str]:
         """Names of the parameters that are not trained in a step."""
@@ -235,7 +268,7 @@ def drawn(number: int) -> Combination:
         wire=wire,
         raw=wire in ("bfloat16", "float16", "float32") and chance(0.3),
         bucket_bytes=draw.choice([8, 16, 40, 2**20, 2**20]),
-        dtype=draw.choice(["float64", "float64", "float32", "bfloat16"]),
+        dtype=draw.choice(["float64", "float64", "float64", "float32", "bfloat16", *_DTYPES]),
         optimizer=draw.choice([*_OPTIMIZERS]),
         two=chance(0.2),
         buffer=draw.choice([None, None, "statistics", *_BUFFERS]),
@@ -245,6 +278,10 @@ def drawn(number: int) -> Combination:
         steps=steps,
         knows_last=chance(0.8),
     )
+    if combination.argument("adapt"):
+        losses = tuple(draw.choice([1.0, 0.99, 0.9, 0.5]) for _ in range(6))
+        combination = replace(combination, losses=losses, epochs=6, steps=min(steps, 5))
+        total = combination.total
     if combination.weights is not None and chance(0.4):
         combination = replace(combination, reweight=draw.randrange(total))
     if kind == "periodic" or (kind == "daso" and combination.argument("staleness") == 0):
@@ -262,8 +299,9 @@ def drawn(number: int) -> Combination:
     return combination if _goes_together(combination) else drawn(number + 1_000_003)
 
 
-_BUFFERS: tuple[str, ...] = ()
+_BUFFERS = ("mask",)
 """Those beside statistics."""
+_NAMED_PARTS = (("a",), ("c",), ("c", "a"), ("b", "c"))
 
 
 def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
@@ -281,6 +319,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
         return arguments
     if kind == "daso":
         period = draw.randint(1, 4)
+        adapts = draw.random() < 0.3
         return {
             "sync_every": period,
             "staleness": draw.randint(0, period),
@@ -288,7 +327,9 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "cooldown_epochs": draw.choice([0, 0, 1]),
             "merge": draw.choice(["eq1", "delta"]),
             "exchange": draw.choice(["rotating", "sharded"]),
-            "adapt": False,
+            "adapt": adapts,
+            "threshold": draw.choice([0.0, 0.05]),
+            "patience": draw.randint(0, 1),
             "gradients": gradients,
             "narrow_phases": draw.choice(["all", "all", "blocking"]),
         }
@@ -297,31 +338,33 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
         return {
             "delay": delay,
             "warmup_steps": delay * draw.randint(0, 2),
-            "local_update": draw.choice(["glu", "glu", "sgd"]),
+            "local_update": draw.choice(["glu", "glu", "sgd", "dc_asgd", "with memory"]),
             "hold": draw.random() < 0.3,
             "shard_on": draw.choice(["elements", "parameters"]),
         }
     if kind == "gossip":
         return {
             "graph": draw.choice([*_GRAPHS]),
-            "segments": draw.randint(1, 5),
+            "segments": draw.choice([1, 2, 3, 4, 5, *_NAMED_PARTS]),
             "hierarchical": draw.random() < 0.6,
             "overlap": draw.random() < 0.4,
             "push_sum": draw.random() < 0.8,
         }
     if kind == "diloco":
-        fragments = draw.randint(1, 3)
-        period = draw.randint(fragments, 6)
+        fragments = draw.choice([1, 2, 3, *_NAMED_PARTS])
+        parts = fragments if isinstance(fragments, int) else 3
+        period = draw.randint(parts, 6)
         return {
             "sync_every": period,
             "outer_optimizer": draw.choice([*_OUTER]),
+            "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]),
             "fragments": fragments,
-            "staleness": draw.randint(0, -(-period // fragments) - 1),
+            "staleness": draw.randint(0, -(-period // parts) - 1),
             "keep_local": draw.choice([0.0, 0.0, 0.5]),
             "gradients": gradients,
         }
     if kind == "agreement":
-        what = draw.randint(1, 3)
+        what = draw.choice([1, 2, 3, *_NAMED_PARTS])
         name, period = draw.choice(["run", "epoch", "staggered"]), draw.randint(1, 5)
         when = Staggered(period) if name == "staggered" else Every(period, name)
         merge = draw.choice(["replace", "eq1", "delta", *_OUTER])
@@ -329,10 +372,11 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
         return {
             "when": (name, period),
             "what": what,
-            "through": "mean" if merge in _OUTER and through == "rotating" else through,
+            "through": "mean" if (merge in _OUTER and through == "rotating") or through == "unfair" else through,
             "merge": merge,
             "keep_local": draw.choice([0.0, 0.5]) if merge in ("replace", *_OUTER) else 0.0,
-            "staleness": draw.randint(0, when.longest_staleness(what)),
+            "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]) if merge in _OUTER else None,
+            "staleness": draw.randint(0, when.longest_staleness(what if isinstance(what, int) else 3)),
             "gradients": gradients,
         }
     return {}
@@ -344,6 +388,14 @@ def _goes_together(c: Combination) -> bool:
         return False  # refused: GLU needs SGD
     if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
         return False  # refused: a server gets gradients
+    if c.scheme == "agreement" and c.argument("through") == "unfair":
+        return False  # refused: only Gossip keeps weights
+    if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
+        return False  # refused: one half has no such parameters
+    if c.argument("adapt") and len(c.losses) != c.epochs:
+        return False
+    if c.sick is not None and c.policy == "ignore":
+        return False  # then a NaN reaches everybody
     return all(not is_off(c) for is_off in OFF)
 
 
@@ -437,7 +489,7 @@ def _attached(c: Combination, scheme: Scheme, topology: Topology, shapes: Any, f
         inner=_OPTIMIZERS[c.optimizer],
         wire=Wire.named(c.wire, c.raw),
         bucket_bytes=c.bucket_bytes,
-        dtype=getattr(torch, c.dtype),
+        dtype={name: c.dtype_of(name) for name in shapes},
         frozen=[name for name in c.frozen_at(max(0, first - 1)) if name in shapes],
         buffer={None: None, "statistics": torch.ones(3), "mask": torch.full((3, 3), -math.inf).triu(1)}[c.buffer],
         epochs=c.epochs,
@@ -477,7 +529,8 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
         last = c.knows_last and in_epoch == c.steps - 1
         half.train(gradient, last=last, skip=(step, topology.node) == c.skip)
         if in_epoch == c.steps - 1:
-            half.scheme.end_epoch(None)
+            loss = c.loss(topology.rank, epoch)
+            half.scheme.end_epoch(None if loss is None else torch.tensor(loss, dtype=torch.float64))
         seen.trace.append(half.values.double())
         if looks and step in c.looks:
             seen.looks[step] = half.agreed().double()
@@ -548,11 +601,20 @@ class Reference:
         total = sum(self.weights[r] for r in ranks)
         return sum((self.weights[r] / total * values[r] for r in ranks), torch.zeros(()))  # type: ignore[return-value]
 
-    def pieces(self, into: int) -> list[slice]:
-        """So many equal parts."""
+    def pieces(self, into: int | Sequence[str]) -> list[Tensor]:
+        """So many equal parts, or by name, and what is left; the indexes of their elements."""
         numel = self.x[0].numel()
-        length = -(-numel // into)
-        return [slice(start, min(numel, start + length)) for start in range(0, numel, length)]
+        if isinstance(into, int):
+            return list(torch.arange(numel).split(-(-numel // into)))
+        of_names = dict(zip(self.names, torch.arange(numel).split(self.sizes), strict=True))
+        rest = [of_names[name] for name in self.names if name not in into]
+        named = [of_names[name] for name in into if name in of_names]
+        return [*named, torch.cat(rest)] if rest else named
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of every parameter that is trained."""
+        return [math.prod(self.shapes[name]) for name in self.names]
 
     # -- the run --
 
@@ -655,11 +717,17 @@ class Averaging(Reference):
             self.when = args["when"]
         else:
             self.when = ("epoch", args["sync_every"])
-        self.is_alone = len(self.nodes) == 1 and self.gradients_kind == "node"
+        self.is_alone = len(self.nodes) == 1 and (self.gradients_kind == "node" or len(self.nodes[0]) == 1)
         self.parts = self.pieces(self.what)
         self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors]]] = []
+        if not hasattr(self, "period"):
+            self.period, self.best, self.bad, self.outer_factor = self.when[1], math.inf, 0, 1.0
+        elif c.scheme == "daso":
+            self.staleness = self.stale_now
+        self.stale_now = self.staleness
         self.anchors: dict[int, list[Tensor]] = {}
-        self.outer_before = getattr(self, "outer", {})
+        self.outer_before, self.parts_before = getattr(self, "outer", {}), getattr(self, "parts_now", [])
+        self.parts_now = self.parts
         self.outer: dict[int, list[Optimizer]] = {}
         if self.merge in _OUTER:
             known = self.momentum
@@ -681,9 +749,10 @@ class Averaging(Reference):
         for node, optimizers in getattr(self, "outer_before", {}).items():
             held = [o.state.get(o.param_groups[0]["params"][0], {}).get("momentum_buffer") for o in optimizers]
             if any(flat is not None for flat in held):
-                sizes = [o.param_groups[0]["params"][0].numel() for o in optimizers]
-                flat = torch.cat([torch.zeros(n) if h is None else h for h, n in zip(held, sizes, strict=True)])
-                parts = flat.double().split([math.prod(self.shapes[name]) for name in self.names_before])
+                flat = torch.zeros(sum(map(len, self.parts_before)), dtype=torch.float64)
+                for part, momentum in zip(self.parts_before, held, strict=True):
+                    flat[part] = 0.0 if momentum is None else momentum
+                parts = flat.split([math.prod(self.shapes[name]) for name in self.names_before])
                 zeros = {name: torch.zeros(math.prod(shape)).double() for name, shape in self.shapes.items()}
                 known[node] = {**zeros, **dict(zip(self.names_before, parts, strict=True))}
         return known
@@ -720,6 +789,8 @@ class Averaging(Reference):
             if key not in new:
                 anchor = self.anchors[key][part]
                 anchor.grad = anchor - mean
+                for group in self.outer[key][part].param_groups:
+                    group["lr"] = group.setdefault("first", group["lr"]) * self.outer_factor
                 self.outer[key][part].step()
                 new[key] = anchor.clone()
         return {node: new[node if self.through in _GRAPHS else 0] for node in means}
@@ -738,9 +809,15 @@ class Averaging(Reference):
             x = self.x
             keep = self.keep
             self.write(part, {r: keep * x[r][self.parts[part]] + (1 - keep) * arrived[self.node_of[r]] for r in x})
+        self.end_round(parts)
         is_all = len(parts) == len(self.parts)
         if is_all and self.c.state and not keep and self.through not in _GRAPHS:
             self.average_state()
+
+    def end_round(self, parts: Sequence[int]) -> None:
+        """The scheduler of the outer learning rate steps when the last part has been merged."""
+        if self.c.argument("outer_scheduler") is not None and len(self.parts) - 1 in parts:
+            self.outer_factor *= 0.5
 
     def nodes_meet(self, parts: Sequence[int]) -> None:
         """It is nodes that a graph knows: ranks that train alone go on with their node's mean when it leaves."""
@@ -757,6 +834,7 @@ class Averaging(Reference):
             _, parts, sent, arrived = exchange
             for part in parts:
                 self.merge_part(part, sent, arrived[part])
+            self.end_round(parts)
         if leaving:
             self.nodes_meet(leaving)
             x = self.x
@@ -821,7 +899,7 @@ class Averaging(Reference):
         args = dict(self.c.arguments)
         waits = epoch < args["warmup_epochs"]
         waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
-        leaves = (in_epoch - 1) % args["sync_every"] == 0
+        leaves = (in_epoch - 1) % self.period == 0
         if waits or (not self.staleness and leaves and not (last and self.c.knows_last)):
             self.flying.clear()
             self.agree_now([0], step)
@@ -830,6 +908,25 @@ class Averaging(Reference):
         if last and not waits and (self.c.knows_last or not leaves or self.staleness):
             self.flying.clear()
             self.agree_now([0], step)
+        if in_epoch == self.c.steps and not waits and args["adapt"]:
+            self.judge(epoch)
+
+    def judge(self, epoch: int) -> None:
+        """Halve the period and the staleness when the loss no longer falls."""
+        args = dict(self.c.arguments)
+        loss = sum(weight * (self.c.loss(rank, epoch) or 0.0) for rank, weight in enumerate(self.weights))
+        if loss < self.best * (1 - args["threshold"]):
+            self.best, self.bad = loss, 0
+            return
+        self.bad += 1
+        if self.bad > args["patience"]:
+            self.bad = 0
+            least = min(1, args["staleness"])
+            if (self.period, self.staleness) == (1, least):
+                self.period, self.staleness = args["sync_every"], args["staleness"]
+            else:
+                self.period, self.staleness = max(1, self.period // 2), max(least, self.staleness // 2)
+            self.stale_now = self.staleness
 
 
 class Delayed(Reference):
@@ -849,6 +946,7 @@ class Delayed(Reference):
         self.arriving: Tensor | None = None
         self.pre = self.w
         self.guesses: Vectors = {}
+        self.kept_by_rule: Vectors = {}
 
     @property
     def w(self) -> Tensor:
@@ -877,12 +975,22 @@ class Delayed(Reference):
         group, k = self.kept.param_groups[0], args["delay"]
         momentum, decay = group.get("momentum", 0.0), group["weight_decay"]
         rate, arrived = group["lr"], self.arriving
-        scale = 1 / ((1 - momentum) * 2.5) if args["local_update"] == "glu" else 0.25
+        rule = args["local_update"]
+        scale = 1 / ((1 - momentum) * 2.5) if rule == "glu" else 0.25
         for rank, own in x.items():
             weights = (own if arrived is None else arrived).clone()
             if not self.skips(rank):
-                if args["local_update"] == "sgd":
-                    weights -= scale * rate * (gradients[rank] + decay * weights)
+                g = gradients[rank]
+                kept = self.kept_by_rule.get(rank, torch.zeros_like(g))
+                if rule == "sgd":
+                    weights -= scale * rate * (g + decay * weights)
+                elif rule == "with memory":
+                    self.kept_by_rule[rank] = (kept + g) / 2
+                    weights -= rate * self.kept_by_rule[rank]
+                elif rule == "dc_asgd":
+                    self.kept_by_rule[rank] = 0.95 * kept + 0.05 * g * g
+                    strength = 2.0 / (self.kept_by_rule[rank] + 1e-7).sqrt()
+                    weights -= rate * (g + strength * g * g * (weights - own) + decay * weights)
                 else:
                     guess = (self.pre - weights) * (1 - momentum) / (rate * k)
                     if args["hold"]:
@@ -1006,9 +1114,15 @@ def _tolerance(c: Combination) -> float | None:
     """How far a run may be from its reference; None: they are not to be compared."""
     if c.sick is not None or c.dtype == "bfloat16":
         return None
-    narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype == "float64")
-    draws_by_bucket = c.scheme == "agreement" and c.argument("through") in ("permutation", "cyclic", "roulette")
-    if narrow or (draws_by_bucket and c.bucket_bytes < 2**20):
+    if c.dtype == "mixed and narrow":
+        return None
+    parts = next((value for name, value in c.arguments if name in ("what", "fragments", "segments")), 1)
+    if c.dtype == "mixed" and (isinstance(parts, int) and parts > 1):
+        return None  # cut by bytes, each type by itself
+    narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype != "float32")
+    draws = c.argument("graph", c.argument("through")) in _RANDOM_GRAPHS
+    draws_by_bucket = c.scheme == "agreement" and c.bucket_bytes < 2**20
+    if narrow or (draws and (draws_by_bucket or c.dtype == "mixed")):
         return None
     return 1e-9 if c.dtype == "float64" else 2e-4
 
@@ -1080,13 +1194,14 @@ def failure(c: Combination) -> str | None:
 def smallest(c: Combination) -> Combination:
     """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
     deadline = time.monotonic() + 60.0
+    kind = (failure(c) or "").partition(":")[0]
     goes_on = True
     while goes_on:
         goes_on = False
         for each in _simpler(c):
             if time.monotonic() > deadline:
                 return c
-            if _goes_together(each) and failure(each) is not None:
+            if _goes_together(each) and (failure(each) or "").startswith(f"{kind}:"):  # and is not just refused
                 c, goes_on = each, True
                 break
     return c

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 
@@ -99,7 +101,7 @@ class Rank:
     wire: Wire
     scheme: Scheme
     gradients: GradientPath
-    bucket_bytes: int
+    replicas: Replicas
     target: Tensor
     trace: list[list[float]] = field(default_factory=list)
     looks: list[list[float]] = field(default_factory=list)
@@ -162,7 +164,7 @@ class Rank:
             flat = flat.to(place.device)
             self.gradients.reduce(flat).wait()
             for parameter, part in zip(self.trained, flat.split([p.numel() for p in self.trained]), strict=True):
-                parameter.grad = part.view_as(parameter).clone()
+                parameter.grad = part.view_as(parameter).to(parameter.dtype, copy=True)
             if not skip:
                 self.optimizer.step()
 
@@ -181,8 +183,7 @@ class Rank:
 
     def replica(self) -> Replica:
         """What is trained now."""
-        buffers = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
-        return Replica(self.trained, buffers, self.bucket_bytes, self.module.named_parameters())
+        return self.replicas.of(self.optimizer)
 
     def state(self) -> dict[str, Any]:
         """What a companion of a checkpoint holds, through a file."""
@@ -229,7 +230,7 @@ def attached(
     inner: MakeOptimizer | None = None,
     wire: Wire | str | None = None,
     bucket_bytes: int = 4 * 2**20,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Mapping[str, torch.dtype] = torch.float32,
     frozen: Sequence[str] = (),
     buffer: Tensor | None = None,
     epochs: int | None = None,
@@ -247,7 +248,7 @@ def attached(
         inner: Makes the user's optimizer. Default: SGD with learning rate 0.5.
         wire: What parameters look like between nodes.
         bucket_bytes: Upper bound of a bucket.
-        dtype: Of the parameters.
+        dtype: Of the parameters; of each by its name, where they differ.
         frozen: Names of parameters that are not trained.
         buffer: A buffer of the module.
         epochs: How long the run will be.
@@ -255,7 +256,10 @@ def attached(
         begins_epoch: Whether the first epoch has begun.
     """
     named = shapes.items() if isinstance(shapes, Mapping) else ((str(i), shape) for i, shape in enumerate(shapes))
-    module = torch.nn.ParameterDict({name: torch.full(_shape(shape), start, dtype=dtype) for name, shape in named})
+    dtypes = dtype if isinstance(dtype, Mapping) else defaultdict(lambda: dtype)
+    module = torch.nn.ParameterDict(
+        {name: torch.full(_shape(shape), start, dtype=dtypes[name]) for name, shape in named}
+    )
     module.register_buffer("buffer", None if buffer is None else buffer.clone())
     module.to(place.device)
     for name in frozen:
@@ -265,11 +269,12 @@ def attached(
     wire = wire if isinstance(wire, Wire) else Wire.named(wire)
     if targets is None:
         generator = torch.Generator().manual_seed(topology.rank)
-        target = _flat([torch.randn(p.shape, generator=generator, dtype=dtype) for p in module.parameters()])
+        target = _flat([torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()])
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
     gradients = gradient_path(own.gradients, topology, place.device, wire, piece_bytes=bucket_bytes)
-    rank = Rank(topology, module, optimizer, wire, own, gradients, bucket_bytes, target)
+    replicas = Replicas(module, [optimizer], bucket_bytes)
+    rank = Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
     try:
         own.attach(rank.replica(), topology, optimizer, wire)
         own.begin_run(epochs, steps)

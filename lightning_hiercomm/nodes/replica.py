@@ -58,8 +58,9 @@ class Replica:
 
     def of_ranks_that_differ(self) -> Replica:
         """The same tensors, where every rank of a node trains parameters of its own."""
-        names = [(self.names[id(t)], t) for t in (*self._all, *self.buffers) if id(t) in self.names]
-        return Replica(self._all, self.buffers, self.bucket_bytes, names, self.shares, equal_in_node=False)
+        new = Replica(self._all, self.buffers, self.bucket_bytes, (), self.shares, equal_in_node=False)
+        new.names = self.names  # also of what is not trained now: parts may be named after it
+        return new
 
     def in_buckets_of(self, nbytes: int) -> list[Bucket]:
         """The parameters in buckets of at most so many bytes, those that most ranks of the node hold first."""

@@ -548,6 +548,13 @@ def test_more_fragments_by_name_than_the_period_has_room_for_are_refused(on_node
         on_nodes(towards(23, 1), DiLoCo(6, fragments=["d"]), TWO, shapes=SEVENS)
 
 
+@pytest.mark.parametrize("gradients", ["node", "none"])
+def test_a_fragment_by_name_may_hold_nothing_that_is_trained_now(on_nodes, gradients):
+    scheme = DiLoCo(6, fragments=["a"], gradients=gradients)
+    for values in on_nodes(lambda rank: rank.train(1.0), scheme, shapes=SEVENS, frozen=["a"]):
+        assert values.eq(0.0).all()
+
+
 def test_what_is_watched_names_the_schedule(on_nodes):
     def work(rank):
         rank.train(torch.ones_like)
