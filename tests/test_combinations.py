@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from combinations import check, drawn
+from combinations import Combination, check, drawn
 
 BATCH = 20
 
@@ -16,3 +16,21 @@ def test_random_combinations_are_what_an_independent_calculation_gives(first):
         except Exception as error:
             error.add_note(f"python -m tests.combinations --only {number}\n{drawn(number)}")
             raise
+
+
+def _agreement(period, staleness, merge, through="mean"):
+    when = (("when", ("epoch", period)), ("what", 1), ("through", through), ("merge", merge), ("keep_local", 0.0))
+    return (*when, ("staleness", staleness), ("gradients", "node"))
+
+
+@pytest.mark.parametrize("merge", ["eq1", "delta", "nesterov", "adam"])
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_an_exchange_that_an_epoch_left_in_flight_is_merged_before_the_next_leaves(merge, wire):
+    check(Combination("agreement", _agreement(3, 2, merge), wire=wire, resume=7, looks=(7,)))
+
+
+def test_healing_a_node_does_not_meet_what_has_just_left():
+    diloco = (("sync_every", 5), ("outer_optimizer", "adam"), ("fragments", 3), ("staleness", 1), ("gradients", "node"))
+    for _ in range(10):
+        check(Combination("agreement", _agreement(2, 2, "sgd"), "2x2", two=True, policy="skip", sick=(3, 0), steps=4))
+        check(Combination("diloco", diloco, "3+1", policy="skip", sick=(0, 0), skip=(11, 0), epochs=3, steps=4))
