@@ -202,7 +202,7 @@ class Combination:
             kind, period = arguments["when"]
             arguments["when"] = Staggered(period) if kind == "staggered" else Every(period, kind)
             keep = arguments.pop("keep_local", 0.0)
-            scheduler = _OUTER_SCHEDULERS.get(arguments.pop("outer_scheduler", None))
+            scheduler = arguments.pop("outer_scheduler", None)
             if arguments["merge"] in _OUTER:
                 arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], scheduler, keep)
             elif keep:
