@@ -27,7 +27,7 @@ class Spares:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A 1-D tensor of ``numel`` elements; its contents are undefined."""
-        if streams.has(device):
+        if _keeps_freed(device):
             return torch.empty(numel, dtype=dtype, device=device)
         needed = numel * dtype.itemsize
         with self._lock:
@@ -53,10 +53,15 @@ class Spares:
 
     def give_back(self, taken: Tensor) -> None:
         """Nobody uses a tensor any more that was taken here."""
-        if streams.has(taken.device) or not taken.numel():
+        if _keeps_freed(taken.device) or not taken.numel():
             return
         spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
         with self._lock:
             self._free.append(spare)
             while sum(kept.nbytes for kept in self._free) > _MOST_KEPT:
                 self._free.pop(0)
+
+
+def _keeps_freed(device: torch.device) -> bool:
+    """Whether torch keeps memory of the device for its next tensor; in streams it must, for it knows their order."""
+    return device.type != "cpu" or streams.has(device)

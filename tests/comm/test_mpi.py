@@ -55,5 +55,5 @@ def test_a_program_that_mpiexec_did_not_start_is_told_how_to():
 
 
 def test_only_torch_and_mpi_carry_traffic():
-    with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch' or 'mpi'"):
+    with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"):
         HierarchicalStrategy(inter_node="pigeon")
