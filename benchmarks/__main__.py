@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import period, prediction, report, scaling
+from benchmarks import gpu, period, prediction, report, scaling
 from benchmarks.contenders import BOUNDS, ROWS, SCANNED
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
@@ -136,6 +136,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     pages = commands.add_parser("documents", help="write what is stored in benchmarks/results into the documentation")
     pages.set_defaults(command=documents_command)
+
+    on_gpu = commands.add_parser(
+        "gpu", help="the tests that need a GPU, and every scheme's step on it", epilog=gpu.__doc__
+    )
+    gpu.add_arguments(on_gpu)
+    on_gpu.set_defaults(command=gpu.command)
 
     rows = commands.add_parser("rows", help="list the rows")
     rows.set_defaults(command=lambda _: print(*(f"{key:<24} {row.title}" for key, row in ROWS.items()), sep="\n"))

@@ -1,0 +1,246 @@
+"""What only a GPU shows: ``python -m benchmarks gpu`` runs the tests that need one, and times every scheme on it.
+
+It takes about ten minutes, no network, and nothing but torch, lightning and this checkout (pytest for the tests). Two
+processes share the GPU as two nodes of one rank. So what they do to each other is part of every number: compare rows
+with ``none``, two processes side by side that exchange nothing, and not with another machine's. ``--stand-in`` plays
+all of it on the CPU, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+SCHEMES = ["all_reduce", "periodic", "daso", "diloco", "gossip", "steps_delay"]
+BESIDE = {  # short runs without warm-up, so that exchanges are in flight
+    "periodic": {"sync_every": 8},
+    "daso": {"sync_every": 8, "staleness": 4, "warmup_epochs": 0, "cooldown_epochs": 0},
+    "diloco": {"sync_every": 8, "staleness": 4, "fragments": 2},
+    "steps_delay": {"warmup_steps": 0},
+}
+ROWS = ["none", "ddp", *SCHEMES, *(f"{name}, staged" for name in SCHEMES)]
+RANKS = 2
+ROW_SECONDS = 120.0
+
+
+class Layers(L.LightningModule):
+    """Linear layers on samples of its own; notes when steps end."""
+
+    def __init__(self, width: int, depth: int, batch: int, steps: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)))
+        self.width, self.batch, self.steps = width, batch, steps
+        self.began = 0.0
+        self.seconds = 0.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == self.steps // 4:  # what is compiled, found and allocated once is behind
+            self.began = self._now()
+        loss: Tensor = self.layers(batch).square().mean()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.steps - 1:
+            self.seconds = (self._now() - self.began) / (self.steps - self.steps // 4)
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = torch.randn(self.batch, self.width)
+        return DataLoader([samples] * self.steps, batch_size=None)  # type: ignore[arg-type]
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def strategy_of(row: str) -> Strategy | str:
+    from lightning_hiercomm import HierarchicalStrategy
+    from lightning_hiercomm.schemes import SCHEMES as BY_NAME
+
+    if row == "none":
+        return "auto"
+    if row == "ddp":
+        return DDPStrategy(process_group_backend="gloo")
+    name, _, staged = row.partition(", ")
+    return HierarchicalStrategy(
+        BY_NAME[name](**BESIDE.get(name, {})),
+        process_group_backend="gloo",  # nccl refuses two ranks on one GPU
+        inter_node="gloo" if staged else "torch",
+    )
+
+
+def work(row: str, accelerator: str, width: int, depth: int, steps: int) -> dict[str, float]:
+    """Train a row as one of two ranks; what this one measured."""
+    module = Layers(width, depth, batch=64, steps=steps)
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        num_nodes=1 if row == "none" else RANKS,
+        strategy=strategy_of(row),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module)
+    measured = {"milliseconds": 1e3 * module.seconds}
+    if accelerator == "gpu":
+        model = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        measured["models_of_memory"] = torch.cuda.max_memory_allocated() / model
+    return measured
+
+
+def time_row(row: str, accelerator: str, width: int, depth: int, steps: int) -> dict[str, Any]:
+    """Let two processes train a row."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        shared |= {"TORCHELASTIC_RUN_ID": "gpu", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        command = [sys.executable, "-m", "benchmarks.gpu", row, accelerator, *map(str, (width, depth, steps))]
+        ranks = []
+        for rank in range(RANKS):
+            own = {"RANK": str(rank), "GROUP_RANK": str(rank), "NODE_RANK": str(rank)} | shared
+            if row == "none":
+                own = {name: own[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+            with open(Path(folder) / f"{rank}.log", "w") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [*command, str(Path(folder) / f"{rank}.json")],
+                        env={**os.environ, **own},
+                        cwd=folder,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        deadline = time.monotonic() + ROW_SECONDS
+        try:
+            codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return {"row": row, "error": f"did not end within {ROW_SECONDS:.0f} s"}
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(codes):
+            said = (Path(folder) / f"{codes.index(next(filter(None, codes)))}.log").read_text().strip().splitlines()
+            return {"row": row, "error": said[-1] if said else f"exit codes {codes}"}
+        measured = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return {"row": row, **{name: max(each[name] for each in measured) for name in measured[0]}}
+
+
+def run_tests(marker: str, seconds: float, paths: Sequence[str] = ("tests",)) -> dict[str, Any]:
+    """Run tests of a marker; how many passed, failed and were skipped, by room, and which failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", *paths]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        try:
+            subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, check=False)
+        except subprocess.TimeoutExpired:
+            return {"error": f"did not end within {seconds:.0f} s"}
+        if not report.exists():
+            return {"error": "pytest did not run: is it installed?"}
+        return count_tests(report)
+
+
+def count_tests(report: Path) -> dict[str, Any]:
+    """What a JUnit report says, by room: ``tests.schemes`` and the like."""
+    rooms: dict[str, Counter[str]] = {}
+    failed = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        room = ".".join(case.get("classname", "").split(".")[:2])
+        children = {child.tag for child in case}
+        outcome = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
+        rooms.setdefault(room, Counter())[outcome] += 1
+        if outcome == "failed":
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+    return {"rooms": {room: dict(counts) for room, counts in sorted(rooms.items())}, "failed": failed}
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of a run."""
+    lines = [f"# On {found['device']}", "", found["about"], ""]
+    if found["is_stand_in"]:
+        lines += ["**A stand-in: this ran on the CPU, to see that it runs. It says nothing about GPUs.**", ""]
+    tests = found["tests"]
+    if "error" in tests:
+        lines += [f"Tests: {tests['error']}.", ""]
+    else:
+        lines += ["| tests of | passed | failed | skipped |", "|---|---|---|---|"]
+        for room, counts in tests["rooms"].items():
+            cells = [str(counts.get(outcome, 0)) for outcome in ("passed", "failed", "skipped")]
+            lines.append(f"| {room} | {' | '.join(cells)} |")
+        lines += ["", *(f"- failed: `{name}`" for name in tests["failed"]), ""]
+    none = next((row["milliseconds"] for row in found["rows"] if row["row"] == "none" and "milliseconds" in row), None)
+    lines += ["| two processes | ms per step | against none | peak memory, in models |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        if "error" in row:
+            lines.append(f"| {row['row']} | {row['error']} | | |")
+            continue
+        ratio = f"{row['milliseconds'] / none:.2f}" if none else ""
+        memory = f"{row['models_of_memory']:.2f}" if "models_of_memory" in row else ""
+        lines.append(f"| {row['row']} | {row['milliseconds']:.2f} | {ratio} | {memory} |")
+    return "\n".join(lines) + "\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stand-in", action="store_true", help="on the CPU, small, to see that it runs")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="where tests are looked for; none: no tests")
+    parser.add_argument("--test-seconds", type=float, default=300.0)
+    parser.add_argument("--out", type=Path, default=None, help=f"default: {RESULTS.relative_to(ROOT)}")
+
+
+def command(arguments: argparse.Namespace) -> None:
+    is_stand_in = arguments.stand_in
+    if not is_stand_in and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU here. `--stand-in` plays this on the CPU.")
+    out = arguments.out or (ROOT / "runs" / "gpu-stand-in" if is_stand_in else RESULTS)
+    device = "the CPU" if is_stand_in else torch.cuda.get_device_name()
+    cuda = "" if is_stand_in else f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    about = f"`python -m benchmarks gpu`, torch {torch.__version__}{cuda}, lightning {L.__version__}."
+    marker = "not gpu" if is_stand_in else "gpu"
+    tests = run_tests(marker, arguments.test_seconds, arguments.tests) if arguments.tests else {"error": "left out"}
+    accelerator, *sizes = ("cpu", 64, 2, 24) if is_stand_in else ("gpu", 2048, 8, 200)
+    rows = []
+    for row in arguments.rows:
+        rows.append(time_row(row, str(accelerator), *map(int, sizes)))
+        print(rows[-1], flush=True)
+    found = {"device": device, "is_stand_in": is_stand_in, "about": about, "tests": tests, "rows": rows}
+    out.mkdir(parents=True, exist_ok=True)
+    name = device.lower().replace(" ", "-")
+    (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / f"{name}.md").write_text(page(found))
+    print(f"{out / name}.md")
+
+
+if __name__ == "__main__":
+    row, accelerator, width, depth, steps, answer = sys.argv[1:]
+    Path(answer).write_text(json.dumps(work(row, accelerator, int(width), int(depth), int(steps))))

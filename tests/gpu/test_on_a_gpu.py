@@ -1,0 +1,217 @@
+"""What only a GPU shows. Two ranks are threads that share it, each on a stream of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from harness import on_ranks
+from torch import nn
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.staged import StagedCommunicator
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes.gradients import gradient_path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+NODES = ((0,), (1,))
+_ONE_SEED = threading.Lock()
+PERIOD = 8
+CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
+QUIET: dict[str, Callable[[], Scheme]] = {
+    # of each eight steps, those but the first two and the last two have neither an exchange nor a merge
+    "periodic": lambda: PeriodicAveraging(PERIOD),
+    "daso": lambda: DASO(PERIOD, 1, **CYCLING),
+    "diloco": lambda: DiLoCo(PERIOD),
+    "streaming": lambda: DiLoCo(PERIOD, staleness=1),
+    "all_reduce": AllReduce,
+}
+ALL: dict[str, Callable[[], Scheme]] = {
+    **QUIET,
+    "gossip": lambda: Gossip(overlap=True),
+    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
+}
+COPIES = {  # of the model, on one rank, beyond parameters, gradients and momentum; one more for what is on its way
+    "periodic": 2.0,
+    "daso": 3.0,
+    "diloco": 5.0,  # outer parameters, their momentum, and the way
+    "streaming": 6.0,
+    "all_reduce": 2.0,
+    "gossip": 4.0,
+    "steps_delay": 7.0,  # weights, momentum and gradients of the shard, what travels, GLU's
+}
+
+
+@contextmanager
+def training(topology: Topology, scheme: Scheme, model: nn.Module):
+    """A function that takes one step with the model's own loss on a fixed batch; it never looks at a value."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), piece_bytes=2**22)
+    scheme.on_nonfinite = "raise"
+    scheme.attach(Replica(model.parameters(), named=model.named_parameters()), topology, optimizer, scheme_wire())
+    scheme.begin_run(1, None)
+    scheme.begin_epoch(0, {})
+    batch = torch.randn(64, 256, generator=torch.Generator().manual_seed(topology.rank)).to(device)
+
+    def step() -> None:
+        def run() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+            for index, parameter in enumerate(model.parameters()):
+                gradients.reduce(parameter.grad.view(-1), index).wait()
+            optimizer.step()
+
+        scheme.step(run)
+
+    try:
+        yield step
+        scheme.finish()
+    finally:
+        scheme.close(1.0)
+        gradients.close(1.0)
+
+
+def scheme_wire():
+    from lightning_hiercomm.comm.wire import Wire
+
+    return Wire()
+
+
+def layers(device: torch.device, width: int = 256, depth: int = 4) -> nn.Module:
+    with _ONE_SEED:  # threads share the generator
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).to(device)
+
+
+def values(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_no_step_between_agreements_waits_for_the_device(name, gpu):
+    together = threading.Barrier(2)
+
+    def work(topology: Topology) -> None:
+        with training(topology, QUIET[name](), layers(gpu)) as step:
+            for number in range(1, 3 * PERIOD + 1):
+                is_quiet = number > PERIOD and 2 < (number - 1) % PERIOD + 1 < PERIOD - 1
+                together.wait()
+                if topology.rank == 0:  # the mode is the process's
+                    torch.cuda.set_sync_debug_mode("error" if is_quiet else "default")
+                together.wait()
+                step()
+            together.wait()
+            torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        on_ranks(work, NODES)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_passes_through_the_host_is_copied_under_the_computation(gpu):
+    def staging(connect):
+        def connect_staged(groups, tier):
+            carrier = connect(groups, tier)
+            return StagedCommunicator(carrier, Meter()) if carrier is not None and tier == "inter" else carrier
+
+        return connect_staged
+
+    def work(topology: Topology) -> None:
+        topology.waits_on_host = True
+        with training(topology, DASO(4, 2, **CYCLING), layers(gpu, depth=16)) as step:
+            for _ in range(12):
+                step()
+
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        on_ranks(work, NODES, connect=staging)
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [event.time_range for event in on_device if "DtoH" in event.name]
+    kernels = [event.time_range for event in on_device if "Mem" not in event.name]
+    assert copies
+    assert any(copy.start < kernel.end and kernel.start < copy.end for copy in copies for kernel in kernels)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_scheme_needs_no_more_memory_than_its_copies_of_the_model(name, gpu):
+    def work(topology: Topology) -> None:
+        with training(topology, ALL[name](), layers(gpu, 1024, 8)) as step:
+            for _ in range(2 * PERIOD):
+                step()
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    on_ranks(work, NODES)
+    model = 4 * 8 * (1024 * 1024 + 1024)
+    in_models = (torch.cuda.max_memory_allocated() - before) / model / 2  # of two ranks
+    assert in_models <= 3.5 + COPIES[name], in_models  # parameters, gradients, momentum, and half for activations
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_compiled_model_trains_as_it_is(name, gpu):
+    def work(topology: Topology, compiled: bool) -> torch.Tensor:
+        model = layers(gpu)
+        if compiled:
+            model.compile()
+        with training(topology, ALL[name](), model) as step:
+            for _ in range(PERIOD + 2):
+                step()
+        return values(model)
+
+    plain, compiled = (on_ranks(partial(work, compiled=compiled), NODES, timeout=120.0) for compiled in (False, True))
+    torch.testing.assert_close(compiled[0], plain[0], rtol=1e-4, atol=1e-5)  # kernels that are fused round otherwise
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_model_in_cuda_graphs_trains_as_it_is(name, gpu):
+    one_after_another = threading.Lock()
+    together = threading.Barrier(2)
+
+    def work(topology: Topology, in_graphs: bool) -> torch.Tensor:
+        model = layers(gpu)
+        together.wait()
+        if in_graphs:  # nobody else may use the device while a graph is captured
+            with one_after_another:
+                sample = torch.randn(64, 256, device=gpu)
+                model = torch.cuda.make_graphed_callables(model, (sample,))
+        together.wait()
+        with training(topology, ALL[name](), model) as step:
+            for _ in range(PERIOD + 2):
+                step()
+        return values(model)
+
+    plain, graphed = (on_ranks(partial(work, in_graphs=in_graphs), NODES, timeout=60.0) for in_graphs in (False, True))
+    torch.testing.assert_close(graphed[0], plain[0], rtol=1e-5, atol=1e-6)
+
+
+def run_again(environment: dict[str, str], *prefix: str) -> subprocess.CompletedProcess[str]:
+    """The GPU's variants of some oracle traces, in a process of their own."""
+    root = Path(__file__).parents[2]
+    paths = ["tests/schemes/test_ranks_that_differ.py", "tests/schemes/test_periodic.py"]
+    command = [*prefix, sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", *paths]
+    return subprocess.run(command, cwd=root, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def test_memory_that_another_stream_uses_is_not_freed_early():
+    """Without the allocator's cache a tensor that goes is freed, and what still uses it fails or reads anything."""
+    ended = run_again({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
+def test_torch_s_own_sanitizer_finds_no_use_out_of_order():
+    """See torch.cuda._sanitizer: it watches which stream uses which tensor."""
+    ended = run_again({"TORCH_CUDA_SANITIZER": "1"})
+    assert ended.returncode == 0, ended.stdout[-3000:]
