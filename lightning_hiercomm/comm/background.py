@@ -53,13 +53,8 @@ class Background:
 
     def submit(self, work: Callable[[], object]) -> Handle:
         """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
-        if self._stream is not None and self._put_off is not None:
-            return Timed(
-                _PutOff(self._stream, self._device, work, self._put_off), self._meter, self._tier, self._device
-            )
         if self._stream is not None:
-            with self._meter.beside_training():
-                return Timed(_StreamJob(self._stream, self._device, work), self._meter, self._tier, self._device)
+            return Timed(self._enqueue(self._stream, work), self._meter, self._tier, self._device)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"hiercomm-{self._tier}", daemon=True)
             self._thread.start()
@@ -70,15 +65,14 @@ class Background:
     def read(self, numbers: Callable[[], Tensor]) -> Reading:
         """Compute numbers for the host, after everything submitted before; on a device that works in streams."""
         assert self._stream is not None
+        copies: list[Tensor] = []
+        return Reading(self._enqueue(self._stream, lambda: copies.append(streams.to_host(numbers()))), copies)
+
+    def _enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> _StreamJob:
         if self._put_off is not None:
-            copies: list[Tensor] = []
-            job = _PutOff(self._stream, self._device, lambda: copies.append(streams.to_host(numbers())), self._put_off)
-            return Reading(job, copies)
-        copies = []
+            return _PutOff(stream, self._device, work, self._put_off)
         with self._meter.beside_training():
-            return Reading(
-                _StreamJob(self._stream, self._device, lambda: copies.append(streams.to_host(numbers()))), copies
-            )
+            return _StreamJob(stream, self._device, work)
 
     def uses(self, tensor: Tensor) -> None:
         """Say that jobs use a tensor made by training, so that CUDA does not reuse its memory too early."""
