@@ -6,7 +6,7 @@ import copy
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -47,12 +47,13 @@ class Checkpoints:
         self._loaded_from: Any = None
         self._resumed_from: tuple[str, str | None] | None = None
         self._random_state: Mapping[str, Any] | None = None
+        self._written: dict[str, str] = {}  # the identity of this rank's newest companion, by the checkpoint's path
 
     def add_to(
         self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None, together: bool = True
     ) -> None:
         """Add the state that all ranks share; ``together`` says whether they can be asked for it."""
-        state: dict[str, Any] = {"schemes": run.schedules()}
+        state: dict[str, Any] = {"schemes": run.schedules(), "trained": run.trained()}
         state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:
             state["batches"] = batches.state_dict()
@@ -124,11 +125,12 @@ class Checkpoints:
         rank = run.topology.rank
         try:
             self._write_together(run.topology, io, state, companion_path(filepath, rank, identity), storage_options)
+            self._remove_replaced(io, rank, identity)
             yield
         except BaseException:
-            if rank == 0:
-                self._remove_companions(io, filepath, lambda other: other == identity)
+            self._remove_companions(io, filepath, lambda other: other == identity, rank)
             raise
+        self._written[str(filepath)] = identity
 
     def _write_together(
         self, topology: Topology, io: CheckpointIO, state: dict[str, Any], path: str, storage_options: Any | None
@@ -149,32 +151,64 @@ class Checkpoints:
                     " that were there are complete. Make room there, or set checkpoint_replicas=False."
                 ) from failure
 
-    def remove_stale_companions(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Delete the companions of what a checkpoint has replaced; on one rank, once the checkpoint is written."""
-        own = checkpoint[_KEY].get("identity")
-        after_saves(io, lambda: self._remove_companions(io, filepath, lambda other: other != own))
+    def settle(self, topology: Topology, io: CheckpointIO) -> None:
+        """Delete what saves have replaced, once all that was told to be written is written; collective."""
+        if self.with_replicas and self._written:
+            wait_for_saves(io)
+            topology.world.barrier()
+            self._remove_replaced(io, topology.rank)
 
-    def remove(self, io: CheckpointIO, filepath: Any) -> None:
-        """Delete a checkpoint and its companions; on one rank, after all that was told to be written is written."""
+    def _remove_replaced(self, io: CheckpointIO, rank: int, new: str | None = None) -> None:
+        """Delete this rank's companions of what earlier saves have replaced, on a disk that rank 0 does not see.
+
+        Args:
+            io: Has written what it was told to, on all ranks.
+            rank: This one.
+            new: Identity of a checkpoint that is being written.
+        """
+        written, self._written = self._written, {}
+        if rank != 0:
+            for filepath, own in written.items():
+                kept = (own, new)
+                self._remove_companions(io, filepath, lambda other, kept=kept: other not in kept, rank)  # type: ignore[misc]
+
+    def remove_stale_companions(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Delete the companions of what a checkpoint has replaced; on rank 0, once the checkpoint is written."""
+        own = checkpoint[_KEY].get("identity")
+        after_saves(io, lambda: self._remove_companions(io, filepath, lambda other: other != own, rank=0))
+
+    def remove(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
+        """Delete a checkpoint and its companions, after all that was told to be written is written.
+
+        Rank 0 deletes what it sees. What others have written to a disk of their own node, they delete there.
+        """
 
         def remove() -> None:
-            io.remove_checkpoint(filepath)
-            self._remove_companions(io, filepath, lambda _: True)
+            if rank == 0:
+                io.remove_checkpoint(filepath)
+            self._remove_companions(io, filepath, lambda _: True, rank)
 
         after_saves(io, remove)
 
-    def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool]) -> None:
-        """Delete all ranks' companions at a checkpoint's place whose identity is condemned."""
+    def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool], rank: int) -> None:
+        """Delete companions at a checkpoint's place whose identity is condemned: on rank 0 those of all ranks.
+
+        On others their own, and only where the checkpoint itself is not there, so that rank 0 does not see them.
+        """
         try:
             file_system, prefix = url_to_fs(companion_prefix(filepath))
+            if rank != 0 and file_system.exists(prefix.removesuffix(companion_prefix(""))):
+                return
             beside = file_system.ls(os.path.dirname(prefix), detail=False, refresh=True)
         except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
             return
+        own = prefix if rank == 0 else f"{prefix}{rank:04d}."
         for path in beside:
-            if path.startswith(prefix):
+            if path.startswith(own):
                 identity = path.removesuffix(".part").rpartition(".")[2]
                 if condemned(identity):
-                    io.remove_checkpoint(file_system.unstrip_protocol(path) if "://" in str(filepath) else path)
+                    with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
+                        io.remove_checkpoint(file_system.unstrip_protocol(path) if "://" in str(filepath) else path)
 
     def take(self, checkpoint: Mapping[str, Any], filepath: Any, batches: HeterogeneousBatches | None) -> None:
         """Remember what was read, until there are schemes to restore; ``batches`` is restored now."""
@@ -196,21 +230,22 @@ class Checkpoints:
             FileNotFoundError: If a companion is asked for, and there is none.
             ValueError: If what was saved does not fit this run.
         """
-        if self.with_replicas:
-            identity = self._loaded.get("identity")
-            companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)
-            restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
-            run.load_loss(companion.get("loss", {}))
-            if precision is not None and companion.get("precision"):
-                precision.load_state_dict(companion["precision"])
-            # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end it has not
-            if companion["mid_epoch"]:
-                self._random_state = companion["random"]
-            else:
-                set_random_state(companion["random"])
-        elif self._loaded:
-            run.load_schedules(self._loaded["schemes"])
-            run.load_loss(self._loaded.get("loss", {}))
+        with run.training(self._loaded.get("trained")):
+            if self.with_replicas:
+                identity = self._loaded.get("identity")
+                companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)
+                restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
+                run.load_loss(companion.get("loss", {}))
+                if precision is not None and companion.get("precision"):
+                    precision.load_state_dict(companion["precision"])
+                # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end not yet
+                if companion["mid_epoch"]:
+                    self._random_state = companion["random"]
+                else:
+                    set_random_state(companion["random"])
+            elif self._loaded:
+                run.load_schedules(self._loaded["schemes"])
+                run.load_loss(self._loaded.get("loss", {}))
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.shards import local
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
@@ -101,6 +103,41 @@ class TrainingRun:
         """Let the nodes go on from what the module holds, equal on all of them."""
         for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
             scheme.follow(self.replicas.of(optimizer))
+
+    def trained(self) -> list[str]:
+        """Names of the parameters that the schemes train at the moment."""
+        known = {id(tensor) for scheme in self.schemes for tensor in scheme.replica.parameters}
+        return [
+            name
+            for name, parameter in self.module.named_parameters()
+            if id(local(parameter)) in known or (parameter.requires_grad and not local(parameter).numel())
+        ]
+
+    @contextmanager
+    def training(self, names: Collection[str] | None) -> Iterator[None]:
+        """Inside, the schemes hold those parameters which were :meth:`trained` when a checkpoint was saved.
+
+        Programs thaw and freeze parameters in mid-run, and when they are resumed do it again: at once, a while later,
+        or never, which the next step sees. What schemes have saved is for the parameters that they held then.
+
+        Args:
+            names: Of the parameters; None if that is not known.
+        """
+        parameters = dict(self.module.named_parameters())
+        before = {name: parameter.requires_grad for name, parameter in parameters.items()}
+        if names is not None:
+            for name, parameter in parameters.items():
+                if before[name] != (name in names):
+                    parameter.requires_grad_(name in names)
+            for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
+                if self.replicas.has_changed(scheme.replica, optimizer):
+                    scheme.follow(self.replicas.of(optimizer))
+        try:
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                if parameter.requires_grad != before[name]:
+                    parameter.requires_grad_(before[name])
 
     def begin(self, epochs: int | None, steps: int | None) -> None:
         """Training starts or resumes.

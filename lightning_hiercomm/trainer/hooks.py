@@ -261,6 +261,7 @@ class HierarchicalHooks(ParallelStrategy):
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module
             self._run.agreed_model.average_module()
+            self._checkpoints.settle(self._topology, self.checkpoint_io)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
 
@@ -344,8 +345,7 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._checkpoints.remove(self.checkpoint_io, filepath)
+        self._checkpoints.remove(self.checkpoint_io, filepath, self.global_rank)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 from functools import partial
 from pathlib import Path
 
+import fsspec
 import lightning.pytorch as pl
 import numpy
 import pytest
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from problems import one_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
@@ -78,6 +80,17 @@ AdamW = partial(torch.optim.AdamW, lr=0.02)
 Halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
 
 
+class Thawing(Net):
+    """The first layer is frozen for three steps, by the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        self.layers[0].requires_grad_(self.global_step >= 3)
+
+
 class SaveAfter(pl.Callback):
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
@@ -106,6 +119,30 @@ def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
         assert other["report"] == one["report"][STEPS:]
         for key, value in one["state_dict"].items():
             assert torch.equal(value, other["state_dict"][key]), key
+
+
+def _thawed_and_resumed(folder):
+    reports = {}
+    for name in ("periodic", "diloco", "steps_delay", "gossip"):
+        scheme = schemes()[name] if name != "diloco" else DiLoCo(4, AdamW)
+        for replicas in (True, False):
+            path = folder / f"{name} {replicas}.ckpt"
+            whole, resumed = Thawing(), Thawing()
+            for module in (whole, resumed):
+                strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=replicas)
+                callbacks = [SaveAfter(2 * STEPS, path)] if module is whole else []
+                trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks)
+                trainer.fit(module, ckpt_path=None if module is whole else path)
+            reports[name, replicas] = whole.report, resumed.report, trainer.global_step
+    return reports
+
+
+def test_a_resume_after_parameters_were_thawed_is_bit_identical(launch):
+    for reports in launch(_thawed_and_resumed, ranks=2):
+        for (name, replicas), (whole, resumed, steps) in reports.items():
+            assert steps == 2 * 2 * STEPS
+            if replicas:
+                assert resumed == whole[2 * STEPS :], name
 
 
 def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
@@ -165,6 +202,29 @@ def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
         "epoch=2.ckpt",
         *(f"epoch=2.ckpt.rank-{rank:04d}.{identity}" for rank in range(4)),
     ]
+
+
+class Disk(pl.Callback):
+    """Reports what lies in this process's memory, which plays the disk of a node of one rank: no other one sees it."""
+
+    def on_fit_end(self, trainer, pl_module):
+        pl_module.report = sorted(path.removeprefix("/saves/") for path in fsspec.filesystem("memory").find("/saves"))
+
+
+@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
+def test_no_nodes_own_disk_keeps_companions_of_what_is_gone(fit, io):
+    def callbacks():
+        best = {"monitor": "step", "mode": "max", "save_top_k": 1}
+        yield ModelCheckpoint("memory://saves", "{step}", every_n_train_steps=2, **best)
+        yield ModelCheckpoint("memory://saves", "newest", every_n_train_steps=2, enable_version_counter=False)
+        yield Disk()
+
+    strategy = {"ranks_per_node": 1, "checkpoint_replicas": True, "checkpoint_io": io and io()}
+    fitted = fit(Net(), strategy, devices=2, max_epochs=2, callbacks=[*callbacks()], enable_checkpointing=True)
+    first, second = (report["report"] for report in fitted)
+    assert [name.partition(".rank")[0] for name in first] == ["newest.ckpt"] * 2 + ["step=24.ckpt"] * 2
+    identities = [name.removeprefix(".") for name in first if ".rank-0000" in name]
+    assert second == [name.replace("rank-0000", "rank-0001") for name in identities]
 
 
 class Links(ModelCheckpoint):
