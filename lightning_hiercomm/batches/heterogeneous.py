@@ -109,7 +109,11 @@ class HeterogeneousBatches:
         self.max_batch_size = max_batch_size
         self.rebalance_every_n_epochs = rebalance_every_n_epochs
 
-        # the following exists only inside a process that trains
+        self._loaded: Mapping[str, Any] | None = None
+        self._forget_ranks()
+
+    def _forget_ranks(self) -> None:
+        # the following exists only inside a process that trains, and goes into no pickle and no copy
         self.division: Division | None = None
         self.gradient_scale = 1.0
         self.clock: StepClock | None = None
@@ -121,7 +125,12 @@ class HeterogeneousBatches:
         self._seed = 0
         self._samplers: list[DividedBatchSampler | StreamBatches] = []
         self._batch_sizes: list[int | None] = []
-        self._loaded: Mapping[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = object.__new__(type(self))
+        fresh._forget_ranks()
+        own = {name: value for name, value in vars(self).items() if name != "_topology"}
+        return {**own, **vars(fresh)}
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

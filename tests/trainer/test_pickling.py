@@ -10,7 +10,7 @@ import pytest
 import torch
 from problems import Quadratic, one_trainer
 
-from lightning_hiercomm import DiLoCo, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging
 
 
 def _pickled(thing):
@@ -43,3 +43,17 @@ def _program(folder):
 
 def test_a_strategy_of_ranks_that_somebody_else_started_can_be_pickled_and_copied_after_a_run(launch):
     assert launch(_program, ranks=2) == [12, 12]
+
+
+def _program_with_batches(folder):
+    strategy = HierarchicalStrategy(batches=HeterogeneousBatches(8, speeds=[3.0, 1.0]), ranks_per_node=1)
+    trainer = one_trainer(folder, devices=2, max_epochs=1, strategy=strategy)
+    trainer.fit(Quadratic())
+    for copied in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+        assert copied.batches.division is None
+        assert copied.batches.speeds == [3.0, 1.0]
+    return strategy.batches.division.sizes
+
+
+def test_a_strategy_can_be_pickled_and_copied_after_a_run_with_batches_of_unequal_size(launch):
+    assert launch(_program_with_batches, ranks=2) == [[6, 2]] * 2
