@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from covering import asked
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from problems import one_trainer
 from torch.utils.data import DataLoader
 
@@ -216,3 +216,51 @@ def test_a_callback_that_swaps_weights_for_validation_does_not_change_the_traini
         assert len(rank[swapped]["own"]) == len(rank[swapped]["swapped"]) == 14
         for one, other in zip(rank[swapped]["own"], rank[swapped]["swapped"], strict=True):
             assert torch.equal(one, other)
+
+
+class Averages(pl.Callback):
+    """Ends a run on an average of its own, as Lightning's callbacks do, but this one no scheme or hook knows."""
+
+    def on_train_end(self, trainer, pl_module):
+        pl_module.x.data.copy_(torch.stack(pl_module.own).mean(0))
+
+
+def _averaging_program(folder):
+    """Ranks of one node train alone."""
+    said = {}
+    for name, callback in (("on its own", Averages()), ("ema", EMAWeightAveraging(decay=0.5))):
+        scheme = PeriodicAveraging(100, at_epoch_end=False, gradients="none")
+        strategy = HierarchicalStrategy(scheme, ranks_per_node=2)
+        saves = ModelCheckpoint(folder / name, save_last=True, save_on_train_epoch_end=True)
+        arguments = {"devices": 2, "max_epochs": 2, "enable_checkpointing": True, "callbacks": [callback, saves]}
+        module = Drifting()
+        one_trainer(folder, strategy=strategy, **arguments).fit(module)
+        said[name] = {"own": module.own, "after fit": module.x.detach().clone()}
+        said[name]["last"] = _file(folder / name / "last.ckpt")
+    return said
+
+
+@pytest.fixture(scope="module")
+def ranks_of_one_node(launch):
+    return launch(_averaging_program, ranks=2)
+
+
+def test_the_average_that_a_callback_ends_on_becomes_that_of_all_ranks_of_a_node(ranks_of_one_node):
+    own = [torch.stack(rank["on its own"]["own"]).mean(0) for rank in ranks_of_one_node]
+    assert not torch.equal(*own)
+    for rank in ranks_of_one_node:
+        torch.testing.assert_close(rank["on its own"]["after fit"], sum(own) / 2, rtol=1e-12, atol=0)
+
+
+def test_a_file_of_averaged_weights_holds_the_mean_of_all_ranks_of_a_node(ranks_of_one_node):
+    averages = []
+    for rank in ranks_of_one_node:
+        own = rank["ema"]["own"]
+        average = own[0]
+        for values in own[1:]:
+            average = average.lerp(values, 0.5)
+        averages.append(average)
+    assert not torch.equal(*averages)
+    for rank in ranks_of_one_node:
+        torch.testing.assert_close(rank["ema"]["last"], sum(averages) / 2, rtol=1e-12, atol=0)
+        assert torch.equal(rank["ema"]["after fit"], rank["ema"]["last"])
