@@ -31,9 +31,11 @@ class Background:
 
     Where such a job would let the host wait (for moves between nodes over MPI, or by way of pinned memory), it is put
     off until somebody waits for it, or for one behind it: those moves make progress by themselves, and the calling
-    thread still launches everything in one order, as nccl wants it of communicators that share a device ("Using
-    multiple NCCL communicators concurrently",
-    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html).
+    thread still launches everything in one order, as nccl wants it of communicators that share a device: "users must
+    ensure the order of host-side launches matches for all devices" ("Using multiple NCCL communicators concurrently",
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). On the device nothing orders a
+    job's moves and training's, which is the point of it; from nccl 2.26 on ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` lets nccl
+    start them in the order of their launches, so that no two wait for each other (docs/clusters.md).
 
     Args:
         device: Where the tensors live.

@@ -40,9 +40,16 @@ class Handle(ABC):
 
 def completed_future(value: Tensor) -> Future[Tensor]:
     """A future that holds ``value``, ready on the current stream."""
-    future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
+    future = _future_of(value)
     future.set_result(value)
     return future
+
+
+def _future_of(value: Tensor) -> Future[Tensor]:
+    # a future that is told the device records, when it gets its result, the then current stream, and lets the stream of
+    # whoever waits wait for that; one that is not told orders nothing
+    # ("devices" in https://docs.pytorch.org/docs/stable/futures.html#torch.futures.Future)
+    return Future(devices=[] if value.device.type == "cpu" else [value.device])
 
 
 class Completion:
@@ -75,7 +82,7 @@ class Completion:
 
     def future(self, value: Tensor) -> Future[Tensor]:
         """A future that completes with ``value``, or with the error."""
-        future: Future[Tensor] = Future(devices=[value.device] if value.is_cuda else [])
+        future = _future_of(value)
         with self._lock:
             if not self._ended.is_set():
                 self._futures.append((future, value))

@@ -70,6 +70,11 @@ def keep_for(stream: torch.cuda.Stream, *tensors: Tensor) -> None:
     (https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html): without this call, the next tensor
     of that stream may get the memory while the work that reads it still waits in the other one. What counts is the work
     that the stream has when the tensor goes, so it may be called before that work is there.
+
+    It holds for the memory that the tensor has now: a storage that is resized to nothing and back
+    (``untyped_storage().resize_``) has new memory, of which the other stream must be told again. Where somebody waits
+    for the other stream before the tensor goes, an event does the same without the allocator's bookkeeping, which keeps
+    memory until it happens to look ("Tensor.record_stream" above); a run that breaks off does not wait.
     """
     for tensor in tensors:
         if has(tensor.device):
@@ -87,7 +92,8 @@ def host_memory(tensor: Tensor) -> Tensor:
     """Room for a copy of a tensor in the host's memory, pinned, as copies need it for which nobody is to wait.
 
     The allocator keeps pinned memory that was given back, and uses it again when the streams that copied from or to it
-    have done so (``CachingHostAllocator`` in torch's ``ATen/cuda``); nothing else has to be kept for them.
+    have done so (``CachingHostAllocator`` in torch's ``ATen/cuda``: ``copy_`` notes an event there); nothing else has
+    to be kept for them. What a thread of the host still reads or writes, it must hold itself.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 

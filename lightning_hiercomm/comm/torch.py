@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Timed, Turns
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
@@ -69,7 +70,8 @@ class TorchCommunicator(Communicator):
         self.group = group
         self._launching = launching
         self._last_tag = _EXCHANGE
-        self.is_nccl = dist.get_backend(group) == "nccl"
+        # "cpu:gloo,cuda:nccl" has one for each kind of device
+        self.is_nccl = "nccl" in dist.get_backend(group).replace(",", ":").split(":")
         self._has_met = False
         self._spares = Spares()
         # a link that carries messages from and to several other nodes at once takes up to a half longer for all of them
@@ -96,7 +98,7 @@ class TorchCommunicator(Communicator):
             dist.destroy_process_group(self.group)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
-        if self.tier == "inter" and self.size <= _MOST_DIRECT_PEERS and not tensor.is_cuda:
+        if self.tier == "inter" and self.size <= _MOST_DIRECT_PEERS and not streams.has(tensor.device):
             sent = tensor.numel() * tensor.element_size()
             in_one_round = self.size == 2 or sent <= _ONE_ROUND
             if in_one_round or (waiting and sent <= _TWO_ROUNDS):
@@ -140,7 +142,7 @@ class TorchCommunicator(Communicator):
         # gloo's own reduce-scatter is an all-reduce inside: it moves twice the bytes. Everyone sends everyone its
         # part and adds up what arrives.
         parts = tensor.chunk(self.size)
-        if self.size == 2 and not tensor.is_cuda:
+        if self.size == 2 and not streams.has(tensor.device):
             theirs = self._spares.take(output.numel(), output.dtype, output.device)
 
             def add() -> None:
@@ -149,7 +151,7 @@ class TorchCommunicator(Communicator):
 
             return self._launch(partial(self._swap, parts, [theirs] * 2), [tensor, theirs], finish=add)
         arrived = torch.empty_like(tensor)
-        if tensor.is_cuda:
+        if streams.has(tensor.device):
             start: Launch = partial(self._works, dist.all_to_all_single, arrived, tensor)
         else:
             arrived.chunk(self.size)[self.rank].copy_(parts[self.rank])
@@ -161,7 +163,7 @@ class TorchCommunicator(Communicator):
         )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        if self.is_nccl or tensor.is_cuda:
+        if self.is_nccl or streams.has(tensor.device):
             return self._launch(partial(self._works, dist.all_gather_into_tensor, output, tensor), [output, tensor])
         parts = output.chunk(self.size)
         if parts[self.rank].data_ptr() != tensor.data_ptr():
@@ -197,10 +199,31 @@ class TorchCommunicator(Communicator):
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         tensors = [tensor for tensor, _ in (*send, *receive)]
+        device = tensors[0].device
+        if streams.has(device) and not self.is_nccl:
+            return self._exchange_on_host(send, receive)
         launch = partial(self._launch, partial(self._post, send, receive, _EXCHANGE), tensors)
-        if self._turns is None or tensors[0].is_cuda:
+        if self._turns is None or streams.has(device):
             return launch()
-        return Timed(self._turns.take(lambda: launch().wait()), self.meter, self.tier, tensors[0].device)
+        return Timed(self._turns.take(lambda: launch().wait()), self.meter, self.tier, device)
+
+    def _exchange_on_host(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
+        """Without the address of a GPU's memory: gloo would hand it to a socket, and the host would read there.
+
+        ("GPU" in the table of https://docs.pytorch.org/docs/stable/distributed.html#backends has no send and no recv
+        for gloo; its collectives copy by themselves.) The host waits for the copies here:
+        :class:`~lightning_hiercomm.comm.staged.StagedCommunicator` spares it that.
+        """
+        sent = [(streams.to_host(tensor), peer) for tensor, peer in send]
+        received = [(streams.host_memory(buffer), peer) for buffer, peer in receive]
+        streams.mark((*send, *receive)[0][0].device).synchronize()
+
+        def finish() -> None:
+            for (buffer, _), (copy, _) in zip(receive, received, strict=True):
+                buffer.copy_(copy, non_blocking=True)
+
+        copies = [copy for copy, _ in (*sent, *received)]
+        return self._launch(partial(self._post, sent, received, _EXCHANGE), copies, finish)
 
     def _launch(
         self,
@@ -233,7 +256,10 @@ class _TorchHandle(Handle):
     ) -> None:
         self._communicator = communicator
         self._works = works
-        self._tensors = tensors  # keeps the memory alive that the backend reads and writes
+        # keeps the memory alive that the backend reads and writes. (torch keeps it for nccl until wait(), too, and no
+        # longer calls record_stream: https://github.com/pytorch/pytorch/pull/148590. So what another stream has made
+        # than the one that waits must be kept for that one by whoever launches: streams.keep_here.)
+        self._tensors = tensors
         self._finish = finish
         self._second_round = second_round
 
@@ -242,7 +268,8 @@ class _TorchHandle(Handle):
             return
         communicator = self._communicator
         try:
-            # only nccl leaves the waiting to the stream
+            # only nccl leaves the waiting to the stream: for it wait() is cudaStreamWaitEvent, and the host goes on
+            # ("wait()" in https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations)
             device = self._tensors[0].device if communicator.is_nccl else torch.device("cpu")
             with communicator.meter.waiting(communicator.tier, device):
                 for work in self._works:
@@ -260,7 +287,10 @@ class _TorchHandle(Handle):
         self._tensors, self._works = (), []
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        if self._finish is not None or len(self._works) != 1:
+        # gloo's futures know nothing of the stream that copies a result back to the GPU in releases of torch before
+        # https://github.com/pytorch/pytorch/pull/170812, and DDP would read the bucket too early: wait() orders it
+        by_way_of_host = streams.has(value.device) and not self._communicator.is_nccl
+        if by_way_of_host or self._finish is not None or len(self._works) != 1:
             return super().future(value)
         tensors = self._tensors
         return self._works[0].get_future().then(lambda _: (value, tensors)[0])
@@ -301,6 +331,10 @@ def connect_torch(
     def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
         rank, own = dist.get_rank(), None
         for ranks in groups:
+            # Lightning binds the default group to its device (device_id), so on GPUs torch connects a group of nccl's
+            # when it is made, not when it is used first (eager_connect_single_device in torch's distributed_c10d.py):
+            # every group costs buffers on the GPU, used or not, and all ranks must make all groups in one order
+            # ("new_group" in https://docs.pytorch.org/docs/stable/distributed.html)
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend, **_in_order(ranks))
             if isinstance(group, dist.ProcessGroup):
                 around = launching if tier == "inter" else nullcontext

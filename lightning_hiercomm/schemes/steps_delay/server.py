@@ -175,8 +175,9 @@ class ShardedServer:
         if inter is None or pull_lane is None:
             return
         shard.stepped.wait()  # the push before this one used the same memory
-        _give_memory(shard.mean)
-        _give_memory(shard.travelling)
+        for tensor in (shard.mean, shard.travelling):
+            _give_memory(tensor)
+            self._background.uses(tensor)  # the step may still do so when a run that broke off gives it back
         if has_gradients:
             begin = self._topology.local_rank * shard.travelling.numel()
             shard.section.pack_gradients(shard.travelling, begin, self._topology.node_weight)
@@ -477,6 +478,9 @@ class ShardedServer:
         owned = list(self._own_parameters(section, values, shard_on))
         optimizer = _optimizer_of_same_class(self.optimizer, section.group, [each.parameter for each in owned])
         known = values.clone() if self.wire.compresses(section.dtype) and not self.wire.raw else None
+        for tensor in (values, known):
+            if tensor is not None:
+                self._background.uses(tensor)
         return _Shard(section, values, mean, travelling, owned, optimizer, known)
 
     def _own(self, flat: Tensor) -> Tensor:
