@@ -134,18 +134,25 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU on which the ranks of a test compute, each on a stream of its own."""
-    if not torch.cuda.is_available():
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A GPU on which the ranks of a test compute, each on a stream of its own; ``PRETENDED_GPU=1`` plays one."""
+    from harness import place  # found once this file has told Python where
+    from pretended_gpu import is_wanted, pretended_gpu
+
+    if not torch.cuda.is_available() and not is_wanted():
         pytest.skip("there is no GPU that torch can use")
     if {"fit", "launch"} & set(request.fixturenames):
         pytest.skip("forked processes cannot use CUDA")
-    from harness import place  # found once this file has told Python where
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    monkeypatch.setattr(place, "device", device)
-    monkeypatch.setattr(place, "rank", lambda: torch.cuda.stream(torch.cuda.Stream(device)))
-    return device
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        monkeypatch.setattr(place, "device", device)
+        monkeypatch.setattr(place, "rank", lambda: torch.cuda.stream(torch.cuda.Stream(device)))
+        yield device
+    else:
+        with pretended_gpu() as (device, seen):
+            monkeypatch.setattr(place, "device", device)
+            monkeypatch.setattr(place, "rank", seen.watching)
+            yield device
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

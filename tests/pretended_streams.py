@@ -14,6 +14,7 @@ Where the host waits is counted. Each thread, as a rank, has a device of its own
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,10 +96,11 @@ class _Memory:
     on_host: bool = False
 
 
-class _Rank(threading.local):
+class _Rank:
     """What a thread has of its own."""
 
     def __init__(self) -> None:
+        self.name = threading.current_thread().name
         self.current: PretendedStream | None = None
         self.host: Clock = {}
         self.waits: list[str] = []
@@ -117,11 +119,23 @@ class PretendedDevice:
         self.trouble: list[str] = []
         self._streams: list[PretendedStream] = []
         self._memory: dict[int, _Memory] = {}
-        self._rank = _Rank()
+        self._thread = threading.local()
+        self._has: Callable[[torch.device], bool] = lambda device: True
 
     @property
     def waits(self) -> list[str]:
         return self._rank.waits
+
+    @property
+    def _rank(self) -> _Rank:
+        if not hasattr(self._thread, "rank"):
+            self._thread.rank = _Rank()
+        rank: _Rank = self._thread.rank
+        return rank
+
+    def work_for(self, rank: _Rank) -> None:
+        """This thread computes for that of a rank, on its stream, as autograd's for a GPU do."""
+        self._thread.rank = rank
 
     def number_of(self, stream: PretendedStream) -> int:
         with self.lock:
@@ -130,7 +144,7 @@ class PretendedDevice:
 
     def current(self) -> PretendedStream:
         if self._rank.current is None:
-            self._rank.current = PretendedStream(self, f"training of {threading.current_thread().name}")
+            self._rank.current = PretendedStream(self, f"training of {self._rank.name}")
         return self._rank.current
 
     @contextmanager
@@ -149,6 +163,8 @@ class PretendedDevice:
     def host_reads(self, tensor: Tensor) -> None:
         with self.lock:
             memory = self._known(tensor)
+            if memory is None and not self._has(tensor.device):
+                return None
             if memory is None or not memory.on_host:
                 return self.host_waits(self.current().name, self.current().clock)
             for use in memory.uses:
@@ -164,7 +180,7 @@ class PretendedDevice:
 
     def lies_on_host(self, tensor: Tensor) -> Tensor:
         with self.lock:
-            memory = self._known(tensor)
+            memory = self._known(tensor, on_host=True)
             assert memory is not None
             memory.on_host = True
         return tensor
@@ -204,12 +220,14 @@ class PretendedDevice:
                 kept.append(use)
         memory.uses = [*kept, _Use(low, high, stream.number, stream.clock[stream.number], writes, operation)]
 
-    def _known(self, tensor: Tensor) -> _Memory | None:
+    def _known(self, tensor: Tensor, on_host: bool = False) -> _Memory | None:
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None:
+            if not (on_host or self._has(tensor.device)):  # the host's own, which it uses in its own order
+                return None
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current().number)
         return memory
 
@@ -235,18 +253,22 @@ class PretendedDevice:
     # ---- in the place of CUDA ------------------------------------------------------------------------------------
 
     @contextmanager
-    def installed(self) -> Iterator[PretendedDevice]:
-        """Let the package take the CPU for this device. Operations of a thread count while it is :meth:`watching`."""
+    def installed(self, has: Callable[[torch.device], bool] = lambda device: True) -> Iterator[PretendedDevice]:
+        """Let the package take the CPU, or what ``has`` says, for this device.
+
+        Operations of a thread count while it is :meth:`watching`.
+        """
+        self._has = has
         with pytest.MonkeyPatch.context() as patch:
             for name, stands_in in {
-                "has": lambda device: True,
+                "has": has,
                 "new": lambda device: PretendedStream(self, f"a stream of {threading.current_thread().name}"),
                 "current": lambda device: self.current(),
                 "within": self.within,
                 "mark": lambda device, timing=False: PretendedEvent(self),
                 "synchronize": lambda device: self.host_waits("everything", self.current().clock),
                 "keep_for": lambda stream, *tensors: [self.keep(stream, tensor) for tensor in tensors],
-                "host_memory": lambda tensor: self.lies_on_host(torch.empty_like(tensor)),
+                "host_memory": lambda tensor: self.lies_on_host(torch.empty_like(tensor, device="cpu")),
             }.items():
                 patch.setattr(streams, name, stands_in)
             to_list = Tensor.tolist  # reads the memory itself, by no operation
@@ -274,11 +296,13 @@ class _Watching(TorchDispatchMode):
     def __init__(self, device: PretendedDevice) -> None:
         super().__init__()
         self._device = device
+        self._rank = device._rank
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._device.work_for(self._rank)
         result = operation(*args, **kwargs)
         schema = operation._schema
         name = operation.overloadpacket.__name__
@@ -304,4 +328,10 @@ class _Watching(TorchDispatchMode):
                 self._device.host_reads(tensor)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is w for w in written)]
         self._device.launch(name, read, [*written, *made])
+        if name in ("copy_", "_to_copy") and not kwargs.get(
+            "non_blocking", name == "copy_" and len(args) > 2 and args[2]
+        ):
+            for source, target in itertools.product(read, (*written, *made)):
+                if source.device.type != "cpu" and target.device.type == "cpu":
+                    self._device.host_waits(self._device.current().name, self._device.current().clock)
         return result

@@ -19,7 +19,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.gradients import NodeMean, gradient_path
 
-CPU = torch.device("cpu")
+on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
 def on_ranks(nodes, work):
@@ -29,7 +29,7 @@ def on_ranks(nodes, work):
 
 def bound(topology, *arguments, **named):
     batches = HeterogeneousBatches(*arguments, **named)
-    batches.bind(topology, topology.meter, CPU)
+    batches.bind(topology, topology.meter, harness.place.device)
     return batches
 
 
@@ -70,6 +70,7 @@ def rehearse_with(clock, cost):
 COSTS = [StepCost(0.01, 4000), StepCost(0.0, 1000), StepCost(0.002, 2000)]
 
 
+@on_both
 def test_measured_costs_give_the_division_of_the_true_ones(clock, capsys):
     def work(rank, topology):
         batches = bound(topology, 96)
@@ -152,6 +153,7 @@ def test_the_speed_that_counts_is_that_at_the_real_size(clock):
     assert on_ranks([[0, 1]], work) == [[16, 16]] * 2
 
 
+@on_both
 def test_what_does_not_fit_into_memory_is_found_out(clock):
     def work(rank, topology):
         def rehearse(size):
@@ -169,6 +171,7 @@ def test_what_does_not_fit_into_memory_is_found_out(clock):
     assert on_ranks([[0, 1]], work) == [[9, 23]] * 2  # 31, 23, 17 and 12 do not fit, 9 do
 
 
+@on_both
 def test_memory_limits_hold_during_measurement_and_after(clock):
     def work(rank, topology):
         tried = []
@@ -203,6 +206,7 @@ class Trained:
         return list(self.batches.division.sizes)
 
 
+@on_both
 def test_a_rank_that_slows_down_gets_less_within_two_epochs(clock, caplog):
     def work(rank, topology):
         run = Trained(clock, topology)
@@ -232,12 +236,12 @@ def test_a_resumed_run_keeps_its_division_and_measures_nothing(clock):
         first.measure(rehearse_with(clock, COSTS[rank]))
         second = HeterogeneousBatches(96)
         second.load_state_dict(first.state_dict())
-        second.bind(topology, topology.meter, CPU)
+        second.bind(topology, topology.meter, harness.place.device)
         assert not second.needs_measuring
         assert second.division.sizes == first.division.sizes
         larger = HeterogeneousBatches(192)
         larger.load_state_dict(first.state_dict())
-        larger.bind(topology, topology.meter, CPU)
+        larger.bind(topology, topology.meter, harness.place.device)
         return larger.division.sizes
 
     assert on_ranks([[0, 1, 2]], work) == [divide(192, COSTS)] * 3
@@ -247,7 +251,7 @@ def test_another_number_of_ranks_measures_anew():
     def work(rank, topology):
         batches = HeterogeneousBatches(96)
         batches.load_state_dict({"sizes": [90, 6], "costs": [[0.0, 0.0], [15.0, 1.0]]})
-        batches.bind(topology, topology.meter, CPU)
+        batches.bind(topology, topology.meter, harness.place.device)
         return batches.needs_measuring
 
     assert on_ranks([[0, 1, 2]], work) == [True] * 3
@@ -290,6 +294,7 @@ def nodes_of(counts):
     return [[next(ranks) for _ in range(count)] for count in counts]
 
 
+@on_both
 @settings(max_examples=30, deadline=None)
 @given(node_sizes, st.data())
 def test_weighted_gradients_are_the_gradient_of_the_global_mean_loss(counts, data):
@@ -300,9 +305,9 @@ def test_weighted_gradients_are_the_gradient_of_the_global_mean_loss(counts, dat
     def work(rank, topology):
         batches = bound(topology, sum(sizes), [float(size) for size in sizes])
         assert batches.division.sizes == sizes
-        path = gradient_path(AllReduce.gradients, topology, weight.device, Wire(), piece_bytes=2**22)
+        path = gradient_path(AllReduce.gradients, topology, harness.place.device, Wire(), piece_bytes=2**22)
         own = parts(nodes, sizes)[rank]
-        bucket = gradient(weight, x[own], y[own]).float()
+        bucket = gradient(weight, x[own], y[own]).float().to(harness.place.device)
         path.reduce(bucket).wait()
         path.close()
         return bucket
@@ -311,6 +316,7 @@ def test_weighted_gradients_are_the_gradient_of_the_global_mean_loss(counts, dat
         torch.testing.assert_close(bucket, gradient(weight, x, y).float(), rtol=1e-5, atol=1e-6)
 
 
+@on_both
 @settings(max_examples=20, deadline=None)
 @given(node_sizes, st.integers(1, 3), st.data())
 def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, sync_every, data):
@@ -321,7 +327,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
 
     def work(rank, topology):
         bound(topology, total, [float(size) for size in sizes])
-        weight = torch.nn.Parameter(initial.clone())
+        weight = torch.nn.Parameter(initial.to(harness.place.device, copy=True))
         scheme = PeriodicAveraging(sync_every)
         scheme.attach(Replica([weight]), topology, torch.optim.SGD([weight], lr))
         scheme.begin_epoch(0, {})
@@ -330,7 +336,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
             def user_step(step=step):
                 own = parts(nodes, sizes)[rank]
                 batch = slice(step * total + own.start, step * total + own.stop)
-                weight.grad = gradient(weight.detach(), x[batch], y[batch]).float()
+                weight.grad = gradient(weight.detach().cpu(), x[batch], y[batch]).float().to(harness.place.device)
                 NodeMean(topology).reduce(weight.grad).wait()
                 scheme.optimizer.step()
 

@@ -15,7 +15,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -25,10 +25,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import ForkedPython
+from torch import Tensor
+from torch.futures import Future
 
-from lightning_hiercomm.comm.base import Communicator, Connect
+from lightning_hiercomm.comm.base import Communicator, Connect, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.shared_memory import sharing_memory
+from lightning_hiercomm.comm.staged import connect_gloo
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.torch import connect_torch
 
@@ -43,8 +46,9 @@ Start = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[bytes] | 
 class Rank:
     """What a work function gets: its number, its meter, and communicators."""
 
-    def __init__(self, rank: int, connect: Callable[[Meter], Connect]) -> None:
+    def __init__(self, rank: int, connect: Callable[[Meter], Connect], device: torch.device | None = None) -> None:
         self.rank = rank
+        self.device = device
         self.size = SIZE
         self._made: dict[Any, Communicator | None] = {}
         self.start_over()
@@ -63,7 +67,82 @@ class Rank:
         communicator = self._made[key]
         if communicator is not None:
             communicator.meter = self.meter
+            if self.device is not None:
+                return OnDevice(communicator, self.device)  # type: ignore[return-value]  # looks like one
         return communicator
+
+
+class OnDevice:
+    """A communicator whose tensors live on a device, for work that knows those of the CPU only.
+
+    What is moved is a copy on the device, laid out in memory as the work's own is, and what has arrived is copied back
+    at the wait.
+    """
+
+    def __init__(self, communicator: Communicator, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._communicator, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self if name in ("_communicator", "_device") else self._communicator, name, value)
+
+    def all_reduce(self, tensor: Tensor, *arguments: Any, **named: Any) -> Handle:
+        return self._move(lambda there: self._communicator.all_reduce(there(tensor), *arguments, **named), [tensor])
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, weight: float = 1.0) -> Handle:
+        return self._move(
+            lambda there: self._communicator.reduce_scatter(there(output), there(tensor), weight), [output]
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
+        return self._move(lambda there: self._communicator.all_gather(there(output), there(tensor)), [output])
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return self._move(lambda there: self._communicator.broadcast(there(tensor), source), [tensor])
+
+    def exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
+        return self._move(
+            lambda there: self._communicator.exchange(
+                [(there(tensor), peer) for tensor, peer in send], [(there(buffer), peer) for buffer, peer in receive]
+            ),
+            [buffer for buffer, _ in receive],
+        )
+
+    def _move(self, launch: Callable[[Callable[[Tensor], Tensor]], Handle], arrive: Sequence[Tensor]) -> Handle:
+        memory: dict[int, Tensor] = {}
+
+        def there(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in memory:
+                bytes_ = torch.empty(0, dtype=torch.uint8).set_(storage)
+                memory[storage._cdata] = bytes_.to(self._device)
+            whole = memory[storage._cdata].view(tensor.dtype)
+            return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        handle = launch(there)
+        return _FromDevice(handle, [(tensor, there(tensor)) for tensor in arrive])
+
+
+class _FromDevice(Handle):
+    def __init__(self, handle: Handle, arrive: list[tuple[Tensor, Tensor]]) -> None:
+        self._handle, self._arrive = handle, arrive
+
+    def wait(self) -> None:
+        self._handle.wait()
+        for tensor, there in self._arrive:
+            tensor.copy_(there)
+        self._arrive = []
+
+    def is_done(self) -> bool:
+        return self._handle.is_done()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        there = next(there for tensor, there in self._arrive if tensor is value)
+        arrived = self._handle.future(there).wait()
+        assert arrived.data_ptr() == there.data_ptr()
+        return completed_future(value.copy_(arrived))
 
 
 class World(ABC):
@@ -77,9 +156,12 @@ class World(ABC):
 
 
 class Threads(World):
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+
     def run(self, work: Work, *arguments: Any) -> list[Any]:
         def on_rank(rank: int, world: ThreadWorld) -> Any:
-            return work(Rank(rank, lambda meter: world.connect(rank, meter)), *arguments)
+            return work(Rank(rank, lambda meter: world.connect(rank, meter), self._device), *arguments)
 
         return ThreadWorld(SIZE).run(on_rank)
 
@@ -177,6 +259,10 @@ def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Start:
     return start
 
 
+def _with(command: tuple[list[str], dict[str, str]], **variables: str) -> tuple[list[str], dict[str, str]]:
+    return command[0], {**command[1], **variables}
+
+
 def _terminate(process: subprocess.Popen[bytes] | ForkedPython) -> None:
     process.terminate()
 
@@ -186,11 +272,41 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="session", params=["threads", "gloo", "shared-memory", "openmpi", "mpich"])
+CARRIERS = ["threads", "gloo", "shared-memory", "openmpi", "mpich"]
+ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
+
+
+@pytest.fixture(scope="session")
+def gpu_of_processes() -> Iterator[torch.device]:
+    """The GPU that all ranks of a world share."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda", torch.cuda.current_device())
+    else:
+        from pretended_gpu import is_wanted, pretended_gpu
+
+        if not is_wanted():
+            pytest.skip("there is no GPU that torch can use")
+        with pretended_gpu() as (device, _):
+            yield device
+
+
+@pytest.fixture(scope="session", params=[*CARRIERS, *ON_A_GPU])
 def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
-    """Four ranks, over each carrier."""
+    """Four ranks, over each carrier; with tensors of a GPU where there is one."""
     world: World
-    if request.param == "threads":
+    if request.param.endswith("gpu"):
+        device = request.getfixturevalue("gpu_of_processes")
+        if request.param == "threads, gpu":
+            world = Threads(device)
+        elif request.param == "openmpi, gpu":
+            world = Processes([_execute(*_with(mpiexec("openmpi", SIZE), DEVICE=device.type))])
+        elif request.param == "gloo, gpu" and device.type != "cuda":
+            pytest.skip("gloo moves no tensors of a GPU that is played")
+        else:  # not forked: CUDA cannot be used in a fork of a process that has used it
+            carrier = {"DEVICE": device.type, "STAGED": str(int(request.param == "staged, gpu"))}
+            ranks = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **carrier} for rank in range(SIZE)]
+            world = Processes([_execute([], environment) for environment in ranks])
+    elif request.param == "threads":
         world = Threads()
     elif request.param == "gloo":
         world = Processes([_fork(rank) for rank in range(SIZE)])
@@ -204,15 +320,39 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
 
 def _serve(address: str) -> None:
     torch.set_num_threads(1)
+    with _device() as device:
+        _serve_on(address, device)
+
+
+@contextmanager
+def _device() -> Iterator[torch.device | None]:
+    if os.environ.get("DEVICE") == "cuda":
+        yield torch.device("cuda", 0)
+    elif "DEVICE" in os.environ:
+        sys.path.append(str(Path(__file__).parents[1]))
+        from pretended_gpu import pretended_gpu
+
+        with pretended_gpu() as (device, _):
+            yield device
+    else:
+        yield None
+
+
+def _serve_on(address: str, device: torch.device | None) -> None:
     if "RANK" in os.environ:
         number = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=f"file://{address}.store", rank=number, world_size=SIZE)
-        rank = Rank(number, _connect_sharing if "SHARE_MEMORY" in os.environ else connect_torch)
+        connect: Callable[[Meter], Connect] = connect_torch
+        if "SHARE_MEMORY" in os.environ:
+            connect = _connect_sharing
+        elif os.environ.get("STAGED") == "1":
+            connect = connect_gloo
+        rank = Rank(number, connect, device)
     else:
         from lightning_hiercomm.comm.mpi import connect_mpi, load_mpi
 
         number = load_mpi().COMM_WORLD.Get_rank()
-        rank = Rank(number, lambda meter: connect_mpi(meter, number, SIZE))
+        rank = Rank(number, lambda meter: connect_mpi(meter, number, SIZE), device)
     with Client(address, "AF_UNIX", authkey=os.environ["RANK_KEY"].encode()) as test:
         test.send(number)
         modules: dict[str, Any] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 
+import harness
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,8 +28,18 @@ vectors = st.one_of(
 )
 
 
+on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
+
+def encoded(codec, values):
+    """On the device."""
+    return codec.encode(values.to(harness.place.device)).cpu()
+
+
 def decoded(codec, values):
-    return codec.decode(codec.encode(values), torch.empty_like(values))
+    """On the device."""
+    values = values.to(harness.place.device)
+    return codec.decode(codec.encode(values), torch.empty_like(values)).cpu()
 
 
 def same_bits(a, b):
@@ -44,30 +55,34 @@ def scales_of(codec, payload, numel):
 # ---- exact ----------------------------------------------------------------------------------------------------------
 
 
+@on_both
 def test_eight_bits_are_a_scale_and_codes_rounded_to_even():
     codec = Quantized(8, block=4)
     values = torch.tensor([127.0, -1.0, 0.5, 1.5, -254.0, 3.0])  # scales 1 and 2
-    payload = codec.encode(values)
+    payload = encoded(codec, values)
     assert payload.tolist() == [0x80, 0x3F, 0x00, 0x40, 127, 255, 0, 2, 256 - 127, 2]
     assert decoded(codec, values).tolist() == [127.0, -1.0, 0.0, 2.0, -254.0, 4.0]
 
 
+@on_both
 def test_four_bits_put_a_block_s_halves_into_the_halves_of_bytes():
     codec = Quantized(4, block=4)
     values = torch.tensor([7.0, -7.0, 1.0, 2.5, -14.0, 6.0, 2.0])  # scales 1 and 2; an odd last block
-    payload = codec.encode(values)
+    payload = encoded(codec, values)
     codes = [7 + 16 * 1, -7 + 16 * 2, -7 + 16 * 1, 3]
     assert payload.tolist() == [0x80, 0x3F, 0x00, 0x40, *(code % 256 for code in codes)]
     assert decoded(codec, values).tolist() == [7.0, -7.0, 1.0, 2.0, -14.0, 6.0, 2.0]
 
 
+@on_both
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_byte_left_over_is_zero(bits):
-    payload = torch.full((4,), 255, dtype=torch.uint8)
-    Quantized(bits).encode(torch.ones(1), payload)
+    payload = torch.full((4,), 255, dtype=torch.uint8, device=harness.place.device)
+    Quantized(bits).encode(torch.ones(1, device=harness.place.device), payload)
     assert payload[3] == 0
 
 
+@on_both
 @pytest.mark.parametrize("bits", [8, 4])
 def test_every_code_is_kept(bits):
     top = 127 if bits == 8 else 7
@@ -99,6 +114,7 @@ def quantized_in_plain_python(values, bits, block):
     return result
 
 
+@on_both
 @pytest.mark.parametrize("codec", QUANTIZED, ids=str)
 @given(values=vectors)
 @settings(deadline=None)
@@ -110,16 +126,18 @@ def test_values_decode_to_what_a_loop_over_blocks_makes_of_them(codec, values):
 # ---- whatever the values --------------------------------------------------------------------------------------------
 
 
+@on_both
 @pytest.mark.parametrize("codec", QUANTIZED, ids=str)
 @given(values=vectors)
 @settings(deadline=None)
 def test_no_element_is_off_by_more_than_half_a_scale(codec, values):
     tensor = torch.tensor(values, dtype=torch.float32)
-    payload = codec.encode(tensor)
-    error = codec.decode(payload, torch.empty_like(tensor)).double() - tensor.double()
+    payload = encoded(codec, tensor)
+    error = decoded(codec, tensor).double() - tensor.double()
     assert (error.abs() <= scales_of(codec, payload, len(values)) / 2 * (1 + 1e-5)).all()
 
 
+@on_both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("codec", QUANTIZED, ids=str)
 @given(values=vectors)
@@ -129,42 +147,47 @@ def test_encoding_decoded_values_again_changes_no_bit(codec, dtype, values):
     assert same_bits(decoded(codec, once), once)
 
 
+@on_both
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_any_length_fits_its_payload_and_neither_side_s_neighbours_change(codec, numel):
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    device = harness.place.device
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(device)
     before, room = values.clone(), codec.payload_numel(numel, values.dtype)
-    payloads = torch.full((room + 4,), 7).to(codec.payload_dtype(values.dtype))
+    payloads = torch.full((room + 4,), 7).to(device, codec.payload_dtype(values.dtype))
     payload = codec.encode(values, payloads[2 : room + 2])
     assert payloads[[0, 1, -2, -1]].tolist() == [7] * 4
     assert same_bits(payload, codec.encode(values))
-    outs = torch.full((numel + 2,), 7.0)
+    outs = torch.full((numel + 2,), 7.0, device=device)
     out = codec.decode(payload, outs[1:-1])
     assert outs[[0, -1]].tolist() == [7.0, 7.0]
     torch.testing.assert_close(out, values, rtol=0.01, atol=0.3 if not codec.adds else 0)
     assert same_bits(values, before)
 
 
+@on_both
 @pytest.mark.parametrize("codec", QUANTIZED, ids=str)
 def test_long_tensors_are_encoded_like_their_pieces(codec, monkeypatch):
     values = torch.randn(100 * codec.block + 1, generator=torch.Generator().manual_seed(0))
-    at_once = codec.encode(values)
+    at_once = encoded(codec, values)
     monkeypatch.setattr(codec_module, "_TILE_ON_CPU", 7 * codec.block)
-    assert same_bits(codec.encode(values), at_once)
+    assert same_bits(encoded(codec, values), at_once)
     assert same_bits(decoded(codec, values), torch.cat([decoded(codec, piece) for piece in values.split(codec.block)]))
 
 
+@on_both
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("codec", QUANTIZED, ids=str)
 def test_other_floats_are_quantised_as_float32_ones_and_rounded_back(codec, dtype):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert same_bits(codec.encode(values), codec.encode(values.float()))
+    assert same_bits(encoded(codec, values), encoded(codec, values.float()))
     assert same_bits(decoded(codec, values), decoded(codec, values.float()).to(dtype))
 
 
 # ---- nothing that is not finite vanishes ----------------------------------------------------------------------------
 
 
+@on_both
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 3, 255])
 @pytest.mark.parametrize("bits", [8, 4])
@@ -181,11 +204,13 @@ def test_no_element_of_a_block_with_a_value_that_is_not_finite_decodes_to_a_fini
         values[start : start + 256] = 1.0
 
 
+@on_both
 def test_values_beyond_every_scale_do_not_decode_to_finite_ones():
     values = torch.tensor([1e300, 1.0], dtype=torch.float64)
     assert not decoded(Quantized(8), values).isfinite().any()
 
 
+@on_both
 def test_the_largest_numbers_stay_seen():
     largest = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, 1.0])
     for codec in (Quantized(8), Quantized(4)):
@@ -193,6 +218,7 @@ def test_the_largest_numbers_stay_seen():
         assert (out[:2].abs() > 3.3e38).all()  # or infinite
 
 
+@on_both
 def test_what_float16_cannot_hold_becomes_infinite():
     out = decoded(Cast(torch.float16), torch.tensor([1e5, -1e5, float("nan"), 1.0]))
     assert out[:2].tolist() == [float("inf"), float("-inf")]
@@ -200,12 +226,26 @@ def test_what_float16_cannot_hold_becomes_infinite():
     assert out[3] == 1
 
 
+@on_both
 def test_zeros_and_denormal_numbers_need_no_case_of_their_own():
     smallest = 2.0**-126
     for codec in (Quantized(8), Quantized(4)):
         assert decoded(codec, torch.zeros(300)).tolist() == [0.0] * 300
         assert decoded(codec, torch.full((3,), 1e-45)).tolist() == [0.0] * 3
         assert decoded(codec, torch.tensor([smallest, 0.9 * smallest])).tolist() == [smallest] * 2
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_gpu_encodes_and_decodes_to_the_bits_of_the_cpu(codec, gpu):
+    generator = torch.Generator().manual_seed(0)
+    for numel in LENGTHS:
+        values = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-30, 30, (numel,), generator=generator)
+        if numel > 2:
+            values[:: max(1, numel // 3)] = float("inf")
+        payload = codec.encode(values)
+        assert same_bits(encoded(codec, values), payload)
+        on_cpu = codec.decode(payload, torch.empty_like(values))
+        assert torch.equal(decoded(codec, values).nan_to_num(), on_cpu.nan_to_num())  # a NaN's bits are nobody's
 
 
 # ---- sizes, names, checks -------------------------------------------------------------------------------------------
@@ -219,12 +259,14 @@ def test_payloads_are_within_two_per_cent_of_a_fraction_of_float32(codec, share,
     assert 1 <= codec.payload_bytes(numel, torch.float32) / (4 * numel * share) < 1.02
 
 
+@on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("numel", [0, 5, 257])
 def test_the_bytes_of_a_payload_are_those_that_are_told(codec, dtype, numel):
     values = torch.ones(numel, dtype=dtype)
-    payload = codec.encode(values)
+    payload = codec.encode(values.to(harness.place.device))
+    assert payload.device == harness.place.device
     assert payload.is_contiguous()
     assert payload.dim() == 1
     assert payload.dtype == codec.payload_dtype(dtype)

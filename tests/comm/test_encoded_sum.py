@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import harness
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 
 CODECS = [Quantized(8), Quantized(4), Quantized(8, block=4), Cast(torch.bfloat16), Cast(torch.float16), AsIs()]
 MEMBERS = [2, 3, 4, 5]
+on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
 def on_members(members, codec, work):
@@ -24,9 +26,10 @@ def on_members(members, codec, work):
         meter = Meter()
         connect = world.connect(rank, meter)
         group = [range(members)]
-        return work(rank, EncodedSum(codec, connect(group, "inter"), connect(group, "inter")), meter)
+        with harness.place.rank():
+            return work(rank, EncodedSum(codec, connect(group, "inter"), connect(group, "inter")), meter)
 
-    return ThreadWorld(members).run(on_rank)
+    return harness.on_cpu(ThreadWorld(members).run(on_rank))
 
 
 def values_of(rank, numel, dtype=torch.float32, round_=0):
@@ -34,6 +37,11 @@ def values_of(rank, numel, dtype=torch.float32, round_=0):
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
     sizes = 10.0 ** torch.randint(-6, 3, (numel,), generator=generator)
     return (torch.randn(numel, generator=generator) * sizes).to(dtype)
+
+
+def values_here(rank, numel, dtype=torch.float32, round_=0):
+    """The same, where ranks compute."""
+    return values_of(rank, numel, dtype, round_).to(harness.place.device)
 
 
 def decoded(codec, values):
@@ -75,13 +83,14 @@ def plainly(codec, everyones, kept_back=None, kept_back_of_sums=None):
 # ---- what arrives ---------------------------------------------------------------------------------------------------
 
 
+@on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
 def test_everyone_gets_the_bits_that_a_plain_calculation_gives(members, codec):
     lengths = [1, 2, 3, 5, 7, 255, 256, 257, 1000, 64 * 4 * members + 1, 5000]
 
     def work(rank, encoded_sum, meter):
-        parts = [values_of(rank, numel) for numel in lengths]
+        parts = [values_here(rank, numel) for numel in lengths]
         for part in parts:
             encoded_sum.launch(part)()
         return parts
@@ -92,14 +101,15 @@ def test_everyone_gets_the_bits_that_a_plain_calculation_gives(members, codec):
             assert same_bits(part, expected), part.numel()
 
 
+@on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
 def test_with_feedback_every_round_s_bits_are_those_of_a_plain_calculation(members, codec):
     numel, rounds = 1003, 4
 
     def work(rank, encoded_sum, meter):
-        feedback = encoded_sum.feedback(torch.empty(numel))
-        parts = [values_of(rank, numel, round_=i) for i in range(rounds)]
+        feedback = encoded_sum.feedback(torch.empty(numel, device=harness.place.device))
+        parts = [values_here(rank, numel, round_=i) for i in range(rounds)]
         for part in parts:
             encoded_sum.launch(part, feedback)()
         return parts
@@ -112,13 +122,14 @@ def test_with_feedback_every_round_s_bits_are_those_of_a_plain_calculation(membe
             assert same_bits(part, expected), i
 
 
+@on_both
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("members", MEMBERS)
 def test_a_sum_is_within_half_of_every_scale_of_the_exact_one(members, bits):
     top = 127 if bits == 8 else 7
 
     def work(rank, encoded_sum, meter):
-        part = torch.randn(100_000, generator=torch.Generator().manual_seed(rank))
+        part = torch.randn(100_000, generator=torch.Generator().manual_seed(rank)).to(harness.place.device)
         before = part.clone()
         encoded_sum.launch(part)()
         return before, part
@@ -130,10 +141,11 @@ def test_a_sum_is_within_half_of_every_scale_of_the_exact_one(members, bits):
     assert (results[0][1] - exact).abs().max() <= 1.005 / 2 * sum(scales)  # a scale is rounded itself
 
 
+@on_both
 @pytest.mark.parametrize("members", MEMBERS)
 def test_bfloat16_payloads_are_summed_in_float32(members):
     def work(rank, encoded_sum, meter):
-        part = torch.tensor([1.0 if rank == 0 else 2.0**-8] * 6)
+        part = torch.tensor([1.0 if rank == 0 else 2.0**-8] * 6).to(harness.place.device)
         encoded_sum.launch(part)()
         return part.tolist()
 
@@ -142,6 +154,7 @@ def test_bfloat16_payloads_are_summed_in_float32(members):
     assert on_members(members, Cast(torch.bfloat16), work) == [[expected] * 6] * members
 
 
+@on_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("codec", [Quantized(8), AsIs()], ids=str)
 @pytest.mark.parametrize("members", [2, 4])
@@ -149,7 +162,7 @@ def test_parts_of_other_floats_are_summed_in_float32_or_wider_and_rounded_once(m
     wide = torch.promote_types(dtype, torch.float32)
 
     def work(rank, encoded_sum, meter):
-        part = values_of(rank, 3000, dtype)
+        part = values_here(rank, 3000, dtype)
         feedback = encoded_sum.feedback(part)
         assert feedback.sender.dtype == feedback.reducer.dtype == wide
         encoded_sum.launch(part, feedback)()
@@ -159,11 +172,12 @@ def test_parts_of_other_floats_are_summed_in_float32_or_wider_and_rounded_once(m
     assert all(same_bits(part, expected) for part in on_members(members, codec, work))
 
 
+@on_both
 @pytest.mark.parametrize("codec", [AsIs(), Cast(torch.bfloat16), Quantized(8)], ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
 def test_everyone_has_the_same_bits_even_of_sums_of_different_nans(members, codec):
     def work(rank, encoded_sum, meter):
-        bits = torch.full((100,), 0x7FC00000 + (rank << 16), dtype=torch.int32)
+        bits = torch.full((100,), 0x7FC00000 + (rank << 16), dtype=torch.int32, device=harness.place.device)
         part = bits.view(torch.float32) * (-1 if rank % 2 else 1)
         encoded_sum.launch(part)()
         assert part.isnan().all()
@@ -173,11 +187,12 @@ def test_everyone_has_the_same_bits_even_of_sums_of_different_nans(members, code
     assert all(same_bits(other, first) for other in others)
 
 
+@on_both
 @pytest.mark.parametrize("members", [2, 4])
 def test_the_sum_does_not_depend_on_who_comes_first(members):
     def work(rank, encoded_sum, meter, late=0):
         time.sleep(0.02 * ((rank + late) % members))
-        part = values_of(rank, 1000)
+        part = values_here(rank, 1000)
         complete = encoded_sum.launch(part)
         time.sleep(0.02 * ((rank + 2 * late + 1) % members))
         complete()
@@ -189,9 +204,10 @@ def test_the_sum_does_not_depend_on_who_comes_first(members):
     assert all(same_bits(part, runs[0][0]) for run in runs for part in run)
 
 
+@on_both
 def test_alone_nothing_moves_and_nothing_changes():
     def work(rank, encoded_sum, meter):
-        part = values_of(rank, 300)
+        part = values_here(rank, 300)
         before, feedback = part.clone(), encoded_sum.feedback(part)
         encoded_sum.launch(part, feedback)()
         assert same_bits(part, before)
@@ -201,20 +217,22 @@ def test_alone_nothing_moves_and_nothing_changes():
     on_members(1, Quantized(4), work)
 
 
+@on_both
 @pytest.mark.parametrize("members", MEMBERS)
 def test_a_part_without_elements_sums_to_one(members):
     def work(rank, encoded_sum, meter):
-        part = torch.empty(0)
+        part = torch.empty(0, device=harness.place.device)
         encoded_sum.launch(part, encoded_sum.feedback(part))()
 
     on_members(members, Quantized(8), work)
 
 
+@on_both
 @pytest.mark.parametrize("members", [2, 4])
 def test_parts_are_completed_in_the_background_while_others_are_launched(members):
     def work(rank, encoded_sum, meter):
-        background = Background(torch.device("cpu"), meter)
-        parts = [values_of(rank, 500 * i) for i in range(1, 8)]
+        background = Background(harness.place.device, meter)
+        parts = [values_here(rank, 500 * i) for i in range(1, 8)]
         feedback = [encoded_sum.feedback(part) for part in parts]
         handles = [background.submit(encoded_sum.launch(*pair)) for pair in zip(parts, feedback, strict=True)]
         for handle in handles:
@@ -234,13 +252,14 @@ def test_parts_are_completed_in_the_background_while_others_are_launched(members
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
+@on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
 def test_every_member_sends_what_an_all_reduce_of_the_payload_would(members, codec):
     numel = members * 64 * 256
 
     def work(rank, encoded_sum, meter):
-        part = values_of(rank, numel)
+        part = values_here(rank, numel)
         encoded_sum.launch(part, encoded_sum.feedback(part))()
         return meter.bytes["inter"]
 
@@ -248,13 +267,14 @@ def test_every_member_sends_what_an_all_reduce_of_the_payload_would(members, cod
     assert on_members(members, codec, work) == pytest.approx([expected] * members, rel=1e-12)
 
 
+@on_both
 @pytest.mark.parametrize(("bits", "share"), [(8, 1 / 4), (4, 1 / 8)])
 @pytest.mark.parametrize("members", MEMBERS)
 def test_quantised_sums_send_within_two_per_cent_of_a_fraction_of_float32(members, bits, share):
     numel = 300_007
 
     def work(rank, encoded_sum, meter):
-        encoded_sum.launch(values_of(rank, numel))()
+        encoded_sum.launch(values_here(rank, numel))()
         return meter.bytes["inter"]
 
     for sent in on_members(members, Quantized(bits), work):
@@ -264,14 +284,19 @@ def test_quantised_sums_send_within_two_per_cent_of_a_fraction_of_float32(member
 # ---- feedback -------------------------------------------------------------------------------------------------------
 
 
+@on_both
 @pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
 def test_the_running_mean_of_what_arrives_tends_to_what_is_sent(members, codec):
     rounds, numel = 64, 700
 
     def work(rank, encoded_sum, meter):
-        value = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-        feedback, total, errors = encoded_sum.feedback(value), torch.zeros(numel, dtype=torch.float64), []
+        value = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(harness.place.device)
+        feedback, total, errors = (
+            encoded_sum.feedback(value),
+            torch.zeros(numel, dtype=torch.float64, device=harness.place.device),
+            [],
+        )
         for n in range(1, rounds + 1):
             part = value.clone()
             encoded_sum.launch(part, feedback)()
@@ -290,13 +315,17 @@ def test_the_running_mean_of_what_arrives_tends_to_what_is_sent(members, codec):
     assert (results[0][1][0] - exact).abs().max() > 2 * bound / rounds  # the first alone is not that close
 
 
+@on_both
 @pytest.mark.parametrize("members", [2, 3])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.float16)], ids=str)
 def test_what_is_not_finite_reaches_everyone_and_does_not_stay(codec, bad, members):
     def work(rank, encoded_sum, meter):
-        feedback = encoded_sum.feedback(torch.empty(1000))
-        parts = [torch.full((1000,), 1.0), torch.full((1000,), 1.0)]
+        feedback = encoded_sum.feedback(torch.empty(1000, device=harness.place.device))
+        parts = [
+            torch.full((1000,), 1.0, device=harness.place.device),
+            torch.full((1000,), 1.0, device=harness.place.device),
+        ]
         if rank == members - 1:
             parts[0][700] = bad
         for part in parts:
@@ -311,22 +340,23 @@ def test_what_is_not_finite_reaches_everyone_and_does_not_stay(codec, bad, membe
         torch.testing.assert_close(second, torch.full((1000,), float(members)), rtol=0.02, atol=0)
 
 
+@on_both
 @pytest.mark.parametrize("members", MEMBERS)
 def test_a_restored_feedback_goes_on_bit_by_bit(members):
     def work(rank, encoded_sum, meter):
-        feedback = encoded_sum.feedback(torch.empty(1003))
+        feedback = encoded_sum.feedback(torch.empty(1003, device=harness.place.device))
         for i in range(3):
-            encoded_sum.launch(values_of(rank, 1003, round_=i), feedback)()
+            encoded_sum.launch(values_here(rank, 1003, round_=i), feedback)()
         state = feedback.state_dict()
         copies = {name: tensor.clone() for name, tensor in state.items()}
-        part = values_of(rank, 1003, round_=3)
+        part = values_here(rank, 1003, round_=3)
         encoded_sum.launch(part, feedback)()
         assert all(same_bits(state[name], copies[name]) for name in copies)
-        restored = encoded_sum.feedback(torch.empty(1003))
+        restored = encoded_sum.feedback(torch.empty(1003, device=harness.place.device))
         restored.load_state_dict(state)
-        again = values_of(rank, 1003, round_=3)
+        again = values_here(rank, 1003, round_=3)
         encoded_sum.launch(again, restored)()
-        fresh = values_of(rank, 1003, round_=3)
+        fresh = values_here(rank, 1003, round_=3)
         encoded_sum.launch(fresh, encoded_sum.feedback(fresh))()
         assert same_bits(again, part)
         assert same_bits(restored.sender, feedback.sender)
@@ -336,13 +366,16 @@ def test_a_restored_feedback_goes_on_bit_by_bit(members):
     on_members(members, Quantized(4), work)
 
 
+@on_both
 def test_a_feedback_of_another_part_is_refused():
     def work(rank, encoded_sum, meter):
-        state = encoded_sum.feedback(torch.empty(12)).state_dict()
+        state = encoded_sum.feedback(torch.empty(12, device=harness.place.device)).state_dict()
         with pytest.raises(ValueError, match="saved sender's feedback has 12 elements, this one 1:"):
-            encoded_sum.feedback(torch.empty(1)).load_state_dict(state)
+            encoded_sum.feedback(torch.empty(1, device=harness.place.device)).load_state_dict(state)
         with pytest.raises(ValueError, match="saved reducer's feedback has 1 elements, this one 4:"):
-            encoded_sum.feedback(torch.empty(12)).load_state_dict({**state, "reducer": torch.zeros(1)})
+            encoded_sum.feedback(torch.empty(12, device=harness.place.device)).load_state_dict(
+                {**state, "reducer": torch.zeros(1)}
+            )
 
     on_members(3, Quantized(8), work)
 

@@ -11,6 +11,8 @@ from harness import on_nodes
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import DASO, PeriodicAveraging
 
+on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(1),
     "daso, blocking": lambda: DASO(warmup_epochs=1),
@@ -34,6 +36,7 @@ def after_steps_down(scheme, wire, nodes=((0, 1), (2, 3)), steps=100, step_size=
     return on_nodes(work, scheme(), nodes, shapes={"x": 3}, start=1.0, inner=inner, wire=wire, epochs=10)
 
 
+@on_both
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_a_hundred_small_steps_from_one_arrive_through_a_narrow_wire(name, dtype, unit):
@@ -46,12 +49,14 @@ def test_a_hundred_small_steps_from_one_arrive_through_a_narrow_wire(name, dtype
         torch.testing.assert_close(x, torch.full((3,), end), rtol=0, atol=0.1 * unit)
 
 
+@on_both
 @pytest.mark.parametrize("scheme", ["periodic", "daso, blocking"])
 def test_the_parameters_themselves_stall_on_a_narrow_wire_which_is_why_they_are_not_sent(scheme):
     for x, _ in after_steps_down(SCHEMES[scheme], Wire(torch.bfloat16, raw=True)):
         assert x.tolist() == [1.0] * 3
 
 
+@on_both
 @pytest.mark.parametrize("wire", [None, Wire(), Wire(torch.float32)])
 def test_a_wire_as_wide_as_the_parameters_changes_nothing(wire):
     expected = torch.ones(3)
@@ -61,6 +66,7 @@ def test_a_wire_as_wide_as_the_parameters_changes_nothing(wire):
         assert torch.equal(x, expected)
 
 
+@on_both
 def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
     full, narrow = (after_steps_down(SCHEMES["periodic"], wire)[0][1] for wire in (None, Wire(torch.bfloat16)))
     padded = 4  # three elements, padded for the two ranks of a node, half of them on each
@@ -69,6 +75,7 @@ def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
     assert narrow == 100 * padded / 2 * 2 + check
 
 
+@on_both
 def test_nodes_of_unequal_weight_mean_through_a_narrow_wire_what_they_mean_through_a_wide_one():
     def work(rank):
         with torch.no_grad():

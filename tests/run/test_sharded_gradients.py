@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import on_ranks, place
 from torch import Tensor, nn
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.schemes.gradients import NodesMean
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
 class Recording(NodesMean):
@@ -32,7 +34,7 @@ def on_two_nodes(work: Callable[[nn.Sequential, ShardedGradients, list[str]], An
     """``work(layers, gradients, said)`` on two nodes of one rank: three layers of one weight, each a bucket."""
 
     def body(topology: Topology) -> Any:
-        layers = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
+        layers = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3))).to(place.device)
         said: list[str] = []
         for index, layer in enumerate(layers):
             nn.init.ones_(layer.weight)
@@ -49,14 +51,14 @@ def on_two_nodes(work: Callable[[nn.Sequential, ShardedGradients, list[str]], An
 def backward(layers: nn.Module, gradients: ShardedGradients, x: float) -> list[float | None]:
     layers.zero_grad()
     with gradients.backward():
-        layers(torch.tensor([[x]])).sum().backward()
+        layers(torch.tensor([[x]], device=place.device)).sum().backward()
     return [None if p.grad is None else p.grad.item() for p in layers.parameters()]
 
 
 def backward_several(times: int, layers: nn.Module, gradients: ShardedGradients) -> None:
     with gradients.backward():
         for _ in range(times):
-            layers(torch.tensor([[2.0]])).sum().backward()
+            layers(torch.tensor([[2.0]], device=place.device)).sum().backward()
 
 
 def own(gradients: ShardedGradients) -> float:

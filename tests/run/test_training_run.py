@@ -7,13 +7,15 @@ from typing import TypeVar
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import on_ranks, place
 from torch import nn
 
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ def on_two_nodes(scheme: Callable[[], Scheme], work: Callable[[TrainingRun], T])
     """``work(run)`` on two nodes of one rank, with a run that has begun."""
 
     def body(topology: Topology) -> T:
-        module = Pair()
+        module = Pair().to(place.device)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
         run = TrainingRun(scheme(), Replicas(module, optimizers), topology)
         try:
@@ -101,7 +103,7 @@ def test_nodes_begin_anew_from_their_agreement_when_parameters_are_added(scheme)
         add(run, 0, run.topology.rank + 1.0)
         own = run.schemes[0]
         threads = list(own._backgrounds)
-        extra = nn.Parameter(torch.zeros(1))
+        extra = nn.Parameter(torch.zeros(1, device=place.device))
         run.module.register_parameter("extra", extra)
         run.optimizers[0].add_param_group({"params": [extra]})
         add(run, 0, 0.0)
@@ -148,7 +150,7 @@ def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
 
 def test_every_rank_starts_from_the_values_of_rank_zero():
     def work(topology: Topology) -> list[float]:
-        module = nn.BatchNorm1d(1)
+        module = nn.BatchNorm1d(1).to(place.device)
         for tensor in (module.weight, module.running_mean):
             nn.init.constant_(tensor, float(topology.rank + 1))
         broadcast_values([*module.parameters(), *module.buffers()], topology.world)

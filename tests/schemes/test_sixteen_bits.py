@@ -7,13 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from harness import on_nodes, on_ranks
+from harness import on_nodes, on_ranks, place
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Agreement, DirectedExponential, Full, RandomPermutation, Ring
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 TYPES = [torch.bfloat16, torch.float16]
 NODES = {
@@ -57,14 +59,14 @@ def bits(values):
 
 
 @pytest.mark.parametrize(
-    ("place", "dtype"), [*((place, torch.bfloat16) for place in NODES), ("3 nodes", torch.float16)], ids=str
+    ("nodes_of", "dtype"), [*((nodes_of, torch.bfloat16) for nodes_of in NODES), ("3 nodes", torch.float16)], ids=str
 )
 @pytest.mark.parametrize("name", SCHEMES)
-def test_agreements_of_equal_replicas_change_no_bit(name, place, dtype):
+def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
     values = numbers(dtype)
 
     def work(rank):
-        torch.nn.utils.vector_to_parameters(values, rank.parameters)
+        torch.nn.utils.vector_to_parameters(values.to(place.device), rank.parameters)
         rank.scheme.follow(rank.scheme.replica)
         for _ in range(4):
             rank.train(0.0)
@@ -73,7 +75,7 @@ def test_agreements_of_equal_replicas_change_no_bit(name, place, dtype):
         return look, rank.values
 
     arguments = {"shapes": [(150,), (7, 5)], "dtype": dtype, "bucket_bytes": 128, "epochs": 1, "timeout": 10.0}
-    for look, end in on_nodes(work, SCHEMES[name], NODES[place], **arguments):
+    for look, end in on_nodes(work, SCHEMES[name], NODES[nodes_of], **arguments):
         assert torch.equal(bits(look), bits(values))
         assert torch.equal(bits(end), bits(values))
 
@@ -89,16 +91,16 @@ def is_nearest(found, exact, slack=2**-20):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("wire", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [Average, RotatingAverage])
-@pytest.mark.parametrize("place", [place for place in NODES if place != "one node of 3"])
-def test_a_mean_is_that_in_float64_rounded_once(place, kind, wire, dtype):
-    nodes = NODES[place]
+@pytest.mark.parametrize("nodes_of", [nodes_of for nodes_of in NODES if nodes_of != "one node of 3"])
+def test_a_mean_is_that_in_float64_rounded_once(nodes_of, kind, wire, dtype):
+    nodes = NODES[nodes_of]
     size = sum(map(len, nodes))
     weights = [1.0 + rank % 3 for rank in range(size)]
     of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
     of_rank = [numbers(dtype, seed=of[rank]) for rank in range(size)]
 
     def work(topology):
-        own = of_rank[topology.rank].clone()
+        own = of_rank[topology.rank].to(place.device, copy=True)
         kind(Replica([own], bucket_bytes=128), topology, Wire.named(wire))(3)
         return own
 
@@ -109,9 +111,9 @@ def test_a_mean_is_that_in_float64_rounded_once(place, kind, wire, dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("place", NODES)
-def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_between_them(place, dtype):
-    nodes = NODES[place]
+@pytest.mark.parametrize("nodes_of", NODES)
+def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_between_them(nodes_of, dtype):
+    nodes = NODES[nodes_of]
     size = sum(map(len, nodes))
     weights = [1.0 + rank % 3 for rank in range(size)]
     of_rank = [numbers(dtype, seed=rank) for rank in range(size)]
@@ -120,7 +122,7 @@ def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_betwee
         return sum(weight * value.double() for weight, value in zip(by, values, strict=True)) / sum(by)
 
     def work(topology):
-        own = of_rank[topology.rank].clone()
+        own = of_rank[topology.rank].to(place.device, copy=True)
         Average(Replica([own], bucket_bytes=128, equal_in_node=False), topology)(3)
         return own
 
@@ -151,7 +153,7 @@ def test_it_costs_as_many_bytes_as_an_all_reduce(count, beside):
 
 def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_gathering():
     def work(topology):
-        own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16)
+        own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16, device=place.device)
         Average(Replica([own], bucket_bytes=2**20, equal_in_node=False), topology)(3)
         assert own.tolist() == [3.0] * 420
         return topology.meter.snapshot()["intra_bytes"]
@@ -160,16 +162,16 @@ def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_
     assert on_ranks(work, ((0, 1, 2), (4, 3, 5), (6,))) == [*[840.0] * 6, 0.0]
 
 
-@pytest.mark.parametrize("place", ["3 nodes", "7 nodes", "3+1"])
+@pytest.mark.parametrize("nodes_of", ["3 nodes", "7 nodes", "3+1"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, place):
+def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, nodes_of):
     before, after = numbers(dtype, 300, seed=1), numbers(dtype, 300, seed=2)
 
     def work(rank):
-        torch.nn.utils.vector_to_parameters(before, rank.parameters)
+        torch.nn.utils.vector_to_parameters(before.to(place.device), rank.parameters)
         rank.scheme.follow(rank.scheme.replica)
         rank.train(0.0)
-        torch.nn.utils.vector_to_parameters(after, rank.parameters)
+        torch.nn.utils.vector_to_parameters(after.to(place.device), rank.parameters)
         rank.train(0.0)
         return rank.values
 
@@ -178,7 +180,7 @@ def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, place):
     expected.grad = -(after - before)
     outer.step()
     scheme = DiLoCo(2, partial(torch.optim.SGD, lr=0.5, momentum=0.5))
-    for found in on_nodes(work, scheme, NODES[place], shapes=[(300,)], dtype=dtype):
+    for found in on_nodes(work, scheme, NODES[nodes_of], shapes=[(300,)], dtype=dtype):
         assert torch.equal(bits(found), bits(expected.detach()))
 
 
@@ -186,7 +188,7 @@ def test_parameters_of_16_bits_that_are_thawed_agree_beside_training():
     values = numbers(torch.bfloat16, 400)
 
     def work(rank):
-        short = torch.nn.Parameter(values.clone())
+        short = torch.nn.Parameter(values.to(place.device, copy=True))
         rank.module["thawed"] = short
         rank.scheme.follow(rank.replica())
         for _ in range(8):

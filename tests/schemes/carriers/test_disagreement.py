@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from harness import place
 
 from lightning_hiercomm.schemes import (
     DASO,
@@ -18,6 +19,8 @@ from lightning_hiercomm.schemes import (
     StepsDelay,
 )
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 SHAPES = {"a": 700, "b": 500, "c": 1100}
 CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0}
@@ -112,7 +115,7 @@ def test_before_nodes_have_agreed_nobody_knows(on_nodes, scheme):
 
 @pytest.mark.parametrize("lengths", [[10], [4096, 1, 4095], [1, 5000, 2, 9999], [3] * 5000])
 def test_samples_of_parts_are_the_sample_of_the_whole(lengths):
-    whole = torch.arange(float(sum(lengths)))
+    whole = torch.arange(float(sum(lengths)), device=place.device)
     begins = [sum(lengths[:place]) for place in range(len(lengths))]
     parts = [sample(part, begin, len(whole)) for part, begin in zip(whole.split(lengths), begins, strict=True)]
     assert torch.equal(torch.cat(parts), sample(whole))
@@ -123,8 +126,8 @@ def test_a_sample_is_small_and_evenly_spaced():
     assert sample(torch.arange(2.0**20)).numel() == 4096
     assert sample(torch.empty(0)).numel() == 0
     one = Disagreement()
-    one.compare(0, torch.tensor([3.0]), torch.tensor([4.0]))
-    one.compare(1, torch.empty(0), torch.empty(0))
+    one.compare(0, *(torch.tensor([value], device=place.device) for value in (3.0, 4.0)))
+    one.compare(1, *(torch.empty(0, device=place.device) for _ in range(2)))
     assert one.relative() == 0.25
     one.forget()
     assert one.relative() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import on_ranks, place
 
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
@@ -12,12 +12,14 @@ from lightning_hiercomm.nodes.bucket import Share
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.carriers.mean import Average
 
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
 
 def agree(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes=8):
     """Average ``numel`` elements that all are the rank; returns every rank's result, or its error's message."""
 
     def work(topology):
-        x = torch.full((numel,), float(topology.node), dtype=dtype)
+        x = torch.full((numel,), float(topology.node), dtype=dtype, device=place.device)
         try:
             Average(Replica([x], bucket_bytes=bucket_bytes), topology, wire)(steps[topology.rank])
         except CommunicationError as error:
@@ -67,7 +69,7 @@ def test_the_step_costs_no_message_of_its_own_between_nodes_of_one_lane():
 def test_parts_that_ranks_hold_alone_are_averaged_with_the_same_parts_of_other_nodes(wire):
     def work(topology):
         rank = topology.rank
-        own, everywhere, statistics = torch.zeros(3), torch.zeros(5), torch.zeros(2)
+        own, everywhere, statistics = (torch.zeros(numel, device=place.device) for numel in (3, 5, 2))
         shares = {id(own): Share("rank", 6, 3 * (rank % 2))}
         average = Average(Replica([own, everywhere], [statistics], shares=shares), topology, wire)
         own += rank

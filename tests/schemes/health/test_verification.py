@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Rank, on_nodes, on_ranks, run_to_end
+from harness import Rank, on_nodes, on_ranks, place, run_to_end
 
 from lightning_hiercomm.nodes.bucket import Share
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, first_difference, print_of
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 PAIRS = ((0, 1), (2, 3))
 SHAPES = {"a": 3, "b": (2, 2), "c": 2}
@@ -79,7 +81,8 @@ def test_only_ranks_that_should_hold_the_same_are_compared():
     """As in a sharded model: the first parameter is a shard of its own on every rank, the second is whole on both."""
 
     def work(topology):
-        shard, whole = torch.full((3,), float(topology.rank)), torch.ones(2)
+        shard = torch.full((3,), float(topology.rank), device=place.device)
+        whole = torch.ones(2, device=place.device)
         replica = Replica([shard, whole], named=[("whole", whole)], shares={id(shard): Share("rank", 6, 0)})
         alike = first_difference(replica, topology)
         whole[0] += topology.rank == 2
@@ -94,7 +97,7 @@ def test_only_ranks_that_should_hold_the_same_are_compared():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("numel", [1, 2, 7, 4097])
 def test_a_print_depends_on_every_bit(numel, dtype):
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(place.device, dtype)
     before = int(print_of(values))
     assert int(print_of(values.clone())) == before
     for element in {0, numel // 2, numel - 1}:
@@ -105,9 +108,9 @@ def test_a_print_depends_on_every_bit(numel, dtype):
 
 
 def test_prints_of_views_and_of_other_memory_formats():
-    whole = torch.arange(8.0)
+    whole = torch.arange(8.0, device=place.device)
     assert int(print_of(whole[1:4])) == int(print_of(whole[1:4].clone()))
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    image = torch.randn(2, 3, 4, 5).to(place.device, memory_format=torch.channels_last)
     assert int(print_of(image)) == int(print_of(image.clone()))
-    assert int(print_of(torch.empty(0))) == 0
-    assert int(print_of(torch.tensor(1.0))) != 0
+    assert int(print_of(torch.empty(0, device=place.device))) == 0
+    assert int(print_of(torch.tensor(1.0, device=place.device))) != 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, on_nodes, steps
+from harness import Rank, on_nodes, place, steps
 from problems import train_with_momentum as train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import StepsDelay
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
@@ -213,7 +215,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
 
     def resumed(run: Rank) -> list[float]:
         with torch.no_grad():
-            flat = torch.tensor(saved["values"], dtype=torch.float64)
+            flat = torch.tensor(saved["values"], dtype=torch.float64).to(place.device)
             for p, values in zip(run.parameters, flat.split([12, 7]), strict=True):
                 p.copy_(values.view(p.shape))
         run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
@@ -317,7 +319,7 @@ def test_parameters_that_join_later_leave_the_others_state_alone():
     def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
         steps(4)(run)
         run.scheme.agree()
-        run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=place.device))
         run.target = torch.cat([run.target, torch.zeros(3, dtype=torch.float64)])
         run.optimizer.add_param_group({"params": [run.module["late"]]})
         run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
