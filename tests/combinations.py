@@ -383,7 +383,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
 
 
 def _goes_together(c: Combination) -> bool:
-    """Whether no stated rule forbids it, and no known defect is in it that others are mending."""
+    """Whether no stated rule forbids it."""
     if c.scheme == "steps_delay" and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"):
         return False  # refused: GLU needs SGD
     if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
@@ -396,14 +396,14 @@ def _goes_together(c: Combination) -> bool:
         return False
     if c.sick is not None and c.policy == "ignore":
         return False  # then a NaN reaches everybody
-    return all(not is_off(c) for is_off in OFF)
-
-
-OFF: list[Callable[[Combination], bool]] = [
-    # Adam's number of steps is kept by tensor, and not by part of one
-    lambda c: "adam" in dict(c.arguments).values() and not (c.thaw is c.freeze is None),
-]
-"""What is known to be wrong and not mended yet."""
+    parts = c.argument("what", c.argument("fragments"))
+    if isinstance(parts, int) and c.dtype in _DTYPES and c.argument("staleness"):
+        most = parts + len(set(_DTYPES[c.dtype])) - 1  # one more for each further type
+        period = c.argument("sync_every") or c.argument("when")[1]
+        staggered = c.scheme == "diloco" or c.argument("when")[0] == "staggered"
+        if staggered and c.argument("staleness") > Staggered(period).longest_staleness(most):
+            return False  # refused: one exchange is in flight at a time
+    return True
 
 
 # ---- running it ------------------------------------------------------------------------------------------------------
@@ -722,40 +722,49 @@ class Averaging(Reference):
         self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors]]] = []
         if not hasattr(self, "period"):
             self.period, self.best, self.bad, self.outer_factor = self.when[1], math.inf, 0, 1.0
+            self.outer: dict[int, dict[str, Tensor]] = {}  # what outer optimizers know, of all elements
         elif c.scheme == "daso":
             self.staleness = self.stale_now
         self.stale_now = self.staleness
         self.anchors: dict[int, list[Tensor]] = {}
-        self.outer_before, self.parts_before = getattr(self, "outer", {}), getattr(self, "parts_now", [])
-        self.parts_now = self.parts
-        self.outer: dict[int, list[Optimizer]] = {}
+        places = dict(
+            zip(
+                self.shapes,
+                torch.arange(sum(map(math.prod, self.shapes.values()))).split(
+                    [math.prod(shape) for shape in self.shapes.values()]
+                ),
+                strict=True,
+            )
+        )
+        self.places = torch.cat([places[name] for name in self.names])
         if self.merge in _OUTER:
-            known = self.momentum
-            by_graph = self.through in _GRAPHS
-            for node in range(len(self.nodes) if by_graph else 1):
+            for node in range(len(self.nodes) if self.through in _GRAPHS else 1):
                 x = self.x[self.nodes[node][0]]
                 self.anchors[node] = [x[part].clone() for part in self.parts]
-                self.outer[node] = [_OUTER[self.merge]([anchor]) for anchor in self.anchors[node]]
-                if node in known:
-                    momentum = torch.cat([known[node][name] for name in self.names])
-                    for part, anchor, outer in zip(self.parts, self.anchors[node], self.outer[node], strict=True):
-                        outer.state[anchor]["momentum_buffer"] = momentum[part].clone()
-            self.names_before = list(self.names)
+                for of_all in self.outer.setdefault(node, {}).values():  # what is not trained is forgotten
+                    kept = of_all[self.places].clone()
+                    of_all.zero_()[self.places] = kept
 
-    @property
-    def momentum(self) -> dict[int, dict[str, Tensor]]:
-        """That of the outer optimizers so far, by node and parameter; what is new has none."""
-        known: dict[int, dict[str, Tensor]] = {}
-        for node, optimizers in getattr(self, "outer_before", {}).items():
-            held = [o.state.get(o.param_groups[0]["params"][0], {}).get("momentum_buffer") for o in optimizers]
-            if any(flat is not None for flat in held):
-                flat = torch.zeros(sum(map(len, self.parts_before)), dtype=torch.float64)
-                for part, momentum in zip(self.parts_before, held, strict=True):
-                    flat[part] = 0.0 if momentum is None else momentum
-                parts = flat.split([math.prod(self.shapes[name]) for name in self.names_before])
-                zeros = {name: torch.zeros(math.prod(shape)).double() for name, shape in self.shapes.items()}
-                known[node] = {**zeros, **dict(zip(self.names_before, parts, strict=True))}
-        return known
+    def outer_step(self, node: int, part: int, gradient: Tensor) -> None:
+        """Move a node's last agreed values, each element for itself."""
+        places, anchor = self.places[self.parts[part]], self.anchors[node][part]
+        held = self.outer[node]
+
+        def new(name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
+            of_all = held.setdefault(name, torch.zeros(sum(map(math.prod, self.shapes.values()))).double())
+            of_all[places] = of(of_all[places])
+            return of_all[places]
+
+        if self.merge == "adam":
+            t = new("steps", lambda steps: steps + 1)
+            first = new("first", lambda moment: 0.9 * moment + 0.1 * gradient) / (1 - 0.9**t)
+            second = new("second", lambda moment: 0.999 * moment + 0.001 * gradient**2) / (1 - 0.999**t)
+            anchor -= self.outer_factor * 0.1 * first / (second.sqrt() + 0.1)
+            return
+        rate, momentum = {"nesterov": (0.7, 0.9), "sgd": (1.0, 0.0), "momentum": (0.5, 0.5)}[self.merge]
+        buffer = new("buffer", lambda buffer: momentum * buffer + gradient)
+        direction = gradient + momentum * buffer if self.merge == "nesterov" else buffer
+        anchor -= self.outer_factor * rate * direction
 
     def due(self, step: int, in_epoch: int) -> list[int]:
         """The parts on which nodes agree after a step."""
@@ -787,12 +796,8 @@ class Averaging(Reference):
         for node, mean in means.items():
             key = node if self.through in _GRAPHS else 0
             if key not in new:
-                anchor = self.anchors[key][part]
-                anchor.grad = anchor - mean
-                for group in self.outer[key][part].param_groups:
-                    group["lr"] = group.setdefault("first", group["lr"]) * self.outer_factor
-                self.outer[key][part].step()
-                new[key] = anchor.clone()
+                self.outer_step(key, part, self.anchors[key][part] - mean)
+                new[key] = self.anchors[key][part].clone()
         return {node: new[node if self.through in _GRAPHS else 0] for node in means}
 
     def write(self, part: int, values: Vectors) -> None:
@@ -1101,7 +1106,7 @@ def check(c: Combination) -> None:
         return
     told = run(c, resumes=False)
     _check_equalities(c, told)
-    if c.looks and c.sick is None:  # a look lets a sick node's optimizer begin anew a few steps earlier
+    if c.looks:
         _check_same(told, run(c, looks=False, resumes=False), "a look at the agreed model changed the run")
     if c.resume is not None:
         _check_same(told, run(c), f"a resume after step {c.resume} changed the run")

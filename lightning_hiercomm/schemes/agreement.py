@@ -388,9 +388,7 @@ class Agreement(Scheme):
 
     def _recover(self, carrier: Carrier, void: Sequence[int], landed: Collection[int], is_sick: bool) -> None:
         """See that the healthy agree on what could not be merged, on their present values and at once."""
-        self._was_sick = is_sick
-        if is_sick:  # healed by its peers
-            self.begin_optimizer_anew()
+        self._was_sick = is_sick  # and healed by its peers
         if isinstance(carrier, Average):
             if void:  # what follows takes the communicators of what has just left
                 self._in_flight.settle()
@@ -398,6 +396,8 @@ class Agreement(Scheme):
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
             land = self._merge.land if self._merge.keeps_agreed else None
             self._was_sick = self.repair(carrier, void, landed, self._take, land)
+        if self._was_sick:
+            self.begin_optimizer_anew()
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
@@ -438,8 +438,8 @@ class Agreement(Scheme):
             )
 
     def _average_buffers(self) -> None:
-        if self.replica.buffers:
-            self.average_exactly(self.replica.buckets_of_buffers)
+        if self.replica.buffers and self.average_exactly(self.replica.buckets_of_buffers):
+            self.begin_optimizer_anew()
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 

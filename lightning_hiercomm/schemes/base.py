@@ -149,6 +149,7 @@ class Scheme(ABC):
         """
         self.replica = replica if replica.equal_in_node == self.equal_in_node else replica.of_ranks_that_differ()
         self.unagreed_steps = 0
+        self._go_on_from_agreed()
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         """Training starts or resumes.
@@ -200,6 +201,7 @@ class Scheme(ABC):
         self.agree()
         same_step(self.topology, self.steps, self.replica.device).wait()
         self.unagreed_steps = 0
+        self._go_on_from_agreed()
         self.close()
 
     def close(self, timeout: float = 10.0) -> None:
@@ -352,24 +354,32 @@ class Scheme(ABC):
 
     def average(self) -> None:
         """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""
-        self.exact_mean()
+        if self.exact_mean():
+            self.begin_optimizer_anew()
         self.nodes_agree()
 
-    def exact_mean(self) -> None:
-        """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks."""
-        self.average_exactly(self.replica.buckets)
+    def exact_mean(self) -> bool:
+        """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
+
+        Returns:
+            As for :meth:`repair`.
+        """
+        return self.average_exactly(self.replica.buckets)
 
     def average_exactly(
         self, buckets: Sequence[Bucket], weights: Callable[[int], Sequence[float]] | None = None
-    ) -> None:
+    ) -> bool:
         """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks.
 
         Args:
             buckets: Which.
             weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
+
+        Returns:
+            As for :meth:`repair`.
         """
         if self.is_alone:
-            return
+            return False
         average = Average(
             self.replica,
             self.topology,
@@ -377,7 +387,7 @@ class Scheme(ABC):
             on_nonfinite=self.on_nonfinite,
             weights=weights,
         )
-        self.repair(average, average(self.steps), average.landed)
+        return self.repair(average, average(self.steps), average.landed)
 
     def repair(
         self,
@@ -397,7 +407,8 @@ class Scheme(ABC):
             land: Lands the mean in the last agreed values.
 
         Returns:
-            Whether this rank is sick, and has got the others' mean.
+            Whether this rank is sick, and has got the others' mean. If it goes on from that, and does not only look at
+            it, its optimizer begins anew.
 
         Raises:
             NonfiniteError: On all ranks, if :attr:`on_nonfinite` says so.
@@ -422,10 +433,7 @@ class Scheme(ABC):
             land=land,
         )
         self.nonfinite += 1
-        if self.topology.rank in healthy:
-            return False
-        self.begin_optimizer_anew()
-        return True
+        return self.topology.rank not in healthy
 
     def look(self, buckets: Sequence[Bucket]) -> bool | None:
         """Whether what this node is about to send is not finite, where others do not learn of it together.
@@ -495,6 +503,11 @@ class Scheme(ABC):
         """This rank was sick and has got healthy parameters: let go of what its optimizer remembers of the sickness."""
         if self.optimizer is not None:
             begin_state_anew(self.optimizer)
+
+    def _go_on_from_agreed(self) -> None:
+        """Training goes on from agreed values, which are finite where this rank's own were not."""
+        if self.on_nonfinite == "skip" and not self.is_alone:
+            self.begin_optimizer_anew()
 
     def nodes_agree(self) -> None:
         """Say that the nodes hold the same parameters; averages the optimizer's state as well, if it is asked for."""

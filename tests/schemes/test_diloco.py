@@ -10,7 +10,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from lightning_hiercomm.schemes import AllReduce, DiLoCo, PeriodicAveraging
+from lightning_hiercomm.schemes import Agreement, AllReduce, DiLoCo, OuterOptimizer, PeriodicAveraging
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -601,3 +601,82 @@ def test_fragments_of_one_tensor_resume_with_the_outer_steps_that_each_has_taken
         return rank.trace
 
     assert on_nodes(saving, scheme, nodes, **arguments) == on_nodes(resuming, scheme, nodes, **arguments)
+
+
+DAMPENED = partial(SGD, lr=0.7, momentum=0.9, dampening=0.5)  # whose first step is another than one with momentum zero
+
+
+@pytest.mark.parametrize("outer", [partial(Adam, lr=0.1), DAMPENED], ids=["adam", "dampened"])
+@pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), UNEQUAL], ids=str)
+def test_a_plain_state_of_fragments_that_cut_a_tensor_restores_what_each_element_has_taken(on_nodes, outer, nodes):
+    # after three steps the first half of the tensor has taken one outer step, and the second none
+    scheme, target = DiLoCo(4, outer, fragments=2), target_of(0, 12)  # everyone's
+    arguments = {"shapes": {"x": 12}, "dtype": torch.float64}
+
+    def train(rank, steps):
+        for _ in range(steps):
+            rank.train(lambda x: x - target)
+        return rank.trace
+
+    def saving(rank):
+        train(rank, 3)
+        return reloaded({"scheme": rank.scheme.schedule(), "values": rank.scheme.replica.snapshot()})
+
+    saved = on_nodes(saving, scheme, TWO_OF_TWO, **arguments)[0]
+
+    def resuming(rank):
+        rank.scheme.replica.restore(saved["values"])
+        rank.scheme.load_state_dict(saved["scheme"])
+        assert repr(rank.scheme.schedule()) == repr(saved["scheme"])
+        return train(rank, 9)
+
+    straight = on_nodes(lambda rank: train(rank, 12), scheme, TWO_OF_TWO, **arguments)[0]
+    for trace in on_nodes(resuming, scheme, nodes, **arguments):
+        torch.testing.assert_close(trace, straight[3:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL], ids=str)
+@pytest.mark.parametrize("fragments", [1, 2, ["c"]], ids=str)
+@pytest.mark.parametrize("outer", [partial(Adam, lr=0.1), DAMPENED], ids=["adam", "dampened"])
+def test_parameters_that_are_thawed_or_frozen_leave_the_outer_steps_of_all_others_as_they_are(
+    on_nodes, outer, fragments, nodes
+):
+    # each element by itself: what is thawed begins with its first outer step, others go on with their next one
+    def work(rank):
+        target = target_of(0, 23)
+        held = dict(zip(SEVENS, target.split(list(SEVENS.values())), strict=True))
+        for step in range(16):
+            changes = {5: ("b", True), 10: ("a", False)}.get(step)
+            if changes is not None:
+                rank.module[changes[0]].requires_grad_(changes[1])
+                rank.module[changes[0]].grad = None
+                rank.scheme.agree()
+                rank.scheme.follow(rank.replica())
+            names = [name for name, p in rank.module.named_parameters() if p.requires_grad]
+            rank.train(lambda x, names=names: x - torch.cat([held[name] for name in names]))
+        return {name: parameter.detach().clone() for name, parameter in rank.module.named_parameters()}
+
+    def alone(name, first, last):
+        """A parameter that is trained from one step to another, as long as it is trained by itself."""
+        x = torch.ones(SEVENS[name], dtype=torch.float64)
+        target = dict(zip(SEVENS, target_of(0, 23).split(list(SEVENS.values())), strict=True))[name]
+        anchor = torch.nn.Parameter(x.clone())
+        optimizer = outer([anchor])
+        for step in range(16):
+            if step in (5, 10):
+                anchor.data.copy_(x)
+            if first <= step < last:
+                x -= 0.1 * (x - target)
+                if (step + 1) % 4 == 0:
+                    anchor.grad = anchor.detach() - x
+                    optimizer.step()
+                    x = anchor.detach().clone()
+        return x
+
+    scheme = DiLoCo(4, outer, fragments)
+    if fragments != 1:
+        scheme = Agreement(4, fragments, merge=OuterOptimizer(outer))  # all at once, or parts would not be comparable
+    arguments = {"shapes": SEVENS, "dtype": torch.float64, "frozen": ["b"], "bucket_bytes": 40}
+    for held in on_nodes(work, scheme, nodes, **arguments):
+        for name, (first, last) in {"a": (0, 10), "b": (5, 16), "c": (0, 16)}.items():
+            torch.testing.assert_close(held[name], alone(name, first, last), rtol=0, atol=1e-12)

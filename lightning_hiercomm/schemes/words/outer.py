@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Move
 from lightning_hiercomm.schemes.optimizer_state import class_names, is_elementwise, needs_whole_tensors
+from lightning_hiercomm.schemes.words.history import History, Run, TensorState, between, joined
 from lightning_hiercomm.schemes.words.merging import Merge, Replace
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
@@ -33,7 +35,8 @@ class OuterOptimizer(Merge):
         x := keep_local x + (1 - keep_local) a
 
     Each rank keeps a, and the optimizer's state, for its own part of the model, and steps that part before the node
-    shares it: one copy of each per node, not per rank.
+    shares it: one copy of each per node, not per rank. Elements that have taken fewer steps than their neighbours, for
+    they were thawed later, have a state of their own, as if each were optimized for itself.
 
     Source: Douillard et al. 2023, "DiLoCo", Algorithm 1; Douillard et al. 2025, "Streaming DiLoCo", Algorithm 2.
 
@@ -62,7 +65,7 @@ class OuterOptimizer(Merge):
         self.ends_in_agreement = self._mix.ends_in_agreement
         self.optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
-        self._parts: list[torch.nn.Parameter] = []
+        self._runs: list[list[torch.nn.Parameter]] = []  # this rank's part of every bucket, by history
         self._carrier: Carrier | None = None
 
     def __repr__(self) -> str:
@@ -90,26 +93,20 @@ class OuterOptimizer(Merge):
 
     def attach(self, carrier: Carrier) -> None:
         """Step the last agreed values of ``carrier`` from now on; the state of values known before is kept."""
-        state, schedule = self._state_by_tensor(), self._schedule()
+        known, schedule = self._state_by_tensor(), self._schedule()
         self._carrier = carrier
-        self._parts = [torch.nn.Parameter(anchor) for anchor in carrier.anchors]
-        # an optimizer refuses to be made without parameters, as a rank in no lane may be
-        self.optimizer = self._make_optimizer(self._parts or [torch.nn.Parameter(torch.zeros(1))])
-        if needs_whole_tensors(self.optimizer) or "lbfgs" in class_names(self.optimizer):
-            raise ValueError(
-                f"the outer optimizer {type(self.optimizer).__name__} needs whole tensors, but every rank steps a part"
-                " of the model: use one that treats elements by themselves, such as SGD, Adam or AdamW"
-            )
-        self._scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler is not None else None
-        self._load(state, schedule)
+        self._load(known, schedule)
 
     def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
-        optimizer, part = self.optimizer, self._parts[index]
+        optimizer, runs = self.optimizer, self._runs[index]
         if optimizer is not None:
-            part.grad = difference.neg().to(part.dtype)
+            gradients = difference.neg().to(agreed.dtype).split([run.numel() for run in runs])
+            for run, gradient in zip(runs, gradients, strict=True):
+                run.grad = gradient
             optimizer.step()
-            part.grad = None
+            for run in runs:
+                run.grad = None
         return agreed
 
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
@@ -126,32 +123,39 @@ class OuterOptimizer(Merge):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """All state, as the optimizer of one process would hold it for these parameters. Collective over the node."""
-        state = self._state_by_tensor()
-        return {"state": [state.get(id(parameter), {}) for parameter in parameters], **self._schedule()}
+        """All state, as the optimizer of one process would hold it for these parameters. Collective over the node.
+
+        Where elements of one parameter have taken different numbers of steps, ``"step_by_element"`` says so in place of
+        ``"step"``.
+        """
+        known = self._state_by_tensor()
+        held = [known[id(parameter)].to_file(parameter) if id(parameter) in known else {} for parameter in parameters]
+        return {"state": held, **self._schedule()}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         """Restore :meth:`state_dict`, on any number of nodes and ranks."""
-        held = {id(parameter): saved for parameter, saved in zip(parameters, state["state"], strict=True)}
-        self._load(held, state)
+        files = zip(parameters, state["state"], strict=True)
+        self._load({id(parameter): TensorState.from_file(saved, parameter) for parameter, saved in files}, state)
 
-    def part_states(self) -> list[dict[str, Any]]:
-        """The optimizer's state for this rank's part of every bucket, as it is: one step for each part, say."""
+    def part_states(self) -> list[list[dict[str, Any]]]:
+        """The optimizer's state for this rank's part of every bucket, as it is: by runs of one history."""
         if self.optimizer is None:
             return []
-        held: list[Mapping[str, Any]] = [self.optimizer.state.get(part, {}) for part in self._parts]
-        return [{n: v.clone() if isinstance(v, Tensor) else v for n, v in own.items()} for own in held]
+        held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
+        return [
+            [{"numel": run.numel(), "state": {n: _copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
+            for runs in self._runs
+        ]
 
-    def load_part_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore :meth:`part_states` (of a run with the same topology and buckets)."""
-        if self.optimizer is None:
+    def load_part_states(self, states: Sequence[Sequence[Mapping[str, Any]] | Mapping[str, Any]]) -> None:
+        """Restore :meth:`part_states` (of a run with the same topology and buckets), or one state of every part."""
+        if self.optimizer is None or self._carrier is None:
             return
-        for part, saved in zip(self._parts, states, strict=True):
-            self.optimizer.state[part].clear()
-            for name, value in saved.items():
-                if isinstance(value, Tensor):  # a step may live on the CPU
-                    value = value.to(part.device if value.shape == part.shape else value.device, copy=True)
-                self.optimizer.state[part][name] = value
+        runs = [
+            [(anchor.numel(), saved)] if isinstance(saved, Mapping) else [(run["numel"], run["state"]) for run in saved]
+            for anchor, saved in zip(self._carrier.anchors, states, strict=True)
+        ]
+        self._begin(runs, self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
         if self.optimizer is None:
@@ -162,54 +166,125 @@ class OuterOptimizer(Merge):
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
         }
 
-    @torch.no_grad()
-    def _state_by_tensor(self) -> dict[int, dict[str, Tensor]]:
-        """The optimizer's state for whole parameters, by their ``id``. Collective over the node."""
-        state: dict[int, dict[str, Tensor]] = {}
-        if self._carrier is None or self.optimizer is None:
-            return state
-        for index, part in enumerate(self._parts):
-            bucket = self._carrier.buckets[index]
-            held: dict[str, Any] = self.optimizer.state.get(part, {})
-            for name in sorted(held):
-                value: object = held[name]
-                if not isinstance(value, Tensor):
-                    continue
-                if not is_elementwise(value, name, part):  # one number for all elements, such as Adam's step
-                    for piece in bucket.pieces:
-                        state.setdefault(id(piece.tensor), {})[name] = value.clone()
-                    continue
-                for piece, values in bucket.split(self._carrier.whole(index, value)):
-                    of_tensor = state.setdefault(id(piece.tensor), {})
-                    if name not in of_tensor:
-                        of_tensor[name] = torch.zeros(piece.tensor.shape, dtype=value.dtype, device=value.device)
-                    of_tensor[name].view(-1)[piece.start :][: piece.length] = values
-        return state
-
-    @torch.no_grad()
-    def _load(self, state: Mapping[int, Mapping[str, Tensor]], schedule: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state for whole parameters, and where the schedule of the learning rate is."""
-        carrier, optimizer = self._carrier, self.optimizer
-        if carrier is None or optimizer is None:
-            return
-        for index, part in enumerate(self._parts):
-            bucket = carrier.buckets[index]
-            known = [state.get(id(piece.tensor), {}) for piece in bucket.pieces]
-            for name in sorted({name for of_tensor in known for name in of_tensor}):
-                piece, value = next(
-                    (p, of_tensor[name]) for p, of_tensor in zip(bucket.pieces, known, strict=True) if name in of_tensor
-                )
-                if not is_elementwise(value, name, piece.tensor):
-                    optimizer.state[part][name] = value.clone()
-                    continue
-                flat = bucket.empty(carrier.parts_of(index), dtype=value.dtype)
-                for (p, values), of_tensor in zip(bucket.split(flat), known, strict=True):
-                    if name in of_tensor:
-                        values.copy_(of_tensor[name].reshape(-1)[p.start :][: p.length])
-                    else:
-                        values.zero_()
-                optimizer.state[part][name] = carrier.carried(flat, index).clone()
+    def _begin(self, states: Sequence[Sequence[tuple[int, Mapping[str, Any]]]], schedule: Mapping[str, Any]) -> None:
+        """Make the optimizer, given of this rank's part of every bucket how long each run is, and its state."""
+        anchors = [] if self._carrier is None else self._carrier.anchors
+        self._runs = [
+            [torch.nn.Parameter(run) for run in anchor.split([numel for numel, _ in runs])] if runs else []
+            for anchor, runs in zip(anchors, states, strict=True)
+        ]
+        # an optimizer refuses to be made without parameters, as a rank in no lane may be
+        some = [run for runs in self._runs for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
+        self.optimizer = optimizer = self._make_optimizer(some)
+        if needs_whole_tensors(optimizer) or "lbfgs" in class_names(optimizer):
+            raise ValueError(
+                f"the outer optimizer {type(optimizer).__name__} needs whole tensors, but every rank steps a part"
+                " of the model: use one that treats elements by themselves, such as SGD, Adam or AdamW"
+            )
+        (group, *_) = optimizer.param_groups
+        keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
+        for runs, of_runs in zip(self._runs, states, strict=True):
+            for run, (_, state) in zip(runs, of_runs, strict=True):
+                for name, value in state.items():
+                    if isinstance(value, Tensor):  # a number, such as the step, may live on the CPU
+                        is_there = keeps_numbers_there or is_elementwise(value, name, run)
+                        value = value.to(run.device if is_there else value.device, copy=True)
+                    optimizer.state[run][name] = value
+        self._scheduler = self._make_scheduler(optimizer) if self._make_scheduler is not None else None
         for group, learning_rate in zip(optimizer.param_groups, schedule.get("learning_rates", ()), strict=False):
             group["lr"] = learning_rate
         if self._scheduler is not None and schedule.get("scheduler") is not None:
             self._scheduler.load_state_dict(schedule["scheduler"])
+
+    @torch.no_grad()
+    def _state_by_tensor(self) -> dict[int, TensorState]:
+        """The optimizer's state for whole parameters, by their ``id``. Collective over the node."""
+        known: dict[int, TensorState] = {}
+        carrier, optimizer = self._carrier, self.optimizer
+        if carrier is None or optimizer is None:
+            return known
+        of_node, histories = self._runs_of_node(carrier, optimizer)
+        for index, (bucket, whole) in enumerate(zip(carrier.buckets, of_node, strict=False)):
+            flats: dict[str, Tensor] = {}
+            for name, dtype in sorted({kind for run in whole for kind in run.history.kinds}, key=str):
+                part = torch.zeros_like(carrier.anchors[index], dtype=dtype)
+                offset = 0
+                for run in self._runs[index]:
+                    if name in optimizer.state.get(run, {}):
+                        part[offset:][: run.numel()] = optimizer.state[run][name]
+                    offset += run.numel()
+                flats[name] = carrier.whole(index, part)
+            offset = 0
+            for piece in bucket.pieces:
+                state = known.setdefault(id(piece.tensor), TensorState())
+                state.runs += between(whole, offset, offset + piece.length)
+                state.beside = frozenset() if bucket.held_by == "node" else histories
+                for name, flat in flats.items():
+                    if name not in state.values:
+                        state.values[name] = torch.zeros_like(piece.tensor, dtype=flat.dtype)
+                    state.values[name].view(-1)[piece.start :][: piece.length] = flat[offset:][: piece.length]
+                offset += piece.length
+        return known
+
+    def _runs_of_node(self, carrier: Carrier, optimizer: Optimizer) -> tuple[list[list[Run]], frozenset[History]]:
+        """The runs of every bucket, whole, and all histories that there are on the node; collective over it."""
+        topology = carrier.topology
+        own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
+        for index, runs in enumerate(self._runs):
+            told = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
+            own.setdefault(carrier.buckets[index].held_by, []).append((_first_carried(carrier, index), told))
+        everyone = topology.intra.all_gather_object(own)
+        whole: dict[str, list[list[Run]]] = {}
+        for held_by in own:
+            group = topology.holders[held_by].group
+            ranks = [topology.rank] if group is None else group.ranks
+            holders = [everyone[topology.nodes[topology.node].index(rank)][held_by] for rank in ranks]
+            whole[held_by] = [
+                joined(run for _, runs in sorted(parts, key=itemgetter(0)) for run in runs)
+                for parts in zip(*holders, strict=True)
+            ]
+        histories = {run.history for of in everyone for parts in of.values() for _, runs in parts for run in runs}
+        return [whole[bucket.held_by].pop(0) for bucket in carrier.buckets[: len(self._runs)]], frozenset(histories)
+
+    @torch.no_grad()
+    def _load(self, known: Mapping[int, TensorState], schedule: Mapping[str, Any]) -> None:
+        """Take this rank's part of a state for whole parameters, and where the schedule of the learning rate is."""
+        carrier = self._carrier
+        if carrier is None:
+            return
+        states = []
+        for index, bucket in enumerate(carrier.buckets):
+            whole: list[Run] = []
+            parts: dict[str, Tensor] = {}
+            flats: dict[str, Tensor] = {}
+            offset = 0
+            for piece in bucket.pieces:
+                state = known.get(id(piece.tensor)) or TensorState(runs=[Run(piece.tensor.numel(), History())])
+                whole += between(state.runs, piece.start, piece.start + piece.length)
+                for name, values in state.values.items():
+                    if name not in flats:
+                        flats[name] = bucket.empty(carrier.parts_of(index), dtype=values.dtype).zero_()
+                        parts[name] = carrier.carried(flats[name], index)
+                    flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
+                offset += piece.length
+            anchor, begin = carrier.anchors[index], _first_carried(carrier, index)
+            if whole:  # what the bucket is padded with goes with its end
+                whole.append(Run(begin + anchor.numel(), whole[-1].history))
+            own, offset = [], 0
+            for run in between(joined(whole), begin, begin + anchor.numel()):
+                here = slice(offset, offset + run.numel)
+                own.append((run.numel, run.history.state({name: part[here] for name, part in parts.items()})))
+                offset += run.numel
+            states.append(own)
+        self._begin(states, schedule)
+
+
+def _first_carried(carrier: Carrier, index: int) -> int:
+    """Where in a packed bucket this rank's part begins."""
+    parts = carrier.parts_of(index)
+    places = torch.arange(-(-carrier.buckets[index].numel // parts) * parts)
+    return next(iter(carrier.carried(places, index)[:1].tolist()), 0)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

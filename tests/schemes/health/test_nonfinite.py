@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, on_nodes, run_to_end
+from harness import Rank, on_nodes, reloaded, run_to_end
 from torch.optim import SGD, Adam
 
 from lightning_hiercomm.nodes.replica import Replica
@@ -274,6 +274,27 @@ def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
 
     looks = on_nodes(work, with_policy(AGREEING.get(scheme, GOSSIPING.get(scheme))(), "skip"), THREE, shapes=SHAPES)
     assert all(torch.equal(look, looks[0]) and look.isfinite().all() for look in looks)
+
+
+@pytest.mark.parametrize("scheme", ["periodic", "daso, eq1", "diloco", "gossip"])
+def test_a_look_leaves_the_optimizer_of_a_sick_node_as_it_is_until_training_goes_on_from_others_values(scheme):
+    def work(rank: Rank) -> None:
+        rank.train(math.nan if rank.rank == 1 else 1.0)
+        rank.scheme.unagreed_steps = 1
+        with torch.no_grad():  # what gossip has healed at once is sick again
+            rank.parameters[0][0] = math.nan if rank.rank == 1 else 1.0
+            rank.optimizer.state[rank.parameters[0]]["exp_avg"][0] = math.nan if rank.rank == 1 else 1.0
+        before = reloaded(rank.optimizer.state_dict())
+        rank.agreed()
+        assert repr(rank.optimizer.state_dict()) == repr(before)
+        rank.scheme.agree()
+        rank.scheme.follow(rank.replica())  # as when parameters are thawed
+        state = rank.optimizer.state[rank.parameters[0]]
+        assert all(values.isfinite().all() for values in (*state.values(), rank.values))
+        assert state["step"] == (0 if rank.rank == 1 else 1)
+
+    own = {**AGREEING, **GOSSIPING}[scheme]()
+    on_nodes(work, with_policy(own, "skip"), THREE, shapes=SHAPES, inner=Adam)
 
 
 def test_where_nobody_is_healthy_it_raises_whatever_the_policy():

@@ -1,0 +1,139 @@
+"""What an optimizer remembers of single elements: those that have taken the same steps can be one parameter to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.schemes.optimizer_state import is_elementwise
+
+_BY_ELEMENT = "_by_element"
+_IS_KNOWN = "is_known"
+
+
+@dataclass(frozen=True)
+class History:
+    """What elements have in common that may share a state.
+
+    Attributes:
+        numbers: All of which the state has one for all elements, such as Adam's ``"step"``: name, value and type. None
+            as the type says that it is no tensor.
+        kinds: What it has for each element: name and type.
+    """
+
+    numbers: tuple[tuple[str, float, torch.dtype | None], ...] = ()
+    kinds: tuple[tuple[str, torch.dtype], ...] = ()
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], parameter: Tensor) -> History:
+        """That of a parameter with this state; an empty one before its first step."""
+        numbers: list[tuple[str, float, torch.dtype | None]] = []
+        kinds: list[tuple[str, torch.dtype]] = []
+        for name in sorted(state):
+            value = state[name]
+            if is_elementwise(value, name, parameter):
+                kinds.append((name, value.dtype))
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                numbers.append((name, value.item(), value.dtype))
+            elif isinstance(value, int | float):
+                numbers.append((name, value, None))
+        return cls(tuple(numbers), tuple(kinds))
+
+    def state(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The state of elements with this history, whose values, by name, are among these."""
+        numbers = {n: value if dtype is None else torch.tensor(value, dtype=dtype) for n, value, dtype in self.numbers}
+        return {**{name: values[name] for name, _ in self.kinds}, **numbers}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbours with one history: so many of them."""
+
+    numel: int
+    history: History
+
+
+def between(runs: Iterable[Run], start: int, end: int) -> list[Run]:
+    """The runs of elements ``start`` to ``end`` (not included), where ``runs`` begin with element 0."""
+    found, offset = [], 0
+    for run in runs:
+        first, last = max(start, offset), min(end, offset + run.numel)
+        if first < last:
+            found.append(Run(last - first, run.history))
+        offset += run.numel
+    return found
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """The same with neighbours of one history in one run."""
+    long: list[Run] = []
+    for run in runs:
+        if long and long[-1].history == run.history:
+            long[-1] = Run(long[-1].numel + run.numel, run.history)
+        else:
+            long.append(run)
+    return long
+
+
+@dataclass
+class TensorState:
+    """The state of one tensor, whose elements may have different histories.
+
+    Attributes:
+        values: One for each element, by name, in the tensor's shape; zero where an element has none.
+        runs: All elements in their order.
+        beside: The histories of what other ranks of the node hold of the same whole tensor, where it is sharded.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    beside: frozenset[History] = frozenset()
+
+    def to_file(self, like: Tensor) -> dict[str, Tensor]:
+        """As an optimizer of one process would hold it; by element, where that is not possible.
+
+        Args:
+            like: The tensor.
+        """
+        histories = self.beside | {run.history for run in self.runs}
+        if len(histories) == 1:
+            (history,) = histories
+            return {name: torch.as_tensor(value) for name, value in history.state(self.values).items()}
+        kinds = dict(sorted({kind for history in histories for kind in history.kinds}, key=str))
+        told = {name: self.values.get(name, torch.zeros_like(like, dtype=dtype)) for name, dtype in kinds.items()}
+        numbers = {name: dtype for history in histories for name, _, dtype in history.numbers}
+        lengths = torch.tensor([run.numel for run in self.runs], device=like.device)
+
+        def by_element(of_runs: Sequence[float], dtype: torch.dtype | None) -> Tensor:
+            return torch.tensor(of_runs, dtype=dtype, device=like.device).repeat_interleave(lengths).view(like.shape)
+
+        for name in sorted(numbers):
+            of_runs = [next((v for n, v, _ in run.history.numbers if n == name), 0) for run in self.runs]
+            told[name + _BY_ELEMENT] = by_element(of_runs, numbers[name])
+        told[_IS_KNOWN + _BY_ELEMENT] = by_element([run.history != History() for run in self.runs], torch.bool)
+        return told
+
+    @classmethod
+    def from_file(cls, saved: Mapping[str, Tensor], like: Tensor) -> TensorState:
+        """Undo :meth:`to_file`."""
+        by_element = {
+            n.removesuffix(_BY_ELEMENT): v.cpu().view(-1) for n, v in saved.items() if n.endswith(_BY_ELEMENT)
+        }
+        rest = {name: value for name, value in saved.items() if not name.endswith(_BY_ELEMENT)}
+        whole = History.of(rest, like)
+        new = cls({name: rest[name] for name, _ in whole.kinds})
+        if not by_element:
+            new.runs = [Run(like.numel(), whole)]
+            return new
+        is_known = by_element.pop(_IS_KNOWN)
+        columns = torch.stack([is_known.double(), *(each.double() for each in by_element.values())], 1)
+        rows, lengths = torch.unique_consecutive(columns, return_counts=True, dim=0)
+        for row, numel in zip(rows.tolist(), lengths.tolist(), strict=True):
+            numbers = [(name, value, by_element[name].dtype) for name, value in zip(by_element, row[1:], strict=True)]
+            history = History(tuple(sorted(numbers)), whole.kinds) if row[0] else History()
+            new.runs.append(Run(numel, history))
+        return new
