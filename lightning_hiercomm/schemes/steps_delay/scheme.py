@@ -74,7 +74,7 @@ class StepsDelay(Scheme):
     **Weights that you write** outside of the optimizer's step (clamping, masks, a new head) reach the server in the
     warm-up, as under plain SGD: every rank writes the same, and after the step, not in a hook on the optimizer's
     ``step``. Afterwards a device's weights are temporary, and what was written to them says nothing about the server's:
-    the next step that asks for those ends the run with an error.
+    whoever asks for those next (a pull, a validation, a checkpoint, the end of the run) ends the run with an error.
 
     **The agreed model** is the server's weights, gathered on demand: for validation, checkpoints and at the end.
     Checkpoints hold the optimizer's state as if there were no shards, so they resume under plain DDP or on any number
@@ -104,7 +104,7 @@ class StepsDelay(Scheme):
 
     Raises:
         ValueError: For arguments out of range; and, when bound, for optimizers that the scheme cannot serve.
-        RuntimeError: At a step after the warm-up before which somebody wrote to the weights.
+        RuntimeError: After the warm-up, at the next pull, look or end after somebody wrote to the weights.
     """
 
     @checked_arguments
@@ -417,8 +417,10 @@ class StepsDelay(Scheme):
         server = self._server
         if server is None or self._holds_final_weights:
             return
-        if self._left is None:
-            self._take_over_what_was_written(server)
+        self._take_over_what_was_written(server)
+        if self._left is not None:
+            self.verify()
+            self._refuse_what_was_written()
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
         self.average_exactly(self.replica.buckets_of_buffers)

@@ -579,6 +579,23 @@ def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull
     assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 3] * 2
 
 
+@pytest.mark.parametrize("asks", ["look", "thaw", "finish"])
+@pytest.mark.parametrize("steps", [3, 4])  # of a period of two, after one of warm-up
+def test_weights_that_are_written_after_the_last_step_are_refused_when_the_servers_are_asked_for(asks, steps):
+    def work(rank: Rank) -> None:
+        for _ in range(steps):
+            rank.train(1.0 + rank.rank)
+        rank.agreed()  # nobody has written yet, and a look writes nothing
+        with torch.no_grad():
+            rank.parameters[0].fill_(0.25)
+        if asks == "thaw":
+            rank.parameters[1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
+            {"look": rank.agreed, "thaw": rank.scheme.agree, "finish": rank.scheme.finish}[asks]()
+
+    on_nodes(work, StepsDelay(2, warmup_steps=2), shapes={"a": 2, "b": 3}, frozen=["b"])
+
+
 def test_an_optimizer_that_releases_gradients_is_refused():
     def work(topology: Topology) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(1))]
