@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.replicas import Replicas, has_mean
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.schemes.health.verification import print_of
@@ -22,8 +22,9 @@ class AgreedModel:
     Evaluating changes nothing: a rank goes on from where it was. All methods that say so are collective.
 
     No optimizer trains frozen parameters, but the user may move them: a teacher follows its student (BYOL, DINO, MoCo).
-    Those that differ between ranks are part of the agreed model by their mean. To see whether they do takes one read of
-    them and a few bytes.
+    Nor do buffers travel that were infinite when the run began: masks, and bounds that become finite. What of both
+    differs between ranks, and is finite on all, is part of the agreed model by its mean. To see whether it does takes
+    one read of it and a few bytes.
 
     Args:
         schemes: They know what is agreed, each for the parameters of its optimizer.
@@ -36,18 +37,20 @@ class AgreedModel:
         self._replicas = replicas
         self._topology = topology
         self._own: list[list[Tensor] | None] = []  # where the module holds the agreed parameters in their place
-        self._own_frozen: dict[int, tuple[Tensor, Tensor]] = {}  # likewise, by the tensor's id
+        self._own_others: dict[int, tuple[Tensor, Tensor]] = {}  # of no scheme, likewise, by the tensor's id
         self._depth = 0
 
     @property
     def is_in_module(self) -> bool:
         """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
-        return self._depth > 0 or (all(scheme.is_agreed for scheme in self._schemes) and not self._replicas.frozen())
+        return self._depth > 0 or (
+            all(scheme.is_agreed for scheme in self._schemes) and not self._replicas.of_no_scheme()
+        )
 
     @property
     def holds_own_values(self) -> bool:
         """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
-        return any(snapshot is not None for snapshot in self._own) or bool(self._own_frozen)
+        return any(snapshot is not None for snapshot in self._own) or bool(self._own_others)
 
     def enter(self) -> None:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
@@ -57,24 +60,35 @@ class AgreedModel:
                 scheme.settle()  # may give back memory, before a copy takes some
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
                 scheme.agree()
-            self._average_frozen()
+            differing = self._differing()
+            self._own_others = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
+            self._average(differing)
             self._replicas.have_written()
 
-    def _average_frozen(self) -> None:
-        """Write the mean of those frozen parameters in which ranks differ; collective, if there are any frozen ones."""
-        frozen = self._replicas.frozen()
-        if not frozen or self._topology.world_size == 1:
-            return
+    def _differing(self) -> list[Tensor]:
+        """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it."""
+        others = self._of_no_scheme()
+        if self._topology.world_size == 1 or not others:
+            return []
         # by their values: `parameter.data = ...`, as most teachers are moved, leaves no trace
-        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in frozen])
+        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in others])
         bounds = torch.cat([prints, ~prints])
         self._topology.world.all_reduce(bounds, op="max").wait()
         most, least = bounds.chunk(2)
-        differing = [t for t, is_equal in zip(frozen, (most == ~least).tolist(), strict=True) if not is_equal]
+        differing = [t for t, is_equal in zip(others, (most == ~least).tolist(), strict=True) if not is_equal]
         if not differing:
-            return
-        self._own_frozen = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
-        Average(Replica((), differing, self._replicas.bucket_bytes, equal_in_node=False), self._topology)()
+            return []
+        lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
+        self._topology.world.all_reduce(lack, op="max").wait()
+        return [tensor for tensor, lacks in zip(differing, lack.tolist(), strict=True) if not lacks]
+
+    def _of_no_scheme(self) -> list[Tensor]:
+        # where schemes have nothing to do, buffers are DDP's
+        return self._replicas.of_no_scheme(with_buffers=not all(scheme.is_alone for scheme in self._schemes))
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        if tensors:
+            Average(Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=False), self._topology)()
 
     def leave(self) -> None:
         """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
@@ -84,9 +98,9 @@ class AgreedModel:
                 if snapshot is not None:
                     scheme.replica.restore(snapshot)
             with torch.no_grad():
-                for tensor, values in self._own_frozen.values():
+                for tensor, values in self._own_others.values():
                     tensor.copy_(values)
-            self._own_frozen = {}
+            self._own_others = {}
             self._replicas.have_written()
             self._own = []
 
@@ -105,7 +119,7 @@ class AgreedModel:
         for scheme, snapshot in zip(self._schemes, self._own, strict=False):
             if snapshot is not None:
                 own.update(zip(map(id, scheme.replica.tensors), snapshot, strict=True))
-        return {**own, **{key: values for key, (_, values) in self._own_frozen.items()}}
+        return {**own, **{key: values for key, (_, values) in self._own_others.items()}}
 
     def average_module(self) -> None:
         """Average the module itself over all ranks, if it differs; collective.
@@ -123,3 +137,4 @@ class AgreedModel:
             if len({tuple(prints[rank] for rank in ranks) for ranks in nodes}) > 1:
                 Average(whole, self._topology)()
                 self._replicas.have_written()
+            self._average(self._differing())

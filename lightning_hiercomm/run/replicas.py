@@ -26,7 +26,8 @@ class Replicas:
     Where the module is sharded over the node, a replica holds this rank's shards.
 
     A float buffer that holds infinities, NaN, or a number beyond half of what its type can hold, when this is made and
-    all ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not agree.
+    all ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not travel in training. Once
+    it has become finite on all ranks (the best loss so far), what is seen and saved holds its mean.
 
     Args:
         module: What trains.
@@ -51,7 +52,7 @@ class Replicas:
         self._node = node or {}
         # decided once, by name: later, ranks might decide differently
         named = module.named_buffers(remove_duplicate=False)
-        self._without_mean = {name for name, buffer in named if not _has_mean(local(buffer))}
+        self._without_mean = {name for name, buffer in named if not has_mean(local(buffer))}
 
     @property
     def device(self) -> torch.device:
@@ -85,12 +86,18 @@ class Replicas:
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
         return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
 
-    def frozen(self) -> list[Tensor]:
-        """The floating parameters that no optimizer trains, so only the user moves them. None of a sharded module."""
-        if self._node:
-            return []
+    def of_no_scheme(self, with_buffers: bool = True) -> list[Tensor]:
+        """What no scheme averages, but somebody may move, the same on all ranks.
+
+        Those are floating parameters that no optimizer trains (not those of a sharded module), and buffers that had no
+        mean when the run began.
+        """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
-        return [p for p in self.module.parameters() if id(p) not in trained and p.is_floating_point() and p.numel()]
+        parameters = [] if self._node else self.module.parameters()
+        frozen = [p for p in parameters if id(p) not in trained and p.is_floating_point() and p.numel()]
+        named = self.module.named_buffers() if with_buffers and self.average_buffers else ()
+        buffers = [b for name, b in named if name in self._without_mean and b.is_floating_point() and b.numel()]
+        return frozen + [buffer for buffer in buffers if local(buffer) is buffer]
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Whether the optimizer trains other parameters by now than those of ``replica``."""
@@ -172,7 +179,8 @@ def check_initialized(module: nn.Module) -> None:
         )
 
 
-def _has_mean(buffer: Tensor) -> bool:
+def has_mean(buffer: Tensor) -> bool:
+    """Whether it is floating, and all of it so far from infinity that two of them can be added."""
     if not buffer.is_floating_point():
         return False
     return bool((buffer.double().abs() <= torch.finfo(buffer.dtype).max / 2).all())

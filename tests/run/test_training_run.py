@@ -88,6 +88,39 @@ def test_nested_visits_to_the_agreed_model_end_where_training_was():
     ]
 
 
+def test_a_buffer_that_was_infinite_is_part_of_the_agreed_model_once_it_is_finite_on_all_ranks():
+    def body(topology: Topology) -> list[float]:
+        module = Pair()
+        module.register_buffer("best", torch.tensor(torch.inf))
+        module.register_buffer("mask", torch.full((2,), -torch.inf))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
+        run = TrainingRun(PeriodicAveraging(1), Replicas(module, optimizers), topology)
+        seen = []
+
+        def look(own: float) -> None:
+            module.best.fill_(own)
+            for which in (0, 1):
+                add(run, which, 1.0)  # both agree, so nothing but the buffer differs
+            with run.agreed_model():
+                seen.append(module.best.item())
+            seen.append(module.best.item())
+
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            look(3.0 if topology.rank == 0 else torch.inf)
+            look(topology.rank + 1.0)
+            run.finish()
+            run.agreed_model.average_module()
+            assert module.mask.isneginf().all()
+            return [*seen, module.best.item()]
+        finally:
+            run.close(timeout=5.0)
+
+    inf = torch.inf
+    assert on_ranks(body, [[0], [1]]) == [[3.0, 3.0, 1.5, 1.0, 1.5], [inf, inf, 1.5, 2.0, 1.5]]
+
+
 def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
     def work(run: TrainingRun) -> float:
         add(run, 0, run.topology.rank + 1.0)
