@@ -63,6 +63,7 @@ _NODES: dict[str, tuple[tuple[int, ...], ...]] = {
     "1+1": ((0,), (1,)),
     "2x2": ((0, 1), (2, 3)),
     "3+1": ((0, 1, 2), (3,)),
+    "2+3": ((0, 1), (2, 3, 4)),
     "1+1+1": ((0,), (1,), (2,)),
     "4 of 1": ((0,), (1,), (2,), (3,)),
     "1 of 2": ((0, 1),),
@@ -131,6 +132,8 @@ class Combination:
         sick: Step and rank of a gradient that is NaN.
         thaw: Before which step a parameter that was frozen is trained.
         freeze: Before which step one is frozen.
+        again: Before which step that one is trained again.
+        clamp: What a program lets weights be at most, by a write between two steps.
         looks: After which steps somebody looks at the agreed model.
         resume: After which step the run goes on from a file.
         skip: Step and node whose gradient scaler leaves out the optimizer.
@@ -157,6 +160,8 @@ class Combination:
     sick: tuple[int, int] | None = None
     thaw: int | None = None
     freeze: int | None = None
+    again: int | None = None
+    clamp: float | None = None
     looks: tuple[int, ...] = ()
     resume: int | None = None
     skip: tuple[int, int] | None = None
@@ -231,7 +236,8 @@ class Combination:
     def frozen_at(self, step: int) -> list[str]:
         """Names of the parameters that are not trained in a step."""
         thawed = self.thaw is None or step >= self.thaw
-        return [*([] if thawed else ["b"]), *(["a"] if self.freeze is not None and step >= self.freeze else [])]
+        frozen = self.freeze is not None and self.freeze <= step < (self.total if self.again is None else self.again)
+        return [*([] if thawed else ["b"]), *(["a"] if frozen else [])]
 
 
 _SCHEMES: dict[str, Callable[..., Scheme]] = {
@@ -288,8 +294,14 @@ def drawn(number: int) -> Combination:
         combination = replace(combination, state=chance(0.3))
     if chance(0.2):
         combination = replace(combination, thaw=draw.randrange(1, total))
-    elif chance(0.15):
-        combination = replace(combination, freeze=draw.randrange(1, total))
+    if chance(0.15):
+        freeze = draw.randrange(1, total)
+        again = draw.randrange(freeze + 1, total) if freeze + 1 < total and chance(0.5) else None
+        combination = replace(combination, freeze=freeze, again=again)
+    if chance(0.15):
+        if kind == "steps_delay":  # which takes them over in its warm-up
+            arguments["warmup_steps"] = arguments["delay"] * total
+        combination = replace(combination, clamp=0.4, arguments=tuple(arguments.items()))
     if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
         combination = replace(combination, policy=draw.choice(["skip", "raise"]))
         if chance(0.5):
@@ -394,6 +406,8 @@ def _goes_together(c: Combination) -> bool:
         return False  # refused: one half has no such parameters
     if c.argument("adapt") and len(c.losses) != c.epochs:
         return False
+    if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
+        return False  # refused after its warm-up
     if c.sick is not None and c.policy == "ignore":
         return False  # then a NaN reaches everybody
     parts = c.argument("what", c.argument("fragments"))
@@ -509,6 +523,11 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
     if in_epoch == 0 and epoch:
         for half in halves:
             half.scheme.begin_epoch(epoch, {})
+    if step and c.clamp is not None:
+        for half in halves:
+            with torch.no_grad():
+                for parameter in half.trained:
+                    parameter.clamp_(-c.clamp, c.clamp)
     if step == c.reweight:
         topology.set_weights(c.weights_at(step))
     for half, seen in zip(halves, told, strict=True):
@@ -625,6 +644,8 @@ class Reference:
         self.begin()
         for step in range(c.total):
             self.step = step
+            if step and c.clamp is not None:
+                self.write_outside(lambda x: x.clamp(-c.clamp, c.clamp))
             names = [name for name in self.shapes if name not in c.frozen_at(step)]
             if names != self.names:
                 agreed = self.agreed()
@@ -686,6 +707,11 @@ class Reference:
                         state[key].copy_(mean)
 
     # -- for methods --
+
+    def write_outside(self, of: Callable[[Tensor], Tensor]) -> None:
+        """A program writes to the weights between two steps."""
+        for rank, values in self.x.items():
+            self.put(rank, of(values))
 
     def begin(self) -> None:
         """All ranks are equal."""
@@ -962,6 +988,11 @@ class Delayed(Reference):
     def agreed(self) -> Tensor:
         return self.mean(self.x) if len(self.nodes) == 1 else self.w
 
+    def write_outside(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().write_outside(of)
+        for name in self.names:  # in the warm-up the server's weights are everybody's
+            self.server[name].copy_(of(self.server[name]))
+
     def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         if len(self.nodes) == 1:
             super().one_step(step, in_epoch, epoch, last)
@@ -1226,7 +1257,7 @@ def _simpler(c: Combination) -> Iterator[Combination]:
         yield replace(c, nodes="1+1")
     for name in ("epochs", "steps"):
         smaller = replace(c, **{name: getattr(c, name) - 1})
-        events = [c.reweight, c.thaw, c.freeze, c.resume, *(s and s[0] for s in (c.sick, c.skip)), *c.looks]
+        events = [c.reweight, c.thaw, c.freeze, c.again, c.resume, *(s and s[0] for s in (c.sick, c.skip)), *c.looks]
         if smaller.total and max((e for e in events if e is not None), default=0) < smaller.total:
             yield smaller
 

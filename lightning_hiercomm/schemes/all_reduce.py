@@ -43,6 +43,6 @@ class AllReduce(Scheme):
         if not self.is_alone:
             self.look(self.replica.buckets_of_parameters)
 
-    def exact_mean(self) -> None:
+    def exact_mean(self) -> bool:
         """Write the weighted mean of the float buffers over all ranks; blocks. Parameters never differ."""
-        self.average_exactly(self.replica.buckets_of_buffers)
+        return self.average_exactly(self.replica.buckets_of_buffers)
