@@ -34,3 +34,12 @@ def test_healing_a_node_does_not_meet_what_has_just_left():
     for _ in range(10):
         check(Combination("agreement", _agreement(2, 2, "sgd"), "2x2", two=True, policy="skip", sick=(3, 0), steps=4))
         check(Combination("diloco", diloco, "3+1", policy="skip", sick=(0, 0), skip=(11, 0), epochs=3, steps=4))
+
+
+@pytest.mark.parametrize("resume", [None, 5])
+@pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
+@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
+def test_a_server_counts_the_steps_of_every_parameter_by_itself_when_some_are_thawed_or_frozen(shard_on, nodes, resume):
+    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False), ("shard_on", shard_on))
+    check(Combination("steps_delay", arguments, nodes, optimizer="adam", thaw=3, resume=resume))
+    check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, starmap
+from itertools import groupby, islice, starmap
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_marked, mark_of
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
+from lightning_hiercomm.schemes.words.history import History
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class _Shard:
         mean: Of the gradients that the nodes push.
         travelling: Its lane's part: gradients on their way out or, from the end of a push on, weights on their way in.
             Like ``mean`` it may be without memory between a :meth:`ShardedServer.settle` and the next push.
-        owned: What the optimizer steps.
+        owned: What the optimizer steps: neighbours together, as long as they have taken equally many steps.
         optimizer: Of these weights.
         known: The weights that the other ranks hold since the last pull, where differences from them travel.
         stepped: That the last push has arrived, and the optimizer has stepped.
@@ -80,6 +81,19 @@ class _Shard:
         self.optimizer.param_groups[0].update(hyperparameters[self.section.group])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def own_in_runs(self, lengths: Sequence[int]) -> None:
+        """Let the optimizer step so many neighbouring parts of parameters together each time."""
+        if list(lengths) == [len(each.overlaps) for each in self.owned]:
+            return
+        overlaps = iter([replace(o, at=each.offset + o.at) for each in self.owned for o in each.overlaps])
+        self.owned = []
+        for length in lengths:
+            run = list(islice(overlaps, length))
+            begin, end = run[0].at, run[-1].at + run[-1].numel
+            parts = tuple(replace(overlap, at=overlap.at - begin) for overlap in run)
+            self.owned.append(_Owned(torch.nn.Parameter(self.values[begin:end]), begin, parts))
+        self.optimizer.param_groups[0]["params"] = [each.parameter for each in self.owned]
 
     @torch.no_grad()
     def start_pull(self, inter: Communicator) -> None:
@@ -151,6 +165,7 @@ class ShardedServer:
         self._background = background
         self._trained = {id(parameter) for parameter in parameters}
         self._bucket_bytes = bucket_bytes
+        self._shard_on = shard_on
         self.spares = Spares()
         self._num_shards = topology.lanes * topology.num_nodes
         self.sections = list(_sections(parameters, optimizer, self._num_shards, shard_on, bucket_bytes))
@@ -389,6 +404,10 @@ class ShardedServer:
         """Take this rank's shard of a state for whole parameters, as :meth:`optimizer_state` returns it."""
         for shard in self._shards:
             shard.optimizer.state.clear()
+            if self._shard_on == "elements":
+                tensors = [overlap.tensor for each in shard.owned for overlap in each.overlaps]
+                histories = [History.of(state.get(tensor, {}), tensor) for tensor in tensors]
+                shard.own_in_runs([len(list(run)) for _, run in groupby(histories)])
             for each in shard.owned:
                 for overlap in each.overlaps:
                     for name, value in state.get(overlap.tensor, {}).items():
@@ -415,6 +434,7 @@ class ShardedServer:
                     {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
                     for held in (shard.optimizer.state.get(each.parameter, {}) for each in shard.owned)
                 ],
+                "runs": [len(each.overlaps) for each in shard.owned],
             }
             for shard in self._shards
         ]
@@ -429,6 +449,8 @@ class ShardedServer:
             if shard.known is not None:
                 shard.known.copy_(saved["known"])
             shard.optimizer.state.clear()
+            if "runs" in saved:
+                shard.own_in_runs(saved["runs"])
             for each, held in zip(shard.owned, saved["optimizer"], strict=True):
                 for name, value in held.items():
                     shard.optimizer.state[each.parameter][name] = _placed(name, value, each, shard.optimizer)
