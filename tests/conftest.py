@@ -95,6 +95,8 @@ def pytest_fixture_setup(
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     if call.when == "teardown":
+        if marker := item.get_closest_marker("long"):
+            item.user_properties.append(("long", marker.args[0]))
         item.user_properties.append(("processor", f"{_processor_seconds() - item.stash[_STARTED]:.3f}"))
 
 

@@ -1,6 +1,7 @@
 """Where the seconds of the tests go: ``pytest --junitxml=seconds.xml ...`` and ``python -m tests.seconds seconds.xml``.
 
-Prints tables by kind, file and shared fixture, and the longest tests, as Markdown. Processor seconds include those of
+Prints tables by kind, file and shared fixture, and the longest tests, as Markdown; and tests that took more than 5 s on
+their own without a marker ``long("why")``. Processor seconds include those of
 forked ranks and of programs that were waited for, but not of what a fork server started, whose wall seconds tell.
 """
 
@@ -15,18 +16,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHES = ("test_launching", "test_faults", "test_soak", "test_restarts", "test_clusters", "test_rendezvous")
+LONG = 5.0
+"""Seconds after which a test is to say why."""
 FITS = ("compatibility", "model_parallel", "trainer", "run", "checkpoints", "packages", "test_training")
 
 
 @dataclass(frozen=True)
 class Test:
-    """One test, with the seconds of its fixtures; ``fixtures`` are (wall, processor, name) of shared ones."""
+    """One test, with the seconds of its fixtures.
+
+    Attributes:
+        fixtures: Wall and processor seconds, and names, of shared ones.
+        reason: Why it takes long.
+    """
 
     file: str
     name: str
     wall: float
     processor: float
     fixtures: tuple[tuple[float, float, str], ...]
+    reason: str = ""
+
+    @property
+    def own(self) -> float:
+        """Wall seconds without shared fixtures."""
+        return self.wall - sum(wall for wall, _, _ in self.fixtures)
 
     @property
     def kind(self) -> str:
@@ -54,6 +68,7 @@ def read(path: Path) -> list[Test]:
                 wall=float(case.get("time", 0)),
                 processor=sum(float(value) for name, value in properties if name == "processor"),
                 fixtures=tuple((float(wall), float(processor), name) for wall, processor, name in fixtures),
+                reason="".join(value for name, value in properties if name == "long"),
             )
         )
     return tests
@@ -81,11 +96,13 @@ def report(tests: list[Test], longest: int) -> str:
     fixtures = [(f"{name} ({test.file})", 1, wall, own) for test in tests for wall, own, name in test.fixtures]
     single = [(f"{test.file}: {test.name}", 1, test.wall, test.processor) for test in tests]
     everything = ("all", len(tests), sum(test.wall for test in tests), sum(test.processor for test in tests))
+    unexplained = [f"- {test.file}: {test.name}: {test.own:.0f} s" for test in tests if test.own > LONG and not test.reason]
     parts = [
         table("kind", [*grouped(tests, "kind"), everything]),
         table("file", grouped(tests, "file"), longest),
         table("shared fixture", fixtures, longest),
         table("test", single, longest),
+        "\n".join([f"More than {LONG:.0f} s on its own, and does not say why:", *(unexplained or ["- none"])]),
     ]
     return "\n\n".join(parts)
 

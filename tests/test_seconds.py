@@ -10,6 +10,8 @@ XML = """<testsuites><testsuite>
 <testcase classname="tests.run.test_agreed_model" name="test_two" time="2.0"><properties>
 <property name="processor" value="1.5" /></properties></testcase>
 <testcase classname="tests.schemes.test_daso" name="test_three" time="1.0" />
+<testcase classname="tests.test_soak" name="test_four" time="9.0"><properties>
+<property name="long" value="memory grows slowly" /></properties></testcase>
 </testsuite></testsuites>"""
 
 
@@ -19,10 +21,17 @@ def test_seconds_are_summed_by_kind_file_and_fixture(tmp_path):
     for row in (
         "| fits on forked ranks | 2 | 32 | 14 |",
         "| threads and single processes | 1 | 1 | 0 |",
-        "| all | 3 | 33 | 14 |",
+        "| all | 4 | 42 | 14 |",
         "| run/test_agreed_model | 2 | 32 | 14 |",
         "| ranks (run/test_agreed_model) | 1 | 20 | 10 |",
         "| run/test_agreed_model: test_one[a] | 1 | 30 | 12 |",
     ):
         assert row in lines
     assert "test_three" not in "".join(lines)  # only the longest
+
+
+def test_a_long_test_that_does_not_say_why_is_told(tmp_path):
+    (tmp_path / "seconds.xml").write_text(XML)
+    *_, told, last = report(read(tmp_path / "seconds.xml"), longest=2).splitlines()
+    assert told == "More than 5 s on its own, and does not say why:"
+    assert last == "- run/test_agreed_model: test_one[a]: 10 s"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 _NEVER = math.inf
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """Something that takes time.
 
@@ -50,6 +50,7 @@ class Timeline:
     def __init__(self, processors: float = _NEVER) -> None:
         self.processors = processors
         self._lanes: dict[str, list[Task]] = {}
+        self._awaited: dict[str, Task | None] = {}
 
     def add(
         self,
@@ -119,7 +120,9 @@ class Timeline:
         while has_ended:
             has_ended = False
             for name, tasks in waiting.items():
-                while tasks and name not in running and all(other.end <= now for other in tasks[0].after):
+                if name in running:
+                    continue
+                while tasks and name not in running and self._may_begin(name, tasks[0], now):
                     task = tasks.popleft()
                     task.start = now
                     if task.seconds > 0:
@@ -127,6 +130,18 @@ class Timeline:
                     else:
                         self._end(task, ends, now)
                         has_ended = True
+
+    def _may_begin(self, lane: str, task: Task, now: float) -> bool:
+        """Whether all that a lane's next task waits for has ended; what it waited for last is looked at first."""
+        awaited = self._awaited.get(lane)
+        if awaited is not None and awaited.end > now:
+            return False
+        for other in task.after:
+            if other.end > now:
+                self._awaited[lane] = other
+                return False
+        self._awaited[lane] = None
+        return True
 
     @staticmethod
     def _end(task: Task, ends: list[float], now: float) -> None:
@@ -137,6 +152,8 @@ class Timeline:
     def _speeds(self, tasks: Sequence[Task]) -> list[float]:
         """How fast each task goes, from 0 to 1, when these run at the same time."""
         speeds = [1.0] * len(tasks)
+        if self.processors == _NEVER:
+            return speeds
         wanted = sorted((task.processors, index) for index, task in enumerate(tasks) if task.processors > 0)
         if sum(processors for processors, _ in wanted) <= self.processors:
             return speeds
