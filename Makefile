@@ -11,13 +11,12 @@ SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
 
-# Two tests at a time, because most start processes that wait for each other; in the order of their names, or the files of
+# Three tests at a time on two cores, because most start processes that wait for each other; in the order of their names, or the files of
 # few tests, which take longest, would be last, and one worker wait. `make test NIGHTLY=--nightly` leaves out none.
 test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(NIGHTLY)
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(NIGHTLY)
 
 docs: $(VENV)/.installed-dev  ## the documentation, in docs/_build/html; a warning is an error
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html

@@ -96,7 +96,9 @@ def report(tests: list[Test], longest: int) -> str:
     fixtures = [(f"{name} ({test.file})", 1, wall, own) for test in tests for wall, own, name in test.fixtures]
     single = [(f"{test.file}: {test.name}", 1, test.wall, test.processor) for test in tests]
     everything = ("all", len(tests), sum(test.wall for test in tests), sum(test.processor for test in tests))
-    unexplained = [f"- {test.file}: {test.name}: {test.own:.0f} s" for test in tests if test.own > LONG and not test.reason]
+    unexplained = [
+        f"- {test.file}: {test.name}: {test.own:.0f} s" for test in tests if test.own > LONG and not test.reason
+    ]
     parts = [
         table("kind", [*grouped(tests, "kind"), everything]),
         table("file", grouped(tests, "file"), longest),

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from forked import ForkedPython
+from forked import ForkedPython, stand_in_for_python
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -22,9 +22,9 @@ class Folder:
         self.path = path
 
     def run(self, script: str, *arguments: str | Path) -> str:
-        """What ``python examples/script *arguments`` prints."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = ForkedPython([self.examples / script, *arguments], environment, self.path / "printed", self.path)
+        """What ``python examples/script *arguments`` prints; ranks that it executes are forks, too."""
+        environment, command = {**os.environ, "OMP_NUM_THREADS": "1"}, [self.examples / script, *arguments]
+        process = ForkedPython(command, environment, self.path / "printed", self.path, stand_in_for_python())
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
         return output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedPython
+from forked import ForkedPython, stand_in_for_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = dict(
@@ -74,7 +74,7 @@ def test_torchrun(checkout):
     first = f"{command('torchrun', '.venv/bin/torchrun')} {SHORT}"
     second = first.replace("--node-rank 0", "--node-rank 1")
     assert first != second
-    assert "on 4 ranks" in run(checkout, first, second)
+    assert "on 4 ranks" in run(checkout, first, second, PYTHON_EXEC=stand_in_for_python())
 
 
 def test_slurm(checkout):

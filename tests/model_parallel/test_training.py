@@ -61,7 +61,17 @@ RUNS = {
     ("all_reduce", "twice"): {"max_epochs": 1},
 }
 BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
-ALL = [*leaving_to_the_night(BOTH), *(run for run in RUNS if run not in BOTH)]
+BY_NIGHT = [
+    ("all_reduce", "clipped"),
+    ("periodic", "clipped by value"),
+    ("periodic", "accumulated"),
+    ("periodic", "bf16-true"),
+]
+"""Beside another of its kind that the day runs."""
+ALL = [
+    *leaving_to_the_night(BOTH),
+    *(pytest.param(*run, marks=[pytest.mark.nightly] * (run in BY_NIGHT)) for run in RUNS if run not in BOTH),
+]
 
 
 class BytesOfTraining(pl.Callback):

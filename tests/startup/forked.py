@@ -38,6 +38,7 @@ class ForkedPython:
         environment: All of its environment variables.
         output: The file that gets all that it prints; default: the tests' own output.
         folder: Where it runs; default: where the tests do.
+        python: What it takes for Python when it starts other programs; default: Python.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class ForkedPython:
         environment: Mapping[str, str],
         output: Path | None = None,
         folder: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         self._output = output
         command = [*map(str, arguments)]
-        self._process = _server.Process(target=_run, args=(command, dict(environment), output, folder or Path.cwd()))
+        args = (command, dict(environment), output, folder or Path.cwd(), python)
+        self._process = _server.Process(target=_run, args=args)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -78,14 +81,14 @@ class ForkedPython:
 def stand_in_for_python() -> str:
     """A program that does what ``python script *arguments`` does, in a fork; for launchers that start programs.
 
-    With options before the script it is Python itself.
+    With options before the script, but for ``-u``, it is Python itself.
     """
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     address, program = folder / "server", folder / "python"
     client = Path(__file__).with_name("client.py")
     fork = f"{sys.executable} -I -S {client} {address}"
     options = f'case "$1" in -*) exec {sys.executable} "$@" ;; esac'  # nothing to fork for such as the hub
-    program.write_text(f'#!/bin/sh\n{options}\nexec {fork} "$@"\n')
+    program.write_text(f'#!/bin/sh\n[ "$1" = -u ] && shift\n{options}\nexec {fork} "$@"\n')
     program.chmod(0o755)
     _server.Process(target=_serve, args=(str(address),), daemon=True).start()
     deadline = time.monotonic() + 60
@@ -160,8 +163,15 @@ def _become(request: dict, files: Sequence[int]) -> NoReturn:
         os._exit(code)
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str], output: Path | None, folder: Path) -> None:
+def _run(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: Path | None,
+    folder: Path,
+    python: str = sys.executable,
+) -> None:
     os.setsid()
+    sys.executable = python
     multiprocessing.set_start_method(None, force=True)  # not the fork server's: a program begins with Python's default
     if output is not None:
         with output.open("wb") as file:

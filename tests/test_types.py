@@ -1,0 +1,18 @@
+"""The package's types, and those of the second tree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.long("mypy reads torch's and Lightning's types")
+@pytest.mark.timeout(600)
+def test_mypy_finds_nothing_to_complain_of():
+    mypy = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert mypy.returncode == 0, mypy.stdout + mypy.stderr
