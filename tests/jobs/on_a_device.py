@@ -1,0 +1,162 @@
+"""Fits of two ranks, each a node of its own, that share a GPU or the CPU: ``python -m jobs.on_a_device cpu FILE RANK``.
+
+Every rank writes what :func:`fits` returns to ``FILE.RANK``; ``tests/gpu/test_trainer_on_a_gpu.py`` compares them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HeterogeneousBatches,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+from lightning_hiercomm.batches import speed
+
+BATCH, STEPS, ROOM = 8, 12, 10
+"""Samples of a rank's step, steps of a fit, and the most samples that fit where memory is short."""
+
+SCHEMES: dict[str, Callable[[], Any]] = {
+    "all_reduce": AllReduce,
+    "periodic": lambda: PeriodicAveraging(4),
+    "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0),
+    "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
+    "gossip": lambda: Gossip(segments=2),
+    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
+}
+BETWEEN_NODES = {"torch": {}, "gloo": {"inter_node": "gloo"}}
+
+
+class Net(pl.LightningModule):
+    """A small network with a buffer; its ``report`` is what the scaler says after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        self.report: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *_: object) -> None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.report.append(scaler.get_scale())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2 * STEPS * BATCH, 6, generator=generator)
+        return DataLoader(TensorDataset(x, torch.randint(3, (len(x),), generator=generator)), batch_size=BATCH)
+
+
+class Sharded(Net):
+    """The same without the buffer, by FSDP2."""
+
+    def configure_model(self) -> None:
+        if len(self.net) == 4:  # type: ignore[arg-type]
+            self.net = nn.Sequential(self.net[0], self.net[2], self.net[3])  # type: ignore[index]
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+class Overflowing(Net):
+    """Node 1's gradients overflow once, so that its scaler, and no other, skips a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if self.global_rank == 1 and batch_idx == 1 else loss
+
+
+class Greedy(Net):
+    """Has no memory for more than :data:`ROOM` samples on rank 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 0 and len(batch[0]) > ROOM:
+            if self.device.type == "cuda":
+                torch.empty(2**50, dtype=torch.uint8, device=self.device)  # what no GPU has
+            raise torch.cuda.OutOfMemoryError
+        self.report.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def fit(module: pl.LightningModule, strategy: Any, accelerator: str, **arguments: Any) -> dict[str, Any]:
+    """Weights on the CPU, the report, and where the weights lay."""
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        num_nodes=2,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    devices: set[str] = set()
+
+    class Looks(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+            devices.update(tensor.device.type for tensor in pl_module.state_dict().values())
+
+    trainer.callbacks.append(Looks())
+    trainer.fit(module)
+    state = {name: whole(tensor).cpu() for name, tensor in module.state_dict().items()}
+    return {"state": state, "report": getattr(module, "report", []), "devices": sorted(devices)}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Of a shard on a node of one rank, all of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def fits(accelerator: str) -> dict[str, dict[str, Any]]:
+    """All of them, by name."""
+    warnings.filterwarnings("ignore")
+    speed._BLOCK_SECONDS = 0.005
+    found = {}
+
+    def over_gloo(scheme: Any, **arguments: Any) -> HierarchicalStrategy:
+        # nccl refuses two ranks on one GPU
+        return HierarchicalStrategy(scheme, ranks_per_node=1, process_group_backend="gloo", **arguments)
+
+    for name, scheme in SCHEMES.items():
+        for between, arguments in BETWEEN_NODES.items():
+            found[f"{name}, {between}"] = fit(Net(), over_gloo(scheme(), **arguments), accelerator)
+        found[f"{name}, bf16-mixed"] = fit(Net(), over_gloo(scheme()), accelerator, precision="bf16-mixed")
+        device = "cuda" if accelerator == "gpu" else "cpu"
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=100)
+        plugin = MixedPrecision("16-mixed", device, scaler)
+        found[f"{name}, 16-mixed"] = fit(Overflowing(), over_gloo(scheme()), accelerator, plugins=[plugin])
+    for name in ("all_reduce", "periodic", "diloco"):
+        sharded = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=1, process_group_backend="gloo")
+        found[f"{name}, FSDP2"] = fit(Sharded(), sharded, accelerator)
+    batches = HeterogeneousBatches(2 * BATCH + 8)
+    found["memory is short"] = fit(Greedy(), over_gloo(AllReduce(), batches=batches), accelerator)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    where, path, rank = sys.argv[1:]
+    torch.save(fits(where), f"{path}.{rank}")

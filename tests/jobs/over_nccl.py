@@ -1,0 +1,42 @@
+"""A fit of every scheme over nccl, each rank a node with a GPU of its own: ``torchrun ... over_nccl.py FOLDER``.
+
+Given ``gloo`` as well, it does the same on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from jobs.on_a_device import SCHEMES, Net
+
+from lightning_hiercomm import HierarchicalStrategy
+
+
+def fits(accelerator: str) -> dict[str, torch.Tensor]:
+    """The weights that every scheme ended with, flat, by its name."""
+    warnings.filterwarnings("ignore")
+    found = {}
+    for name, scheme in SCHEMES.items():
+        module = Net()
+        pl.Trainer(
+            accelerator=accelerator,
+            devices=int(os.environ["WORLD_SIZE"]),
+            strategy=HierarchicalStrategy(scheme(), ranks_per_node=1),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(module)
+        found[name] = torch.nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
+    return found
+
+
+if __name__ == "__main__":
+    folder, *where = sys.argv[1:]
+    torch.save(fits("cpu" if where else "gpu"), Path(folder) / f"{os.environ['RANK']}.pt")
