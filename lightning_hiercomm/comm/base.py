@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -112,6 +114,37 @@ finished: Handle = _Finished()
 """The handle of a move with nothing to move."""
 
 
+class _Watched(Handle):
+    """What a communicator gives away: a handle that is dropped before anybody waited for it says so.
+
+    Whoever forgets to wait reads a number of its own, and perhaps decides otherwise than other ranks: the run would
+    stand still, in silence. So the rank's next move fails, and names the line that this one is from.
+    """
+
+    def __init__(self, handle: Handle, meter: Meter, move: str, place: FrameType) -> None:
+        self._handle = handle
+        self._meter = meter
+        self._move = move
+        self._code, self._line = place.f_code, place.f_lineno
+        self._is_awaited = False
+
+    def wait(self) -> None:
+        self._is_awaited = True
+        self._handle.wait()
+
+    def is_done(self) -> bool:
+        return self._handle.is_done()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        self._is_awaited = True
+        return self._handle.future(value)
+
+    def __del__(self) -> None:
+        if not self._is_awaited:
+            where = f"{self._code.co_filename}:{self._line}, in {self._code.co_name}"
+            self._meter.unawaited = f"{self._move}(...) of {where}"
+
+
 class Communicator(ABC):
     """The ranks of one group, seen from one of them.
 
@@ -148,7 +181,7 @@ class Communicator(ABC):
                 tensor.mul_(weight)
             return finished
         self._count(costs.all_reduce(self.size, _bytes(tensor)))
-        return self._all_reduce_weighted(tensor, op, waiting, weight)
+        return self._watched(self._all_reduce_weighted(tensor, op, waiting, weight))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, weight: float = 1.0) -> Handle:
         """Write the sum of everyone's ``rank``-th part of ``tensor`` to ``output``.
@@ -168,7 +201,7 @@ class Communicator(ABC):
         if tensor.numel() == 0:
             return finished
         self._count(costs.reduce_scatter(self.size, _bytes(tensor)))
-        return self._reduce_scatter_weighted(output, tensor, weight)
+        return self._watched(self._reduce_scatter_weighted(output, tensor, weight))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         """Write everyone's ``tensor`` to ``output``, in group order.
@@ -184,7 +217,7 @@ class Communicator(ABC):
         if tensor.numel() == 0:
             return finished
         self._count(costs.all_gather(self.size, _bytes(output)))
-        return self._all_gather(output, tensor)
+        return self._watched(self._all_gather(output, tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Replace ``tensor`` by that of the member with group rank ``source``, in place."""
@@ -193,9 +226,10 @@ class Communicator(ABC):
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return finished
+        self._check_awaited()
         if self.rank == source:
             self._count(costs.broadcast(self.size, _bytes(tensor)))
-        return self._broadcast(tensor, source)
+        return self._watched(self._broadcast(tensor, source))
 
     def exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         """Send tensors to, and receive tensors from, other members, all at once.
@@ -216,7 +250,7 @@ class Communicator(ABC):
             return finished
         for tensor, _ in send:
             self._count(_bytes(tensor))
-        return self._exchange(send, receive)
+        return self._watched(self._exchange(send, receive))
 
     def expect_exchanges(self) -> None:
         """Say that there will be exchanges in which only some members take part. Collective; blocks."""
@@ -260,7 +294,21 @@ class Communicator(ABC):
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle: ...
 
     def _count(self, sent_bytes: float) -> None:
+        self._check_awaited()
         self.meter.count(self.tier, sent_bytes)
+
+    def _watched(self, handle: Handle) -> Handle:
+        caller = sys._getframe(1)  # of the move, which is the caller of this
+        place = caller.f_back
+        return handle if place is None else _Watched(handle, self.meter, f"{self.tier}.{caller.f_code.co_name}", place)
+
+    def _check_awaited(self) -> None:
+        move, self.meter.unawaited = self.meter.unawaited, None
+        if move is not None:
+            raise CommunicationError(
+                f"rank {self.ranks[self.rank]} did not wait for {move}: a move returns at once, and what it brings is"
+                " there when its handle's wait() has returned. Write .wait() behind it"
+            )
 
     def _check_parts(self, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:

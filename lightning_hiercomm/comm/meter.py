@@ -26,9 +26,14 @@ class Meter:
     nothing. Waits of background threads do not count. On CUDA a wait only stalls the stream, so it is timed by events.
 
     A meter belongs to the thread that made it.
+
+    Attributes:
+        unawaited: A move of this rank that nobody waited for before its handle was dropped, and where it is from; its
+            communicators look at it, and refuse to go on.
     """
 
     def __init__(self) -> None:
+        self.unawaited: str | None = None
         self.bytes: dict[str, float] = defaultdict(float)
         self.messages: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)

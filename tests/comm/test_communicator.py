@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hiercomm.comm.base import wait_all
+from lightning_hiercomm.comm.base import CommunicationError, wait_all
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8]
@@ -596,12 +596,14 @@ def drop_handle(rank):
     group = rank.group()
     for _ in range(20):
         group.all_reduce(torch.ones(1000))  # nobody keeps the tensor or the handle
+        with pytest.raises(CommunicationError, match=r"did not wait for inter\.all_reduce.*, in drop_handle: a move"):
+            group.broadcast(torch.ones(1), 0)
     check = torch.ones(1)
     group.all_reduce(check).wait()
     assert check.item() == 4
 
 
-def test_a_handle_that_nobody_keeps_harms_nothing(world):
+def test_a_handle_that_nobody_keeps_harms_nothing_and_is_named_by_the_next_move(world):
     world.run(drop_handle)
 
 

@@ -19,6 +19,7 @@ from problems import Oracle
 from torch.optim import SGD
 
 from lightning_hiercomm import schemes
+from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.schemes import Agreement, Scheme, Staggered
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +223,19 @@ def test_a_trainer_gives_a_scheme_that_watches_it_the_loss(page, fit, learning_r
 def test_a_training_step_without_a_loss_is_refused(page):
     with pytest.raises(ValueError, match="returns the loss"):
         at_plateau(page).end_epoch(None)
+
+
+def test_a_move_that_is_not_waited_for_is_named_with_its_line_before_anybody_waits_for_others(tmp_path):
+    path = tmp_path / "forgetful.py"
+    path.write_text(BLOCKS["at_plateau.py"].replace(".wait()", ""))
+    (line,) = (n for n, text in enumerate(path.read_text().splitlines(), 1) if "all_reduce" in text)
+    forgetful: dict = {"__name__": "forgetful"}
+    exec(compile(path.read_text(), path, "exec"), forgetful)
+    message = (
+        rf"did not wait for world\.all_reduce\(\.\.\.\) of .*forgetful\.py:{line}, in end_epoch: .*Write \.wait\(\)"
+    )
+    with pytest.raises(CommunicationError, match=message):
+        on_nodes(lambda rank: epochs(rank, 0, 4), forgetful["AtPlateau"](), targets=(0.0, 8.0))
 
 
 # ---- elastic averaging -------------------------------------------------------------------------------------------
