@@ -142,6 +142,11 @@ class Agreement(Scheme):
         return self.staleness == 0 and self.what == 1
 
     @property
+    def period(self) -> int | None:
+        """Optimizer steps between two agreements on the same part; None if the schedule has no such number."""
+        return getattr(self.when, "period", None)
+
+    @property
     def outer(self) -> OuterOptimizer | None:
         """The outer optimizer, if the merge is one."""
         return self._merge if isinstance(self._merge, OuterOptimizer) else None
@@ -434,7 +439,7 @@ class Agreement(Scheme):
                 "%s: the run ended before sync_every='auto' had timed %d exchanges, so the period was %d to the end",
                 type(self).__name__,
                 self.tuner.exchanges,
-                self.when.period,
+                self.period,
             )
 
     def _average_buffers(self) -> None:
@@ -449,7 +454,7 @@ class Agreement(Scheme):
         The last is how far this node was from the mean of all when they last agreed, relative to the mean: before the
         merge, and estimated, for free, on up to 4096 elements of every bucket that this rank carries.
         """
-        values = {"sync_every": float(self.when.period or 0), "staleness": float(self.staleness)}
+        values = {"sync_every": float(self.period or 0), "staleness": float(self.staleness)}
         if self.outer is not None:
             values["outer_lr"] = self.outer.learning_rate
         relative = None if self.is_alone else self._carrier.disagreement.relative()

@@ -303,7 +303,7 @@ class DASO(Agreement):
     @property
     def _period(self) -> int:
         """B: the number that ``sync_every`` says, or stands for."""
-        return self.when.period or 1
+        return self.period or 1
 
     def _set_period(self, period: int) -> None:
         super()._set_period(period)

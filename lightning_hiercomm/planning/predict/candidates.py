@@ -65,7 +65,7 @@ class Candidate:
         """
         scheme = self.scheme
         if isinstance(scheme, Agreement):
-            return (scheme.when.period or math.inf) + scheme.staleness
+            return (scheme.period or math.inf) + scheme.staleness
         if isinstance(scheme, StepsDelay):
             return scheme.delay + 1
         if isinstance(scheme, Gossip):

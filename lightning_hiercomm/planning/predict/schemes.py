@@ -408,7 +408,7 @@ def period_of(scheme: Scheme | None) -> int:
     if isinstance(scheme, Agreement):
         if scheme.tuner is not None:
             raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
-        if scheme.when.period is None:
+        if scheme.period is None:
             raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
-        return scheme.when.period
+        return scheme.period
     return 1

@@ -196,14 +196,14 @@ class VirtualClock:
         if isinstance(scheme, DASO):
             if scheme.phase != "cycling":
                 return ("blocking",), lambda: PeriodicAveraging(1)
-            period, staleness = scheme.when.period or 1, scheme.staleness
+            period, staleness = scheme.period or 1, scheme.staleness
             exchange, narrow = scheme.exchange, scheme.narrow_phases
             return (
                 ("cycling", period, staleness),
                 lambda: DASO(period, staleness, exchange=exchange, narrow_phases=narrow),
             )
         if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
-            agreements = math.ceil(epoch / (scheme.when.period or epoch))
+            agreements = math.ceil(epoch / (scheme.period or epoch))
             apart = max(1, round(epoch / agreements))
             gradients: Literal["node", "none"] = "none" if scheme.gradients == "none" else "node"
             return ("apart", apart), lambda: PeriodicAveraging(apart, gradients=gradients)

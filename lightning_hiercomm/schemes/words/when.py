@@ -14,11 +14,9 @@ from lightning_hiercomm.arguments import check_fields
 class When(ABC):
     """A schedule. It depends on counters that are the same on every rank, and on nothing else.
 
-    Attributes:
-        period: Optimizer steps between two agreements on the same part; None if there are none.
+    One whose agreements on the same part are always as many optimizer steps apart has an attribute ``period``, for
+    whoever watches the run; others need none.
     """
-
-    period: int | None
 
     @abstractmethod
     def due(self, step: int, step_in_epoch: int, parts: int) -> Sequence[int]:
