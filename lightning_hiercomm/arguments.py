@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -24,10 +25,6 @@ _WORDS: dict[Any, str] = {
 }
 
 
-class ArgumentTypeError(TypeError, ValueError):
-    """An argument is of a wrong type: a ``TypeError``, and also a ``ValueError``, as all that constructors refuse."""
-
-
 def checked_arguments(function: F) -> F:
     """Decorate a constructor so that what it is given has the types of its annotations.
 
@@ -35,21 +32,55 @@ def checked_arguments(function: F) -> F:
     wait for it. What the values must be is the constructor's own matter, strings of a ``Literal`` included.
 
     Raises:
-        ArgumentTypeError: If a type is wrong, naming the argument.
+        TypeError: If a type is wrong or an argument is unknown, naming it.
         ValueError: If a number is not finite, likewise.
     """
     signature = inspect.signature(function)
+    known = [name for name in signature.parameters if name not in ("self", "cls")]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+                raise unknown_argument(name, owner, known)
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # too many or unknown ones, which Python names itself
+        except TypeError:  # too many, or too few, which Python says itself
             return function(*args, **kwargs)
         check_types(given, typing.get_type_hints(function))
         return function(*args, **kwargs)
 
     return cast(F, checked)
+
+
+def as_call(instance: object) -> str:
+    """An object as one would write it: its first argument, and those that are not the default.
+
+    Args:
+        instance: Keeps its arguments as attributes of the same names.
+    """
+    parameters = list(inspect.signature(type(instance)).parameters.values())
+    values = {parameter.name: getattr(instance, parameter.name, parameter.default) for parameter in parameters}
+    said = [
+        f"{parameter.name}={values[parameter.name]!r}"
+        for index, parameter in enumerate(parameters)
+        if index == 0 or values[parameter.name] != parameter.default
+    ]
+    return f"{type(instance).__name__}({', '.join(said)})"
+
+
+def unknown_argument(name: str, owner: str, known: Sequence[str]) -> TypeError:
+    """The error about an argument that nobody knows, with the one that may have been meant.
+
+    Args:
+        name: Of the argument.
+        owner: Whose.
+        known: The names of those that there are.
+    """
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known) or 'none'}."
+    return TypeError(f"{owner} has no argument {name!r}. {hint}")
 
 
 def check_fields(instance: object) -> None:
@@ -61,15 +92,17 @@ def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """See that values, by name, have the types that hints, by name, say.
 
     Raises:
-        ArgumentTypeError: If one has not, naming it.
+        TypeError: If one has not, naming it.
         ValueError: If a number is not finite, likewise.
     """
     for name, value in given.items():
         if name not in hints:
             continue
         if not _fits(value, hints[name]):
-            kind = type(value).__name__
-            raise ArgumentTypeError(f"{name}={value!r} must be {_in_words(hints[name])}, not of type {kind}")
+            if isinstance(value, type) and _is_class_of(value, hints[name]):
+                raise TypeError(f"{name}={value.__name__} is a class, but must be an instance: {value.__name__}(...)")
+            shown, kind = " ".join(repr(value).split()), type(value).__name__
+            raise TypeError(f"{name}={shown:.200} must be {_in_words(hints[name])}, not of type {kind}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}={value} must be finite")
 
@@ -94,6 +127,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind is dict or kind is Mapping:
         return isinstance(value, Mapping) and _all_fit(value, inner[:1]) and _all_fit(value.values(), inner[1:])
     return isinstance(value, kind)
+
+
+def _is_class_of(value: type, hint: Any) -> bool:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (Union, UnionType) else (hint,)
+    return any(isinstance(option, type) and issubclass(value, option) for option in options)
 
 
 def _all_fit(values: Iterable[Any], inner: Sequence[Any]) -> bool:

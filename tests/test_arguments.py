@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -138,7 +139,8 @@ def test_any_value_of_any_argument_in_a_configuration_file_is_taken_or_refused_b
         ({"weights": [1, "2"]}, r"weights=\[1, '2'\] must be a list, of each a number or None"),
         ({"weights": 3}, "weights=3 must be a list"),
         ({"share": float("inf")}, "share=inf must be finite"),
-        ({"unknown": 3}, "unexpected keyword argument 'unknown'"),
+        ({"unknown": 3}, r"make has no argument 'unknown'\. It takes number, weights, share\."),
+        ({"numbr": 3}, r"make has no argument 'numbr'\. Did you mean 'number'\?"),
     ],
 )
 def test_what_is_wrong_with_a_type_is_said_in_words(given, message):
@@ -149,6 +151,19 @@ def test_what_is_wrong_with_a_type_is_said_in_words(given, message):
     make(3, (1, 2.5), 1)
     with pytest.raises((TypeError, ValueError), match=message):
         make(**given)
+
+
+@pytest.mark.parametrize("cls", [c for c in CLASSES if inspect.signature(c).parameters and not is_dataclass(c)])
+def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(cls):
+    name = next(iter(inspect.signature(cls).parameters))
+    with pytest.raises(TypeError, match=rf"^{cls.__name__} has no argument '{name[:-1]}'\. Did you mean '{name}'\?$"):
+        cls(**{**REQUIRED.get(cls.__name__, {}), name[:-1]: 2})
+
+
+def test_what_is_of_a_wrong_type_is_the_error_that_python_raises_for_it():
+    with pytest.raises(TypeError) as refused:
+        hiercomm.PeriodicAveraging(4.5)
+    assert refused.type is TypeError  # in a traceback argparse's ArgumentTypeError means a command line
 
 
 def test_what_is_right_in_a_configuration_file_is_taken():

@@ -1,9 +1,7 @@
 """Scheme and fields from YAML and from the command line, through LightningCLI."""
 
-import contextlib
 import copy
 import inspect
-import io
 import pickle
 import re
 import sys
@@ -281,15 +279,77 @@ def test_registered_name_from_the_command_line(strategy):
     assert isinstance(built.scheme, PeriodicAveraging)
 
 
+MISTAKES = [
+    (("sync_every: 7", "sync_every: 0"), lambda: PeriodicAveraging(sync_every=0)),
+    (("sync_every: 7", "sync_every: four"), lambda: PeriodicAveraging(sync_every="four")),
+    (("sync_every: 7", "sync_every: [7]"), lambda: PeriodicAveraging(sync_every=[7])),
+    (("sync_every: 7", "sync_evry: 7"), lambda: PeriodicAveraging(sync_evry=7)),
+    (("sync_every: 7", "sync_every: null\n          at_epoch_end: false"), lambda: PeriodicAveraging(None, False)),
+    (("ranks_per_node: 1", "ranks_per_nod: 1"), lambda: HierarchicalStrategy(ranks_per_nod=1)),
+    (("ranks_per_node: 1", "ranks_per_node: -1"), lambda: HierarchicalStrategy(ranks_per_node=-1)),
+    (("ranks_per_node: 1", "sync_every: 1"), lambda: HierarchicalStrategy(sync_every=1)),
+    (("ranks_per_node: 1", "wire_dtype: int3"), lambda: HierarchicalStrategy(wire_dtype="int3")),
+]
+
+
+@pytest.mark.parametrize(("change", "in_python"), MISTAKES, ids=[change[1] for change, _ in MISTAKES])
+def test_a_mistake_in_a_file_prints_the_line_that_python_gives_and_nothing_else(strategy, capsys, change, in_python):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        in_python()
+    with pytest.raises(SystemExit) as left:
+        strategy(PERIODIC.replace(*change))
+    assert left.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1:] == [f"error: {refused.value}"]
+
+
+def test_a_misspelt_argument_of_an_outer_optimizer_is_said_in_one_line(strategy, capsys):
+    with pytest.raises(SystemExit):
+        strategy(DILOCO.replace("lr: 0.5", "lrr: 0.5"))
+    assert capsys.readouterr().err == "error: AdamW has no argument 'lrr'. Did you mean 'lr'?\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            ("hiercomm.PeriodicAveraging", "hiercomm.PeriodicAveragin"),
+            "module 'lightning_hiercomm' has no attribute 'PeriodicAveragin'. Did you mean 'PeriodicAveraging'?",
+        ),
+        (
+            ("HierarchicalStrategy", "HierarchicalStrateg"),
+            "module 'lightning_hiercomm' has no attribute 'HierarchicalStrateg'. Did you mean 'HierarchicalStrategy'?",
+        ),
+    ],
+)
+def test_a_misspelt_class_is_said_in_one_line_with_the_one_that_was_meant(strategy, capsys, change, line):
+    with pytest.raises(SystemExit):
+        strategy(PERIODIC.replace(*change))
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
 @pytest.mark.parametrize(
     ("argument", "complaint"),
-    [(f"{SCHEME}=nonsense", "nonsense"), (f"{SCHEME}.init_args.sync_evry=3", "sync_evry")],
+    [
+        (f"{SCHEME}=nonsense", "error: scheme='nonsense' is unknown; use one of all_reduce, "),
+        (
+            f"{SCHEME}.init_args.sync_evry=3",
+            "error: PeriodicAveraging has no argument 'sync_evry'. Did you mean 'sync_every'?",
+        ),
+        (f"{SCHEME}.init_args.sync_every=-3", "error: sync_every=-3 must be a positive number of steps"),
+    ],
 )
-def test_typing_errors_are_refused_by_name(strategy, argument, complaint):
-    printed = io.StringIO()
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(printed):
+def test_typing_errors_are_refused_by_name(strategy, capsys, argument, complaint):
+    with pytest.raises(SystemExit):
         strategy(PERIODIC, args=[argument])
-    assert complaint in printed.getvalue()
+    assert capsys.readouterr().err.splitlines()[-1].startswith(complaint)
+
+
+def test_what_others_take_is_refused_as_ever(strategy, capsys):
+    with pytest.raises(SystemExit):
+        strategy(PERIODIC, args=["--trainer.max_epochs=soon"])
+    printed = capsys.readouterr().err
+    assert "usage: " in printed
+    assert "trainer.max_epochs" in printed
 
 
 def test_help_documents_the_fields(capsys):

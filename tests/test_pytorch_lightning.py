@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
 import sys
 import traceback
 
@@ -12,12 +13,15 @@ import pytest
 import pytorch_lightning
 import pytorch_lightning.cli
 import torch
+from lightning_fabric.strategies.registry import _StrategyRegistry
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 import lightning_hiercomm as first
 import lightning_hiercomm.pytorch_lightning as second
+from lightning_hiercomm._lightning.other_tree import of_second_tree
 from lightning_hiercomm.pytorch_lightning import _second_tree
+from lightning_hiercomm.trainer.settings import register_schemes
 
 QUIET = {
     "accelerator": "cpu",
@@ -116,6 +120,26 @@ def test_names_are_registered_with_both(name):
         assert type(tree.Trainer(**QUIET, strategy=name).strategy) is ours.HierarchicalStrategy
 
 
+def test_a_name_imports_the_class_of_the_second_tree_when_it_is_used():
+    registry = _StrategyRegistry()
+    register_schemes(of_second_tree("HierarchicalStrategy"), registry)
+    made = registry.get("hierarchical_daso_fork")
+    assert type(made) is second.HierarchicalStrategy
+    assert isinstance(made.scheme, first.DASO)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ["lightning_hiercomm, pytorch_lightning", "pytorch_lightning, lightning_hiercomm"])
+def test_a_program_that_imports_only_the_first_may_use_its_names_with_the_other_trainer(order):
+    program = f"""
+import {order}
+trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False, strategy="hierarchical_daso")
+print(trainer.strategy)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
+    assert "lightning_hiercomm.pytorch_lightning.HierarchicalStrategy(DASO(sync_every=4))" in ran.stdout
+
+
 def test_yaml_names_the_class_of_the_second_tree(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["program"])
     config = tmp_path / "config.yaml"
@@ -154,14 +178,24 @@ def test_tracebacks_and_inspect_show_the_one_source_file():
 
 
 @pytest.mark.parametrize(
-    ("tree", "wrong", "right"),
+    ("tree", "wrong", "shown", "right"),
     [
-        (lightning.pytorch, second, "`lightning.pytorch`, use `lightning_hiercomm.{}`"),
-        (pytorch_lightning, first, "`pytorch_lightning`, use `lightning_hiercomm.pytorch_lightning.{}`"),
+        (
+            lightning.pytorch,
+            second,
+            r"strategy=lightning_hiercomm\.pytorch_lightning\.HierarchicalStrategy\(",
+            "`lightning.pytorch`, use `lightning_hiercomm.{}`",
+        ),
+        (
+            pytorch_lightning,
+            first,
+            "`pytorch_lightning`, use `lightning_hiercomm.pytorch_lightning.HierarchicalStrategy`",
+            "`pytorch_lightning`, use `lightning_hiercomm.pytorch_lightning.{}`",
+        ),
     ],
 )
-def test_who_mixes_the_trees_is_told_what_to_import(tree, wrong, right):
-    with pytest.raises(ValueError, match=right.format("HierarchicalStrategy")):
+def test_who_mixes_the_trees_is_told_what_to_import(tree, wrong, shown, right):
+    with pytest.raises(ValueError, match=shown):
         tree.Trainer(**QUIET, strategy=wrong.HierarchicalStrategy())
     trainer = tree.Trainer(**QUIET, callbacks=[wrong.CommunicationMonitor()])
     with pytest.raises(Exception, match=right.format("CommunicationMonitor")):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,48 +15,83 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm.arguments import check_types, unknown_argument
 
 
-def check_ddp_arguments(arguments: Iterable[str], strategy: type) -> None:
+def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes: Mapping[str, str]) -> None:
     """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
 
     Args:
-        arguments: Names of the keywords that are not the strategy's own.
+        arguments: The keywords that are not the strategy's own.
         strategy: Whose process group and communication hook DDP gets.
+        of_schemes: Names of arguments that schemes take, and the scheme that one means by each.
 
     Raises:
         ValueError: For those that the strategy itself sets.
-        TypeError: For those that nobody knows.
+        TypeError: For those that nobody knows, and for values of a wrong type.
     """
     owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
     owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
-    known = inspect.signature(DistributedDataParallel).parameters.keys() - owned
-    own = inspect.signature(strategy).parameters.keys() - {"ddp_kwargs"}
-    for name in arguments:
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    known = parameters.keys() - owned
+    own = [name for name in inspect.signature(strategy).parameters if name != "ddp_kwargs"]
+    for name, value in arguments.items():
         if name in owned:
             raise ValueError(
                 f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
                 " Choose what nodes exchange with `scheme` and `wire_dtype`."
             )
         if name not in known:
-            near = difflib.get_close_matches(name, [*own, *known], n=1)
-            hint = (
-                f"Did you mean {near[0]!r}?" if near else f"DistributedDataParallel takes {', '.join(sorted(known))}."
-            )
-            raise TypeError(f"{strategy.__name__} has no argument {name!r}. {hint}")
+            if name in of_schemes:
+                scheme = of_schemes[name]
+                raise TypeError(
+                    f"{strategy.__name__} has no argument {name!r}, which is the scheme's: give it"
+                    f" {strategy.__name__}({scheme}({name}=...))"
+                )
+            raise unknown_argument(name, strategy.__name__, [*own, *sorted(known)])
+        if isinstance(parameters[name].default, bool):
+            check_types({name: value}, {name: bool})
+    check_types(arguments, {"bucket_cap_mb": float | None})
 
 
-def explain_unused_parameters(exception: BaseException) -> None:
-    """Say of DDP's error about parameters without gradient, by its text, how ours is told to expect them.
+_FIND_UNUSED = "`strategy=HierarchicalStrategy(find_unused_parameters=True)`"
+
+
+def unused_parameters(module: nn.Module | None) -> list[str]:
+    """Names of parameters that are to be trained and got no gradient, if others did; between backward and the next."""
+    trained = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    return unused if len(unused) < len(trained) else []
+
+
+def warning_of_unused_parameters(unused: Sequence[str]) -> str:
+    """What a run of which DDP takes no part says of parameters that would end the same run on larger nodes."""
+    return (
+        f"{_were_not_used(unused)} They are not trained. With one rank per node that is all, but nodes of several ranks"
+        f" would wait for their gradients, and end with an error: set {_FIND_UNUSED}, or freeze them with"
+        " `requires_grad_(False)`."
+    )
+
+
+def explain_unused_parameters(exception: BaseException, module: nn.Module | None) -> None:
+    """Say of DDP's error about parameters without gradient, by its text, which they are and how ours expects them.
 
     What Lightning would make of it names its own ``DDPStrategy``.
     """
     if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         exception.args = (
-            "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
-            " training_step. If this is intentional, you must enable the detection of unused parameters in DDP, by"
-            " setting the flag in the strategy with `strategy=HierarchicalStrategy(find_unused_parameters=True)`.",
+            f"{_were_not_used(unused_parameters(module))} If this is intentional, you must enable the detection of"
+            f" unused parameters in DDP, by setting the flag in the strategy with {_FIND_UNUSED}.",
         )
+
+
+def _were_not_used(unused: Sequence[str]) -> str:
+    more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+    names = f": {', '.join(unused[:5])}{more}" if unused else ""
+    return (
+        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+        f" training_step{names}."
+    )
 
 
 def keep_sync_batchnorm_in_group(module: nn.Module, group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_hiercomm._lightning import require_attribute
 
+_OURS = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
+
 
 def name_tree(name: str) -> str:
     """To whom this module's classes belong, and where their twins are, for people who mix Lightning's two packages.
@@ -24,9 +27,22 @@ def name_tree(name: str) -> str:
     ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
     refuses objects of the other.
     """
-    ours = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
-    (other,) = ours.keys() - {pl.__name__}
-    return f"`{pl.__name__}`; with `{other}`, use `{ours[other]}.{name}`"
+    (other,) = _OURS.keys() - {pl.__name__}
+    return f"`{pl.__name__}`; with `{other}`, use `{_OURS[other]}.{name}`"
+
+
+def shown_with_tree(name: str, call: str) -> str:
+    """A constructor's call, for people, with what they need to know if the Trainer of the other tree refuses it.
+
+    All that such a Trainer prints is the object. Where the other tree is not imported nobody can mix them.
+
+    Args:
+        name: Of the class.
+        call: Its call, as one would write it.
+    """
+    if pl.__name__ != "lightning.pytorch":
+        return f"{_OURS[pl.__name__]}.{call}"
+    return f"{call}  # of {name_tree(name)}" if "pytorch_lightning" in sys.modules else call
 
 
 def replace_sigterm_broadcast(

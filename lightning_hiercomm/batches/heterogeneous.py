@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.arguments import as_call, checked_arguments
 from lightning_hiercomm.batches.partition import (
     StepCost,
     Weighting,
@@ -131,6 +131,10 @@ class HeterogeneousBatches:
         fresh._forget_ranks()
         own = {name: value for name, value in vars(self).items() if name != "_topology"}
         return {**own, **vars(fresh)}
+
+    def __repr__(self) -> str:
+        """As one would write it."""
+        return as_call(self)
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

@@ -218,8 +218,14 @@ class ControlPlane:
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one raised."""
         if self.failure is None and self.is_connected:
-            message = f"{self.place} failed: {type(error).__name__}: {error}"
+            message = self.description(error)
             self._say({"kind": "failed", "message": message[:2000]})
+
+    def description(self, error: BaseException) -> str:
+        """What people read of an error that this rank raised."""
+        if isinstance(error, KeyboardInterrupt):
+            return f"{self.place} was interrupted"
+        return f"{self.place} failed: {type(error).__name__}: {error}"
 
     def wait_for_failure(self, timeout: float) -> str | None:
         """The first failure anywhere, waiting for the news for up to ``timeout`` seconds."""
@@ -400,7 +406,7 @@ class ControlPlane:
             self._changed.notify_all()
         self._failed.set()
         process.end_children_at_exit()
-        if not message.startswith(f"{self.place} failed"):
+        if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
             threading.Thread(target=self._end_if_stuck, args=(message,), name="hiercomm-grace", daemon=True).start()
 
     def _end_frozen(self, ranks: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from abc import ABC
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.arguments import as_call
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
@@ -107,14 +107,7 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         """The scheme as one would write it: its first argument, and those that are not the default."""
-        parameters = list(inspect.signature(type(self)).parameters.values())
-        values = {parameter.name: getattr(self, parameter.name, parameter.default) for parameter in parameters}
-        said = [
-            f"{parameter.name}={values[parameter.name]!r}"
-            for index, parameter in enumerate(parameters)
-            if index == 0 or values[parameter.name] != parameter.default
-        ]
-        return f"{type(self).__name__}({', '.join(said)})"
+        return as_call(self)
 
     @property
     def can_average_optimizer_state(self) -> bool:

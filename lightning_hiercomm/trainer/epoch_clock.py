@@ -82,7 +82,7 @@ class EpochClock(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run fails, or stops."""
-        self._control.note_exception(exception)
+        self._control.note_exception(exception, pl_module)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
         self._epoch_has_ended = False

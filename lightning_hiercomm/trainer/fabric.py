@@ -19,14 +19,14 @@ from lightning_hiercomm._lightning.ddp import FabricSyncControl, check_ddp_argum
 from lightning_hiercomm._lightning.launcher import leave_garbage_of_parent
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import connect_world, process_group
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
-from lightning_hiercomm.trainer.settings import Settings, register_schemes
+from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
 
 class HierarchicalFabricStrategy(DDPStrategy):
@@ -87,7 +87,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     Raises:
         ValueError: For arguments that make no sense, naming what would be right.
-        TypeError: For keywords that neither this strategy nor ``DistributedDataParallel`` knows.
+        TypeError: For arguments of a wrong type, and keywords that neither this strategy nor
+            ``DistributedDataParallel`` knows.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(ddp_kwargs, type(self))
+        check_ddp_arguments(ddp_kwargs, type(self), ARGUMENTS_OF_SCHEMES)
+        check_start(timeout, start_method, process_group_backend)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -153,6 +155,11 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._is_saving = False
         self._steps_of_epoch: int | None = None
         self._loaded: list[list[dict[str, Any]]] = []
+
+    def __repr__(self) -> str:
+        """The strategy as one would write it, and the nodes, where they are known."""
+        sizes = None if self.topology is None else [len(ranks) for ranks in self.topology.nodes]
+        return f"{type(self).__name__}({', '.join(self._settings.said_of(type(self), sizes))})"
 
     @classmethod
     @override
@@ -213,6 +220,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         for device in self.parallel_devices or ():
             streams.check_known(device)
+        if self._settings.ranks_per_node is not None:  # here, where no process has been started
+            nodes_by_count(self._settings.ranks_per_node, self.world_size)
         super()._configure_launcher()
 
     @override

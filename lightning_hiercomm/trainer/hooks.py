@@ -26,10 +26,10 @@ from lightning_hiercomm._lightning.launcher import check_ranks_of_node, process_
 from lightning_hiercomm._lightning.saves import with_base_io
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
-    name_tree,
     put_callback_first,
     raw_optimizer,
     remove_callback,
+    shown_with_tree,
     skips_backward,
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
@@ -89,8 +89,15 @@ class HierarchicalHooks(ParallelStrategy):
         return {**state, **alone}
 
     def __repr__(self) -> str:
-        # the Trainer of the other tree of classes prints this when it refuses the strategy
-        return f"<{type(self).__name__} of {name_tree(type(self).__name__)}>"
+        """The strategy as one would write it, and the nodes, where they are known."""
+        name, sizes = type(self).__name__, None
+        if self.topology is not None:
+            sizes = [len(ranks) for ranks in self.topology.nodes]
+        elif self._settings.ranks_per_node is not None and self._knows_ranks:
+            with contextlib.suppress(ValueError):  # they do not fit, which a Trainer says
+                sizes = [len(ranks) for ranks in nodes_by_count(self._settings.ranks_per_node, self.world_size)]
+        said = self._settings.said_of(type(self), sizes)
+        return shown_with_tree(name, f"{name}({', '.join(said)})")
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
@@ -102,6 +109,8 @@ class HierarchicalHooks(ParallelStrategy):
             check_ranks_of_node(self._environment)
             if isinstance(self._environment, MPIEnvironment):
                 abort_on_uncaught_exceptions()
+        if self._settings.ranks_per_node is not None:  # here, where no process has been started
+            nodes_by_count(self._settings.ranks_per_node, self.world_size)
         super()._configure_launcher()
 
     @override
@@ -177,7 +186,8 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._control.note_exception(exception)  # callbacks hear first, but ours is there only since `setup`
+        # callbacks hear first, but ours is there only since `setup`
+        self._control.note_exception(exception, self.lightning_module)
         super().on_exception(exception)
 
     @override
@@ -444,6 +454,11 @@ class HierarchicalHooks(ParallelStrategy):
         return required(self.cluster_environment, "cluster environment", "the Trainer's constructor")
 
     @property
+    def _knows_ranks(self) -> bool:
+        """Whether a Trainer has said how many ranks there will be."""
+        return self.cluster_environment is not None and bool(self.parallel_devices)
+
+    @property
     def _trainer_or_none(self) -> pl.Trainer | None:
         module = self.lightning_module
         return None if module is None else module._trainer
@@ -509,8 +524,8 @@ def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer, run: int | None) -> 
         )
     if not isinstance(scheme, Agreement) or isinstance(scheme, DASO | PeriodicAveraging):
         return  # they count from the start of an epoch
-    if scheme.when.period is not None and 0 < steps < scheme.when.period:
+    if scheme.period is not None and 0 < steps < scheme.period:
         rank_zero_warn(
-            f"nodes that train by {scheme!r} agree every {scheme.when.period} optimizer steps, but the run ends after"
+            f"nodes that train by {scheme!r} agree every {scheme.period} optimizer steps, but the run ends after"
             f" {steps:.0f}: they agree at its end only. Choose a shorter period."
         )

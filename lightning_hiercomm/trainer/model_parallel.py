@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import raw_optimizer
+from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
@@ -159,6 +160,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     strategy_name = "hierarchical_model_parallel"
 
+    @checked_arguments
     def __init__(
         self,
         scheme: Scheme | SchemeName = "periodic",

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_hiercomm._lightning.trainer import batches_that_stepped, name_tree
 from lightning_hiercomm.arguments import checked_arguments
@@ -55,6 +56,8 @@ class CommunicationMonitor(Callback):
     showed last where nodes are equal; how long a rank waited, and the time it took; agreements, and what plain DDP
     would have sent between nodes.
 
+    With any other strategy it warns once and does nothing, so that a run may go back to ``"ddp"`` as it is.
+
     The numbers of a node need one small collective among its ranks at each log; ranks of different nodes exchange
     something for this callback only once, at the end of fit.
 
@@ -71,6 +74,7 @@ class CommunicationMonitor(Callback):
     def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
         self.progress_bar = progress_bar
         self.summary = summary
+        self._watches = False
         self._before: dict[str, float] = {}
         self._begun = 0.0
         self._first: dict[str, float] = {}
@@ -84,14 +88,19 @@ class CommunicationMonitor(Callback):
         self._restore_progress_bar: Callable[[], None] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuses a trainer whose strategy has nothing to report; starts counting for the table."""
-        if stage == "fit":
+        """Starts counting for the table; warns of a strategy that has nothing to report, of which nothing is logged."""
+        if stage != "fit":
+            return
+        self._watches = _can_watch(trainer)
+        if self._watches:
             # An earlier fit of this process was counted too; the first broadcast of the parameters is yet to come.
             self._before = _strategy(trainer).total_communication() if self.summary else {}
             self._begun = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Starts counting for the logs, and joins the progress bar."""
+        if not self._watches:
+            return
         self._first = self._last = self._snapshot(trainer)
         self._first_step = self._last_step = trainer.global_step  # of a resumed run, it is not 0
         self._phase = ""
@@ -105,6 +114,8 @@ class CommunicationMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs, when a log is due and an optimizer has stepped since the last one."""
+        if not self._watches:
+            return
         x = batches_that_stepped(trainer)
         steps = trainer.global_step - self._last_step
         if not self._log_every or x < self._next_log or not steps:
@@ -129,7 +140,7 @@ class CommunicationMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leaves the progress bar; sums up, the last agreement included."""
         self._leave()
-        if self.summary:
+        if self._watches and self.summary:
             self._report = self._sum_up(_strategy(trainer), trainer.world_size)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -189,15 +200,21 @@ class CommunicationMonitor(Callback):
             self._restore_progress_bar = None
 
 
-def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
-    strategy = trainer.strategy
+def _can_watch(trainer: pl.Trainer) -> bool:
     if not isinstance(trainer, pl.Trainer):
         raise MisconfigurationException(f"this CommunicationMonitor is of {name_tree('CommunicationMonitor')}")
-    if not isinstance(strategy, HierarchicalHooks):
-        raise MisconfigurationException(
-            f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"
-            f" {type(strategy).__name__}. Use Trainer(strategy=HierarchicalStrategy(...)) or leave the callback out."
-        )
+    if isinstance(trainer.strategy, HierarchicalHooks):
+        return True
+    rank_zero_warn(
+        f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"
+        f" {type(trainer.strategy).__name__}: it logs nothing in this run."
+    )
+    return False
+
+
+def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
+    strategy = trainer.strategy
+    assert isinstance(strategy, HierarchicalHooks)
     return strategy
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 import re
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
-from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.arguments import check_types, checked_arguments
 from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
@@ -21,6 +25,14 @@ from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+
+ARGUMENTS_OF_SCHEMES = {
+    name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
+}
+"""Names of what schemes take, with the first scheme that does."""
+
+
+_WIRES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -70,13 +82,18 @@ class Settings:
 
         Raises:
             ValueError: For arguments that make no sense, naming what would be right.
+            TypeError: For arguments of a wrong type, likewise.
         """
         if isinstance(scheme, str):
             if scheme not in SCHEMES:
-                raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme")
+                near = _near_name(scheme)
+                hint = "" if near is None else f". Did you mean {near!r}?"
+                raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme{hint}")
             scheme = SCHEMES[scheme]()
         if not isinstance(scheme, Scheme):
             raise ValueError(f"scheme={scheme!r} must be a Scheme or one of {', '.join(SCHEMES)}")
+        if type(scheme) is Scheme:
+            raise ValueError(f"scheme=Scheme() is the base of all, and never agrees; use one of {', '.join(SCHEMES)}")
         _warn_of_kept_arguments(scheme)
         if evaluate not in ("consensus", "replica"):
             raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
@@ -131,6 +148,27 @@ class Settings:
             bucket_bytes=max(1, int(bucket_mb * 2**20)),
         )
 
+    def said_of(self, strategy: type, sizes: Sequence[int] | None) -> list[str]:
+        """These arguments as one would write them: the scheme, the nodes, and what is not the default.
+
+        Args:
+            strategy: Whose arguments they are.
+            sizes: Of the nodes, if they are known.
+        """
+        said = [repr(self.scheme)]
+        if sizes is not None and len(sizes) > 8 and len(set(sizes)) == 1:
+            said.append(f"ranks_per_node=[{sizes[0]}] * {len(sizes)}")
+        elif sizes is not None or self.ranks_per_node is not None:
+            said.append(f"ranks_per_node={list(sizes) if sizes is not None else self.ranks_per_node}")
+        said += [f"wire_dtype={name!r}" for name in _WIRES if codec_named(name) == self.wire.codec]
+        said += ["wire_raw=True"] if self.wire.raw else []
+        for name, parameter in inspect.signature(strategy).parameters.items():
+            if name not in ("scheme", "ranks_per_node", "control_port"):
+                value = getattr(self, name, parameter.default)
+                if value is not parameter.default and value != parameter.default:
+                    said.append(f"{name}={value!r}")
+        return said
+
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
         """The module's schemes, attached; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
         return TrainingRun(
@@ -143,6 +181,13 @@ class Settings:
             on_nonfinite=self.on_nonfinite,
             verify_replicas=self.verify_replicas,
         )
+
+
+def _near_name(name: str) -> str | None:
+    """The name of a scheme that somebody may have meant who wrote another, or the class's."""
+    known = {**{scheme.__name__.lower(): key for key, scheme in SCHEMES.items()}, **{key: key for key in SCHEMES}}
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    return known[near[0]] if near else None
 
 
 def _warn_of_kept_arguments(scheme: Scheme) -> None:
@@ -172,7 +217,21 @@ def _warn_of_kept_arguments(scheme: Scheme) -> None:
         )
 
 
-def register_schemes(strategy: type, registry: Any) -> None:
+def check_start(timeout: timedelta | None, start_method: str, process_group_backend: str | None) -> None:
+    """Refuse what Lightning takes, and processes that have been started stumble over.
+
+    Raises:
+        TypeError: If a type is wrong, naming the argument.
+        ValueError: If there is no such way to start processes, likewise.
+    """
+    given = {"timeout": timeout, "start_method": start_method, "process_group_backend": process_group_backend}
+    check_types(given, {"timeout": timedelta | None, "start_method": str, "process_group_backend": str | None})
+    methods = ("popen", "spawn", "fork", "forkserver")
+    if start_method not in methods:
+        raise ValueError(f"start_method={start_method!r} must be one of {', '.join(map(repr, methods))}")
+
+
+def register_schemes(strategy: Callable[..., Any], registry: Any) -> None:
     """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
     schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
     for name, scheme in schemes.items():

@@ -14,6 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,8 @@ from lightning_hiercomm._lightning.ddp import (
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
+    unused_parameters,
+    warning_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
@@ -34,7 +37,7 @@ from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
-from lightning_hiercomm.trainer.settings import Settings, register_schemes
+from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
 
 class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
@@ -93,7 +96,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     Raises:
         ValueError: For arguments that make no sense, naming what would be right.
-        TypeError: For keywords that neither this strategy nor ``DistributedDataParallel`` knows.
+        TypeError: For arguments of a wrong type, and keywords that neither this strategy nor
+            ``DistributedDataParallel`` knows.
     """
 
     strategy_name = "hierarchical"
@@ -126,7 +130,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_arguments(ddp_kwargs, type(self))
+        check_ddp_arguments(ddp_kwargs, type(self), ARGUMENTS_OF_SCHEMES)
+        check_start(timeout, start_method, process_group_backend)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -169,6 +174,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         )
         self._frozen: list[torch.nn.Parameter] = []
         self._last_bucket: Mark | None = None
+        self._expects_all_used = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -212,6 +218,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         self._frozen = [p for p in self._module.parameters() if not p.requires_grad]
         if self._gradients_cross_ranks():
             super().configure_ddp()
+        else:
+            finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+            self._expects_all_used = self.scheme.gradients != "none" and not finds_unused
 
     def _gradients_cross_ranks(self) -> bool:
         """Whether DDP has anything to do: not on a node of one rank whose gradients stay on the node."""
@@ -252,7 +261,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         if not (evaluates_loss(raw_optimizer(optimizer)) and self._gradients_cross_ranks()):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._look_for_unused_parameters()
+            return result
 
         def with_common_loss() -> Any:
             # by its loss such an optimizer decides how often it evaluates it: ranks that average gradients must decide
@@ -265,6 +276,13 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             return common.view(())
 
         return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)
+
+    def _look_for_unused_parameters(self) -> None:
+        """After the first step, say what DDP would say after it on nodes of several ranks."""
+        if self._expects_all_used:
+            self._expects_all_used = False
+            if unused := unused_parameters(self._module):
+                rank_zero_warn(warning_of_unused_parameters(unused))
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
         return self._topology.meter.waiting("intra", self.root_device)

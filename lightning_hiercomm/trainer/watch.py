@@ -75,9 +75,9 @@ class RunControl:
         """False while an exception is handled that only this rank may have: no collective would end."""
         return self._is_stopping_together or not is_interrupted(trainer)
 
-    def note_exception(self, exception: BaseException) -> None:
+    def note_exception(self, exception: BaseException, module: pl.LightningModule | None = None) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
-        explain_unused_parameters(exception)
+        explain_unused_parameters(exception, module)
         if isinstance(exception, SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at one batch
             self._is_stopping_together = self.plane is None or self.plane.stops_together
@@ -88,11 +88,16 @@ class RunControl:
         self._has_noted_exception = True
         if isinstance(exception, SystemExit) and not exception.code:
             exception.code = 1  # with 0 torchrun takes a node for finished, and gives the others 300 s to follow
+        if isinstance(exception, KeyboardInterrupt):  # a terminal interrupts all ranks: rank 0 says so
+            if self.plane.wait_for_failure(0.0 if self.plane.rank == 0 else 1.0) is None:
+                self.plane.report_failure(exception)
+                log.warning(self.plane.description(exception))
+            return
         # a peer that is gone breaks our collective before the news of it arrives
         heard = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
         if heard is None:
             self.plane.report_failure(exception)
-            note = f"{self.plane.place} failed: {type(exception).__name__}: {exception}"
+            note = self.plane.description(exception)
         else:
             note = f"{self.plane.place} ends because {heard}"
         log.error(note)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
@@ -89,8 +90,25 @@ def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, sc
     remedy = r"has parameters that were not used.* `strategy=HierarchicalStrategy\(find_unused_parameters=True\)`"
     with pytest.raises(ProcessException, match=remedy) as told:
         fit(PartlyUsed(), {"scheme": scheme})
+    assert "training_step: backbone.weight, backbone.bias." in str(told.value)
     assert "DDPStrategy" not in str(told.value)
     same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "warned"),
+    [({}, 1), ({"scheme": AllReduce()}, 1), ({"scheme": PeriodicAveraging(2, gradients="none")}, 0)]
+    + [({flag: True}, 0) for flag in ("find_unused_parameters", "static_graph")],
+)
+def test_at_one_rank_per_node_unused_parameters_are_warned_of_as_they_would_end_larger_nodes(recwarn, strategy, warned):
+    strategy = HierarchicalStrategy(**strategy)
+    arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, **arguments).fit(PartlyUsed())
+    said = [str(warning.message) for warning in recwarn if "were not used" in str(warning.message)]
+    assert len(said) == warned
+    for text in said:
+        assert "training_step: backbone.weight, backbone.bias. They are not trained." in text
+        assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in text
 
 
 class Masked(Quadratic):

@@ -360,7 +360,7 @@ def test_on_one_node_nothing_is_exchanged(on_nodes, sentence):
     ],
 )
 def test_bad_words_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Agreement(**arguments)
 
 

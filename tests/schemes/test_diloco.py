@@ -524,7 +524,7 @@ def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, wire):
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         DiLoCo(**arguments)
 
 

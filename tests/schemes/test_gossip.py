@@ -436,7 +436,7 @@ def test_an_invalid_graph_is_refused_when_the_run_starts():
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Gossip(**arguments)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core import rank_zero
 
-from lightning_hiercomm import DiLoCo, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 
@@ -40,6 +41,27 @@ def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
         pass
     strategy.on_validation_start()
     strategy.on_validation_end()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "shown"),
+    [
+        ({}, 2, "PeriodicAveraging(sync_every=50)"),
+        ({"scheme": "diloco", "ranks_per_node": 2}, 4, "DiLoCo(sync_every=100), ranks_per_node=[2, 2]"),
+        ({"ranks_per_node": [3, 1]}, 4, "PeriodicAveraging(sync_every=50), ranks_per_node=[3, 1]"),
+        ({"ranks_per_node": 1}, 16, "PeriodicAveraging(sync_every=50), ranks_per_node=[1] * 16"),
+        (
+            {"wire_dtype": "int8", "evaluate": "replica", "batches": HeterogeneousBatches(64, weighting="speed")},
+            1,
+            "PeriodicAveraging(sync_every=50), wire_dtype='int8', "
+            "batches=HeterogeneousBatches(global_batch_size=64, weighting='speed'), evaluate='replica'",
+        ),
+    ],
+)
+def test_a_trainer_prints_its_strategy_as_one_would_write_it(monkeypatch, arguments, devices, shown):
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
+    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=HierarchicalStrategy(**arguments), logger=False)
+    assert repr(trainer.strategy) == f"HierarchicalStrategy({shown})"
 
 
 def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():

@@ -9,9 +9,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_hiercomm import AllReduce, CommunicationMonitor, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    Agreement,
+    AllReduce,
+    CommunicationMonitor,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+from lightning_hiercomm.schemes import When
 from lightning_hiercomm.trainer.monitor import _compared
 
 MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
@@ -73,10 +80,34 @@ class RecordingBar(ProgressBar):
             assert "phase" not in self.get_metrics(trainer, pl_module), "the bar must be left as it was found"
 
 
-def test_refuses_another_strategy(tmp_path):
-    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[CommunicationMonitor()], logger=False, max_steps=1)
-    with pytest.raises(MisconfigurationException, match="CommunicationMonitor reports on a HierarchicalStrategy"):
-        trainer.fit(BoringModel())
+def test_a_run_that_goes_back_to_another_strategy_is_warned_once_and_trains_on(tmp_path, capsys):
+    monitor = CommunicationMonitor()
+    fitter = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], logger=CSVLogger(tmp_path), max_steps=8)
+    with pytest.warns(UserWarning, match="CommunicationMonitor") as warned:
+        fitter.fit(BoringModel())
+    about = [str(warning.message) for warning in warned if "CommunicationMonitor" in str(warning.message)]
+    assert about == [
+        "CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is SingleDeviceStrategy: it"
+        " logs nothing in this run."
+    ]
+    assert fitter.global_step == 8
+    assert "Communication of" not in capsys.readouterr().out
+
+
+class Rarely(When):
+    """A schedule with no period, as docs/adding_a_scheme.md lets one write it."""
+
+    def due(self, step, step_in_epoch, parts):
+        return range(parts) if step in (2, 3, 7) else ()
+
+    def longest_staleness(self, parts):
+        return 0
+
+
+def test_a_schedule_without_a_period_is_watched(tmp_path, capsys):
+    trainer(tmp_path, Agreement(when=Rarely()), devices=1, start_method="popen").fit(BoringModel())
+    assert "Communication of 8 optimizer steps" in capsys.readouterr().out
+    assert all(row["hiercomm/sync_every"] == 0 for row in logged(tmp_path).values())
 
 
 def test_logs_bytes_per_step_of_the_node(tmp_path):

@@ -13,7 +13,7 @@ from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
-from lightning_hiercomm.schemes import SCHEMES
+from lightning_hiercomm.schemes import SCHEMES, Scheme
 
 
 class Net(pl.LightningModule):
@@ -260,6 +260,14 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
     [
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown; use one of all_reduce, periodic"),
         ({"scheme": 3}, "must be a Scheme"),
+        ({"scheme": PeriodicAveraging}, r"scheme=PeriodicAveraging is a class, but must be an instance: Periodic"),
+        ({"scheme": Scheme()}, r"scheme=Scheme\(\) is the base of all"),
+        ({"scheme": "DASO"}, r"or a Scheme\. Did you mean 'daso'\?"),
+        ({"scheme": "PeriodicAveraging"}, "Did you mean 'periodic'"),
+        ({"timeout": 30}, "timeout=30 must be a timedelta or None, not of type int"),
+        ({"start_method": "fokr"}, "start_method='fokr' must be one of 'popen'"),
+        ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be True or False"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a number or None"),
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
@@ -277,7 +285,7 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
     ],
 )
 def test_bad_arguments_are_named_before_anything_starts(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         HierarchicalStrategy(**arguments)
 
 
@@ -286,7 +294,9 @@ def test_bad_arguments_are_named_before_anything_starts(arguments, message):
     [
         ("rank_per_node", "has no argument 'rank_per_node'. Did you mean 'ranks_per_node'?"),
         ("find_unused_parameter", "Did you mean 'find_unused_parameters'?"),
-        ("sync_every", "DistributedDataParallel takes .*bucket_cap_mb"),
+        ("nonsense", "It takes scheme, .*bucket_cap_mb"),
+        ("sync_every", r"is the scheme's: give it HierarchicalStrategy\(PeriodicAveraging\(sync_every="),
+        ("delay", r"give it HierarchicalStrategy\(StepsDelay\(delay="),
     ],
 )
 def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
@@ -307,9 +317,9 @@ def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_me
 @pytest.mark.parametrize(
     ("ranks_per_node", "message"), [(3, "does not divide the world of 4"), ([3, 2], "adds up to 5")]
 )
-def test_ranks_per_node_must_fit_the_world(fit, ranks_per_node, message):
-    with pytest.raises(Exception, match=message):
-        fit(Oracle(5), {"ranks_per_node": ranks_per_node})
+def test_ranks_per_node_must_fit_the_world_before_processes_are_started(ranks_per_node, message):
+    with pytest.raises(ValueError, match=message):
+        pl.Trainer(accelerator="cpu", devices=4, strategy=HierarchicalStrategy(ranks_per_node=ranks_per_node))
 
 
 def test_dataloaders_of_unequal_length_are_refused(fit):

@@ -37,6 +37,22 @@ def test_ranks_that_stop_together_exit_with_0(control):
     assert not error.code
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("heard", [None, "rank 3 (node 1) was interrupted"])
+def test_ctrl_c_is_an_interruption_and_one_rank_says_so_in_one_line(control, caplog, monkeypatch, rank, heard):
+    control.plane = ControlPlane(rank, 4, f"rank {rank} (node 0)")
+    told = []
+    monkeypatch.setattr(control.plane, "wait_for_failure", lambda timeout: heard)
+    monkeypatch.setattr(control.plane, "report_failure", told.append)
+    error = KeyboardInterrupt()
+    control.note_exception(error)
+    control.note_exception(error)  # callbacks hear of it, and then the strategy
+    assert told == ([] if heard else [error])
+    assert caplog.messages == ([] if heard else [f"rank {rank} (node 0) was interrupted"])
+    assert all(record.levelname == "WARNING" for record in caplog.records)
+    assert not getattr(error, "__notes__", [])
+
+
 def test_a_process_alone_exits_as_it_says():
     error = SystemExit(0)
     RunControl().note_exception(error)
