@@ -172,6 +172,23 @@ def test_what_does_not_fit_into_memory_is_found_out(clock):
 
 
 @on_both
+def test_a_rank_without_memory_for_one_sample_says_so(clock):
+    def work(rank, topology):
+        def rehearse(size):
+            def step():
+                if rank == 0:
+                    raise torch.cuda.OutOfMemoryError
+                clock.advance(size * 1e-3)
+
+            return step
+
+        bound(topology, 32).measure(rehearse)
+
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="rank 0 has no memory for even 1 sample"):
+        on_ranks([[0, 1]], work)
+
+
+@on_both
 def test_memory_limits_hold_during_measurement_and_after(clock):
     def work(rank, topology):
         tried = []

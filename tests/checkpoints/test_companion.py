@@ -19,7 +19,14 @@ from problems import one_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
-from lightning_hiercomm.checkpoints.companion import checksum, companion_path, companion_state, load_companion
+from lightning_hiercomm.checkpoints.companion import (
+    checksum,
+    companion_path,
+    companion_state,
+    load_companion,
+    random_state,
+    set_random_state,
+)
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -470,6 +477,20 @@ def test_a_checksum_is_of_every_kind_of_value():
     assert len({checksum(value) for value in values}) == len(values)
     assert checksum([torch.arange(6).view(2, 3).T]) == checksum([torch.arange(6).view(2, 3).T.contiguous()])
     assert checksum([float("nan")]) == checksum([float("nan")])
+
+
+def test_the_random_streams_of_all_gpus_go_on(monkeypatch):
+    own = [torch.arange(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
+    put_back = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: own)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", put_back.extend)
+    state = random_state()
+    set_random_state(state)
+    assert put_back == own
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_random_state(state)  # a resume without a GPU
+    assert put_back == own
 
 
 def test_other_settings_are_refused(fit, tmp_path):

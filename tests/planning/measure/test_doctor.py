@@ -6,6 +6,7 @@ import resource
 import socket
 
 import pytest
+import torch
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -177,3 +178,13 @@ def test_one_process_examines_itself(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert doctor.examine() == 1
     assert "FAIL  GLOO_SOCKET_IFNAME=nonesuch0" in capsys.readouterr().out
+
+
+def test_gpus_are_named_with_the_backend_and_the_interface_that_theirs_takes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
+    said = [finding.text for finding in doctor._local(1)]
+    assert "4 GPUs (A GPU), backend nccl" in said
+    assert any("NCCL_SOCKET_IFNAME" in text for text in said)
