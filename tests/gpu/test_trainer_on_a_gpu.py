@@ -71,6 +71,7 @@ def check(found: Found) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.long("28 fits of two ranks")
 def test_the_fits_run_on_the_cpu(launch):
     """The stand-in of what follows."""
     found = launch(lambda folder: as_nodes_of_one(), ranks=2)
