@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_hiercomm._lightning.command_line import say_mistakes_as_python_does
 from lightning_hiercomm._lightning.other_tree import of_second_tree, when_imported
 from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
@@ -39,6 +40,7 @@ __all__ = [
     "CommunicationMonitor",
     "DiLoCo",
     "DirectedExponential",
+    "Elastic",
     "Full",
     "Gossip",
     "Graph",

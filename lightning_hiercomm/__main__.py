@@ -87,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--inter", help="the same, of the bandwidth between nodes: 10gbit")
     simulate.add_argument("--json", action="store_true", help="print everything as JSON")
     simulate.add_argument("--plot", metavar="FILE.png", help="also draw accuracy and loss against predicted time")
+
+    lighthouse = commands.add_parser("lighthouse", help="tell nodes that come and go who is there; once for each run")
+    lighthouse.add_argument("--min-nodes", type=int, default=1, help="without so many, none goes on; default: 1")
+    lighthouse.add_argument("--bind", metavar="HOST:PORT", help="where it listens; default: this machine's own, 29510")
+    lighthouse.add_argument("--dead-after", type=float, default=5.0, help="seconds of silence; default: %(default)s")
     return parser
 
 

@@ -54,10 +54,7 @@ class ThreadWorld:
             try:
                 results[rank] = work(rank, self)
             except BaseException as error:
-                with self._lock:
-                    self._failure = self._failure or (rank, error)
-                    for meeting in self._meetings.values():
-                        meeting.is_over.set()
+                self.fail(rank, error)
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
@@ -67,6 +64,13 @@ class ThreadWorld:
         if self._failure is not None:
             raise self._failure[1]
         return [results[rank] for rank in range(self.size)]
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """A rank is gone: every wait for a peer, now and later, is an error."""
+        with self._lock:
+            self._failure = self._failure or (rank, error)
+            for meeting in self._meetings.values():
+                meeting.is_over.set()
 
     def connect(
         self, rank: int, meter: Meter | None = None

@@ -38,7 +38,7 @@ _TWO_ROUNDS = 2**19
 # of two rounds count their tags from here.
 _EXCHANGE = 1
 
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TorchCommunicator(Communicator):
@@ -70,12 +70,15 @@ class TorchCommunicator(Communicator):
         self.group = group
         self._launching = launching
         self._last_tag = _EXCHANGE
-        # "cpu:gloo,cuda:nccl" has one for each kind of device
-        self.is_nccl = "nccl" in dist.get_backend(group).replace(",", ":").split(":")
+        self.is_nccl = self._is_nccl()
         self._has_met = False
         self._spares = Spares()
         # a link that carries messages from and to several other nodes at once takes up to a half longer for all of them
         self._turns = None if tier != "inter" or self.size == 2 or self.is_nccl else Turns()
+
+    def _is_nccl(self) -> bool:
+        # "cpu:gloo,cuda:nccl" has one for each kind of device
+        return "nccl" in dist.get_backend(self.group).replace(",", ":").split(":")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -103,9 +106,10 @@ class TorchCommunicator(Communicator):
             in_one_round = self.size == 2 or sent <= _ONE_ROUND
             if in_one_round or (waiting and sent <= _TWO_ROUNDS):
                 return self._all_reduce_directly(tensor.view(-1), op, in_one_round)
-        return self._launch(
-            lambda: [dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group, async_op=True)], [tensor]
-        )
+        return self._launch(partial(self._start_all_reduce, tensor, op), [tensor])
+
+    def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> Sequence[dist.Work | None]:
+        return [dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True)]
 
     def _all_reduce_directly(self, tensor: Tensor, op: Reduction, in_one_round: bool) -> Handle:
         """All-reduce by messages between all pairs: in two rounds as many bytes as gloo's ring, in one round more.
@@ -187,15 +191,16 @@ class TorchCommunicator(Communicator):
             dist.P2POp(move, piece, self.ranks[peer], self.group, tag)
             for move, messages in ((dist.irecv, receive), (dist.isend, send))
             for tensor, peer in messages
-            for piece in tensor.view(-1).split(_PIECE)
+            for piece in pieces(tensor)
         ]
         works: Sequence[dist.Work | None] = dist.batch_isend_irecv(operations)
         return works
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._launch(
-            lambda: [dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)], [tensor]
-        )
+        return self._launch(partial(self._start_broadcast, tensor, source), [tensor])
+
+    def _start_broadcast(self, tensor: Tensor, source: int) -> Sequence[dist.Work | None]:
+        return [dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)]
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         tensors = [tensor for tensor, _ in (*send, *receive)]
@@ -299,6 +304,12 @@ class _TorchHandle(Handle):
         if self._second_round is not None:
             return not self._tensors
         return all(work.is_completed() for work in self._works)
+
+
+def pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """The messages that carry a tensor, 1-D views of it."""
+    views: Sequence[Tensor] = tensor.view(-1).split(_PIECE)
+    return views
 
 
 def _in_order(ranks: Sequence[int]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -73,7 +73,10 @@ class Topology:
         waits_on_host: Whether the host waits where moves of CUDA tensors between nodes are waited for; the same on all
             ranks, also on those that are in no lane. Whoever connects says so.
         is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
+        may_grow: Whether other nodes may come and go.
     """
+
+    may_grow = False
 
     def __init__(
         self,
@@ -116,6 +119,20 @@ class Topology:
     def num_nodes(self) -> int:
         """The number of nodes, M."""
         return len(self.nodes)
+
+    @property
+    def is_one_node(self) -> bool:
+        """Whether there is one node, and never more."""
+        return self.num_nodes == 1 and not self.may_grow
+
+    def agreement(self, work: Callable[[], object], makes_equal: bool = False) -> None:
+        """Do what nodes do together: whoever lets them talk to each other does it in here, where they come and go.
+
+        Args:
+            work: Called perhaps more than once, if nodes are lost meanwhile; then all that it did is taken back before.
+            makes_equal: Whether all nodes hold the same parameters afterwards.
+        """
+        work()
 
     @property
     def ranks_on_node(self) -> int:

@@ -40,12 +40,23 @@ def run(arguments: argparse.Namespace) -> int:
         "probe": probe,
         "plan": plan,
         "simulate": simulate,
+        "lighthouse": lighthouse,
     }
     try:
         return commands[arguments.command](arguments)
     except PlanningError as error:
         print(f"python -m lightning_hiercomm {arguments.command}: {error}", file=sys.stderr)
         return 2
+
+
+def lighthouse(arguments: argparse.Namespace) -> int:
+    """Tell nodes that come and go who is there."""
+    from lightning_hiercomm.elastic.lighthouse import serve
+
+    try:
+        return serve(arguments.bind, arguments.min_nodes, arguments.dead_after)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise PlanningError(str(error)) from error
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -56,6 +56,9 @@ class AgreedModel:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
         self._depth += 1
         if self._depth == 1:
+            if self._topology.may_grow:
+                self._enter_together()
+                return
             for scheme in self._schemes:
                 scheme.settle()  # may give back memory, before a copy takes some
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
@@ -64,6 +67,21 @@ class AgreedModel:
             self._own_others = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
             self._average(differing)
             self._replicas.have_written()
+
+    def _enter_together(self) -> None:
+        """The same where nodes come and go: one agreement for all, if there is anything to agree on.
+
+        What no scheme averages (a teacher that the program moves) stays each node's own: it would be compared at every validation, and a node that
+        comes just then would be waited for.
+        """
+        self._own = [None if scheme.is_agreed else scheme.replica.snapshot() for scheme in self._schemes]
+        if any(own is not None for own in self._own):
+            self._topology.agreement(self._agree)
+        self._replicas.have_written()
+
+    def _agree(self) -> None:
+        for scheme in self._schemes:
+            scheme.agree()
 
     def _differing(self) -> list[Tensor]:
         """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it."""
@@ -127,6 +145,10 @@ class AgreedModel:
         Callbacks like StochasticWeightAveraging put averages of their own into the module, each node another, and no
         scheme knows of them.
         """
+        if not self._topology.may_grow:
+            self._average_module()
+
+    def _average_module(self) -> None:
         ranks_differ = not all(scheme.equal_in_node for scheme in self._schemes)
         if self._topology.num_nodes > 1 or ranks_differ:
             whole = self._replicas.whole()

@@ -147,6 +147,11 @@ class Agreement(Scheme):
         return getattr(self.when, "period", None)
 
     @property
+    def makes_nodes_equal(self) -> bool:
+        """Whether all nodes hold the same parameters after an agreement on all of them."""
+        return self._merge.ends_in_agreement and not isinstance(self.through, Graph)
+
+    @property
     def outer(self) -> OuterOptimizer | None:
         """The outer optimizer, if the merge is one."""
         return self._merge if isinstance(self._merge, OuterOptimizer) else None
@@ -307,8 +312,9 @@ class Agreement(Scheme):
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
         self.verify()
         waits = not self.staleness
+        makes_equal = self.makes_nodes_equal and len(parts) == len(self._parts)
         with self._exchanging(starts=waits, ends=waits):
-            self._agree_and_wait(parts)
+            self.topology.agreement(lambda: self._agree_and_wait(parts), makes_equal)
 
     def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
@@ -318,7 +324,7 @@ class Agreement(Scheme):
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._end_round(parts)
-        if is_all and self._merge.ends_in_agreement and not isinstance(self.through, Graph):
+        if is_all and self.makes_nodes_equal:
             self.nodes_agree()
         else:
             self.agreements += 1
@@ -520,6 +526,38 @@ class Agreement(Scheme):
             if self.outer is not None:  # fragments cut tensors, so the state by tensor has one step where parts differ
                 state["outer_parts"] = self.outer.part_states()
         return state
+
+    def undo_point(self) -> Callable[[], None]:
+        undo_values, synchronizations, was_sick = super().undo_point(), self.synchronizations, self._was_sick
+        carried = self._carrier.state_dict()
+        undo_outer = self.outer.undo_point() if self.outer is not None else None
+
+        def undo() -> None:
+            undo_values()
+            self.synchronizations, self._was_sick = synchronizations, was_sick
+            self._carrier.load_state_dict(carried)
+            if undo_outer is not None:
+                undo_outer()
+
+        return undo
+
+    def before_nodes_change(self) -> Callable[[], None]:
+        # what lies beside the parameters is cut by the lanes, of which there may be others
+        go_on, outer = super().before_nodes_change(), self.outer
+        kept = self._kept_values() if self._carrier.anchors else None
+        parameters = self.replica.parameters
+        state = None if outer is None else outer.state_dict(parameters)
+        if outer is not None:
+            outer.let_go()
+
+        def go_on_with_state() -> None:
+            go_on()
+            if outer is not None and state is not None:
+                outer.load_state_dict(state, parameters)
+            if kept is not None:
+                self._keep_values(kept)
+
+        return go_on_with_state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, or :meth:`schedule`.

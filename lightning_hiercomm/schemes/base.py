@@ -218,7 +218,7 @@ class Scheme(ABC):
         """
         self.settle()
         if self.unagreed_steps:
-            self.exact_mean()
+            self.topology.agreement(self.exact_mean)
 
     @property
     def is_agreed(self) -> bool:
@@ -276,6 +276,27 @@ class Scheme(ABC):
                 )
             schedule = {**self.schedule(), **{name: schedule[name] for name in _COUNTERS}}
         self.load_state_dict(schedule)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
+        values = self.replica.snapshot()
+        counted = {name: getattr(self, name) for name in ("unagreed_steps", "agreements", "nonfinite")}
+
+        def undo() -> None:
+            self.replica.restore(values)
+            vars(self).update(counted)
+
+        return undo
+
+    def before_nodes_change(self) -> Callable[[], None]:
+        """The topology is about to hold other nodes; call what is returned when it does. Collective over the node."""
+        unagreed = self.unagreed_steps
+
+        def go_on() -> None:
+            self.follow(self.replica)
+            self.unagreed_steps = unagreed
+
+        return go_on
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         """The optimizer's state for a checkpoint, as ``Optimizer.state_dict`` lays it out. Collective.
@@ -343,7 +364,7 @@ class Scheme(ABC):
     @property
     def is_alone(self) -> bool:
         """Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients."""
-        return self.topology.num_nodes == 1 and (self.equal_in_node or self.topology.ranks_on_node == 1)
+        return self.topology.is_one_node and (self.equal_in_node or self.topology.ranks_on_node == 1)
 
     def average(self) -> None:
         """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""

@@ -38,6 +38,8 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.control.rendezvous import Rendezvous
+from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import check_equal_work, connect_world
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run import traffic
@@ -45,6 +47,7 @@ from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_in
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.trainer.batches import WeightedMeans, attach_batches, begin_batches, detach_batches
+from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
 from lightning_hiercomm.trainer.settings import Settings
 from lightning_hiercomm.trainer.watch import RunControl
@@ -80,12 +83,15 @@ class HierarchicalHooks(ParallelStrategy):
         self.topology = None
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
+        self._elastic_node: ElasticNode | None = None
+        self._boundary: BoundaryCallback | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers, and what they gave them, at
         # any time
         state: dict[str, Any] = super().__getstate__()
         alone = {"topology": None, "_run_or_none": None, "_epoch_clock": None, "_control": RunControl()}
+        alone |= {"_elastic_node": None, "_boundary": None}
         return {**state, **alone}
 
     def __repr__(self) -> str:
@@ -140,6 +146,8 @@ class HierarchicalHooks(ParallelStrategy):
                 self._settings.inter_node,
                 self._timeout,
             )
+            if self._settings.elastic is not None:
+                self.topology = ElasticTopology(self.topology)
         if not meets_first:
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm: world.all_gather_object(own))
@@ -164,9 +172,20 @@ class HierarchicalHooks(ParallelStrategy):
         if is_fitting:
             self._run_or_none = self._new_run()
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
+            if self._settings.elastic is not None:
+                self._join(trainer, self._settings.elastic)
             put_callback_first(trainer, self._epoch_clock)
             self._control.watch_over(trainer)
             self._announce()  # here, or it would end up in the line of a progress bar
+
+    def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
+        """Come to the other nodes; a node that is healed there goes on from what it gets, like from a checkpoint."""
+        self._elastic_node = node = ElasticNode(elastic, self._checkpoints)
+        self._boundary = BoundaryCallback(node)
+        put_callback_first(trainer, self._boundary)
+        topology = self._topology
+        assert isinstance(topology, ElasticTopology)
+        node.join(trainer, topology, self._run)
 
     def _new_run(self) -> TrainingRun:
         settings = self._settings
@@ -197,6 +216,10 @@ class HierarchicalHooks(ParallelStrategy):
             if self._epoch_clock is not None:
                 remove_callback(trainer, self._epoch_clock)
             detach_batches(trainer)
+        if self._elastic_node is not None:
+            self._elastic_node.leave(trainer, at_once=is_interrupted(trainer))
+            if trainer is not None and self._boundary is not None:
+                remove_callback(trainer, self._boundary)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
         self._control.stop(trainer)
@@ -226,7 +249,7 @@ class HierarchicalHooks(ParallelStrategy):
     def _announce(self) -> None:
         """Say once what runs."""
         topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
-        if topology.num_nodes == 1 and self.scheme.gradients != "none":
+        if topology.is_one_node and self.scheme.gradients != "none":
             say = rank_zero_info if topology.world_size == 1 else rank_zero_warn
             say(
                 f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
@@ -333,6 +356,8 @@ class HierarchicalHooks(ParallelStrategy):
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         checkpoints.add_to(checkpoint, run, self.batches, together)
+        if self._elastic_node is not None and not self._elastic_node.writes:
+            return  # another node does
         io = self.checkpoint_io
         with contextlib.ExitStack() as beside:
             if checkpoints.with_replicas and together:
@@ -355,7 +380,8 @@ class HierarchicalHooks(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._checkpoints.remove(self.checkpoint_io, filepath, self.global_rank)
+        if self._elastic_node is None or self._elastic_node.writes:
+            self._checkpoints.remove(self.checkpoint_io, filepath, self.global_rank)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -373,6 +399,8 @@ class HierarchicalHooks(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         self._checkpoints.restore(self._run, self.checkpoint_io, self.precision_plugin)
+        if self._elastic_node is not None:
+            self._elastic_node.end_if_over(self._module.trainer)
 
     # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in what comes next) -----------------------
 
@@ -419,7 +447,8 @@ class HierarchicalHooks(ParallelStrategy):
             ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
             ``agreements``, ``steps``, and the scheme's own scalars.
         """
-        return traffic.communication(self.meter, self.schemes, self.batches)
+        values = traffic.communication(self.meter, self.schemes, self.batches)
+        return values if self._elastic_node is None else values | self._elastic_node.scalars()
 
     def node_communication(self) -> dict[str, float]:
         """:meth:`communication` with the meter's counters summed over this node's ranks. Collective over the node."""

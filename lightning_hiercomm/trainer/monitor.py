@@ -163,7 +163,8 @@ class CommunicationMonitor(Callback):
         steps, agreements = (mine[key] - self._first[key] for key in ("steps", "agreements"))
         total = strategy.total_communication()
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
-        nodes = 1 if strategy.topology is None else strategy.topology.num_nodes
+        topology = strategy.topology  # of nodes that come and go each counts for itself
+        nodes = 1 if topology is None or topology.may_grow else topology.num_nodes
         lines = [
             f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
             f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",

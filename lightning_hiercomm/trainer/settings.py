@@ -18,6 +18,7 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.elastic.configuration import Elastic, check_supported
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -56,6 +57,7 @@ class Settings:
     control_port: int
     hang_timeout: float | None
     bucket_bytes: int
+    elastic: Elastic | None = None
 
     @classmethod
     @checked_arguments
@@ -77,6 +79,7 @@ class Settings:
         control_port: int | None,
         hang_timeout: float | None,
         bucket_mb: float,
+        elastic: Elastic | str | None = None,
     ) -> Settings:
         """Make settings of a strategy's arguments.
 
@@ -131,7 +134,19 @@ class Settings:
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
                 " agree on everything at once: leave it out, or use PeriodicAveraging"
             )
+        elastic = Elastic.of(elastic)
+        if elastic is not None:
+            check_supported(
+                scheme,
+                batches=batches,
+                ranks_per_node=ranks_per_node,
+                inter_node=inter_node,
+                average_optimizer_state=average_optimizer_state,
+                checkpoint_replicas=checkpoint_replicas,
+                on_nonfinite=on_nonfinite,
+            )
         return cls(
+            elastic=elastic,
             scheme=scheme,
             batches=batches,
             ranks_per_node=ranks_per_node,

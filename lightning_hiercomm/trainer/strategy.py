@@ -33,6 +33,7 @@ from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_progr
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.meter import Mark
+from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
@@ -80,6 +81,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
             machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
             dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
+        elastic: Nodes may leave and join: see :class:`~lightning_hiercomm.elastic.configuration.Elastic`; a string is
+            the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
             saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
@@ -118,6 +121,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         verify_replicas: Literal["off", "warn", "raise"] = "off",
         control_port: int | None = None,
         hang_timeout: float | None = 300.0,
+        elastic: Elastic | str | None = None,
         bucket_mb: float = 4.0,
         gradient_as_bucket_view: bool = True,
         accelerator: Accelerator | None = None,
@@ -170,6 +174,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 control_port=control_port,
                 hang_timeout=hang_timeout,
                 bucket_mb=bucket_mb,
+                elastic=elastic,
             )
         )
         self._frozen: list[torch.nn.Parameter] = []
@@ -200,6 +205,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._elastic_node is not None:
+            return self._elastic_node.sampler_arguments(self.world_size, self.global_rank)
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
 
     # ---- DDP over the node ---------------------------------------------------------------------------------------

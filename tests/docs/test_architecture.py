@@ -39,7 +39,7 @@ def test_the_root_holds_what_a_person_imports_or_calls():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "arguments.py"}
 
 
-@pytest.mark.parametrize("room", ["run", "schemes", "batches", "nodes", "comm", "control"])
+@pytest.mark.parametrize("room", ["run", "schemes", "elastic", "batches", "nodes", "comm", "control"])
 def test_below_the_trainer_nobody_imports_lightning(room):
     imported = set()
     for path in (PACKAGE / room).rglob("*.py"):

@@ -114,7 +114,7 @@ class Average(Carrier):
         self.through = through or topology
         self.wire = wire or Wire()
         self._turn = 0
-        self._is_alone = topology.num_nodes == 1 and replica.equal_in_node
+        self._is_alone = topology.is_one_node and replica.equal_in_node
         self._device = replica.device
         self._land = land
         self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
@@ -397,6 +397,8 @@ class Average(Carrier):
         )
 
     def _check_step(self, step: int, mean: float) -> None:
+        if self.topology.may_grow:  # a node that was lost would look like one that is elsewhere
+            return
         # if ranks differ, the furthest is at least half a step from the mean; rounding takes a hundredth
         if abs(mean - step % _STEPS_TOLD_APART) > 0.25:
             raise _unequal_steps(self.topology, step, "another number of them")
@@ -426,7 +428,7 @@ class RotatingAverage(Average):
 
 def same_step(topology: Topology, step: int, device: torch.device) -> Handle:
     """Check, beside other moves, that the lane's ranks have taken the same number of steps; the wait raises if not."""
-    if topology.inter is None or topology.inter.size == 1:
+    if topology.inter is None or topology.inter.size == 1 or topology.may_grow:  # such nodes say so when they meet
         return finished
     bounds = torch.tensor([step, -step], device=device)
     return _SameStep(topology, step, bounds, topology.inter.all_reduce(bounds, op="max"))

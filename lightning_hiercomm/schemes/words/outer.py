@@ -115,6 +115,21 @@ class OuterOptimizer(Merge):
     def at_once(self, bucket: Bucket, mean: Tensor) -> None:
         self._mix.at_once(bucket, mean)
 
+    def let_go(self) -> None:
+        """Forget the carrier and all state, before another one is attached."""
+        self._carrier = self.optimizer = self._scheduler = None
+        self._parts = []
+
+    def undo_point(self) -> Callable[[], None]:
+        """Remember the state; what is returned goes back to it."""
+        states, schedule = self.part_states(), copy.deepcopy(self._schedule())
+
+        def undo() -> None:
+            self.load_part_states(states)
+            self._load({}, schedule)
+
+        return undo
+
     def end_round(self) -> None:
         """All parts have been merged once more: the scheduler steps."""
         if self._scheduler is not None:

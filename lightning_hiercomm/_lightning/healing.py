@@ -1,0 +1,142 @@
+"""Where a Trainer is, as another one takes it up: Lightning's own checkpoint, made between two batches."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import RunningStage
+
+from lightning_hiercomm._lightning import require_attribute
+
+_FIT = "fit_loop"
+_EPOCH = "epoch_loop"
+
+
+def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
+    """A checkpoint from which another Trainer goes on as this one does, in memory; ``weights_only`` loading reads it.
+
+    Lightning's checkpoints are made after a batch, in the middle of a hook, and its loops repair their counters by
+    where that was, which they guess from the counters. This is made before a batch, where they say what they mean:
+    nothing is to be repaired, so a healed Trainer's are those of one that was never lost, and the next one can be
+    healed from it.
+
+    Args:
+        trainer: In the first callback's hook of that moment, on all ranks of its world.
+        moment: ``"batch"``, before a batch that is not an epoch's first; ``"epoch"``, before an epoch; or ``"end"``.
+    """
+    connector = trainer._checkpoint_connector
+    require_attribute(connector, "dump_checkpoint")
+    checkpoint = connector.dump_checkpoint(weights_only=False)
+    loops = checkpoint["loops"][_FIT]
+    for progress in (key for key in loops if key.startswith(f"{_EPOCH}.") and key.endswith("progress")):
+        _only_completed(loops[progress])
+        if moment == "epoch":
+            _clear_current(loops[progress])
+    batches = loops[f"{_EPOCH}.batch_progress"]
+    batches["is_last_batch"] = False
+    if moment == "epoch":
+        epochs = loops["epoch_progress"]
+        _only_completed(epochs)
+        loops[f"{_EPOCH}.val_loop.batch_progress"]["total"] = dict.fromkeys(
+            loops[f"{_EPOCH}.val_loop.batch_progress"]["total"], 0
+        )
+    checkpoint["callbacks"] = {key: state for key, state in checkpoint["callbacks"].items() if _is_plain(state)}
+    kept = ("state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers", "epoch", "global_step")
+    checkpoint = {
+        key: value
+        for key, value in checkpoint.items()
+        if key in kept or key == "pytorch-lightning_version" or _is_plain(value)
+    }
+    return {"checkpoint": checkpoint, "moment": moment}
+
+
+def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Let a Trainer that is being set up go on from :func:`state_of`; its connector restores it like a file.
+
+    Returns:
+        The checkpoint.
+    """
+    connector = trainer._checkpoint_connector
+    require_attribute(connector, "_loaded_checkpoint")
+    checkpoint: dict[str, Any] = dict(state["checkpoint"])
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    return checkpoint
+
+
+def begin_as(trainer: pl.Trainer, moment: str) -> None:
+    """Let the loops begin where :func:`state_of` has left them; when training starts.
+
+    A loop that was loaded counts as restarting. Before an epoch it need not; before a batch Lightning may take the last
+    one for one whose validation it has to skip, and counts it again.
+    """
+    fit = trainer.fit_loop
+    loop = fit.epoch_loop
+    require_attribute(loop, "_should_check_val_fx")
+    fit._restarting = False  # or the schedulers of this epoch's end would be left out
+    if moment == "epoch":
+        loop._restarting = False
+    elif moment == "batch" and fit._data_fetcher is not None and loop._should_check_val_fx(fit._data_fetcher):
+        loop._batches_that_stepped -= 1
+
+
+def end_training(trainer: pl.Trainer) -> None:
+    """The run is over for others already, so it is for this Trainer: its loop ends before it begins."""
+    trainer.should_stop = True
+    loop = trainer.fit_loop
+    require_attribute(loop, "max_epochs")
+    epochs: Any = loop.epoch_progress.current
+    loop.max_epochs = epochs.processed = max(1, epochs.processed)
+
+
+def tell_stage_of_dataloaders(trainer: pl.Trainer, told: list[RunningStage | None]) -> None:
+    """Let ``told[0]`` be for which stage Lightning makes a sampler, while it does: a strategy is not told."""
+    connector = trainer._data_connector
+    require_attribute(connector, "_prepare_dataloader")
+    original = type(connector)._prepare_dataloader
+
+    def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        told[0] = mode
+        try:
+            return original(connector, dataloader, shuffle, mode)
+        finally:
+            told[0] = None
+
+    connector._prepare_dataloader = prepare  # type: ignore[method-assign]
+
+
+def _only_completed(progress: dict[str, Any]) -> None:
+    """What was begun has not been, as far as others need to know."""
+    if "current" not in progress:
+        for part in progress.values():
+            if isinstance(part, dict):
+                _only_completed(part)
+        return
+    for which in ("total", "current"):
+        progress[which] = dict.fromkeys(progress[which], progress[which]["completed"])
+
+
+def _clear_current(progress: dict[str, Any]) -> None:
+    if "current" not in progress:
+        for part in progress.values():
+            if isinstance(part, dict):
+                _clear_current(part)
+        return
+    progress["current"] = dict.fromkeys(progress["current"], 0)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether ``weights_only`` loading reads it: what it does not, another node would not take."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception:
+        return False
+    return True

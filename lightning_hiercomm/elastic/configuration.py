@@ -1,0 +1,149 @@
+"""What a user may choose about nodes that leave and join."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from dataclasses import dataclass
+
+from lightning_hiercomm.arguments import check_fields
+from lightning_hiercomm.schemes import Agreement, DiLoCo, PeriodicAveraging, Scheme
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Nodes may leave a run and join it, and the others go on.
+
+    Every node is a ``torch.distributed`` world and a Trainer of its own, started with ``torchrun --nnodes=1``. A
+    lighthouse, ``python -m lightning_hiercomm lighthouse``, knows which nodes are there. Needs the extra ``elastic``.
+
+    Args:
+        min_nodes: With fewer nodes the run waits.
+        max_nodes: How many nodes take part at most; more wait for a place. None: any number.
+        dead_after: Seconds of silence after which a node counts as gone: between agreements, and in one for every
+            message of up to 4 MiB. Give the lighthouse the same number.
+        lighthouse: Its ``"host:port"``. Default: the environment variable ``HIERCOMM_LIGHTHOUSE``.
+
+    Raises:
+        ValueError: For numbers that make no sense.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int | None = None
+    dead_after: float = 5.0
+    lighthouse: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.min_nodes < 1:
+            raise ValueError(f"min_nodes={self.min_nodes} must be a positive number of nodes")
+        if self.max_nodes is not None and self.max_nodes < self.min_nodes:
+            raise ValueError(f"max_nodes={self.max_nodes} must be at least min_nodes={self.min_nodes}, or None")
+        if not 0.5 <= self.dead_after < math.inf:
+            raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 on")
+        if self.lighthouse is not None:
+            check_address(self.lighthouse, "lighthouse")
+
+    @classmethod
+    def of(cls, value: Elastic | str | None) -> Elastic | None:
+        """What a strategy's ``elastic`` means: a string is the lighthouse's address."""
+        return cls(lighthouse=value) if isinstance(value, str) else value
+
+    def address(self) -> str:
+        """The lighthouse's ``"host:port"``.
+
+        Raises:
+            ValueError: If nobody has said it.
+        """
+        address = self.lighthouse or os.environ.get("HIERCOMM_LIGHTHOUSE", "")
+        if not address:
+            raise ValueError(
+                "elastic nodes meet at a lighthouse: start `python -m lightning_hiercomm lighthouse --min-nodes"
+                f" {self.min_nodes}` on one machine, and give its HOST:PORT to every node as HIERCOMM_LIGHTHOUSE, or as"
+                " elastic='HOST:PORT'"
+            )
+        return check_address(address, "HIERCOMM_LIGHTHOUSE")
+
+
+def check_address(address: str, name: str) -> str:
+    """``address``, if it is a ``host:port``; raises a ``ValueError`` that says whose it is if not."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 <= int(port) < 65536):
+        raise ValueError(f"{name}={address!r} must be HOST:PORT, such as '10.0.0.1:29510'")
+    return address
+
+
+def check_torchft() -> None:
+    """See that torchft is there.
+
+    Raises:
+        ModuleNotFoundError: If not, naming the extra.
+    """
+    if importlib.util.find_spec("torchft") is None:
+        raise ModuleNotFoundError("elastic nodes need torchft: pip install 'lightning-hiercomm[elastic]'")
+
+
+def check_supported(
+    scheme: Scheme,
+    *,
+    batches: object = None,
+    ranks_per_node: object = None,
+    inter_node: str = "torch",
+    average_optimizer_state: bool = False,
+    checkpoint_replicas: bool = False,
+    on_nonfinite: str = "raise",
+) -> None:
+    """Refuse what elastic nodes cannot do yet, each with what to take instead.
+
+    Raises:
+        ValueError: For the first that they cannot.
+    """
+    name = type(scheme).__name__
+    take = "take PeriodicAveraging or DiLoCo"
+    reasons = [
+        (
+            not isinstance(scheme, PeriodicAveraging | DiLoCo) and scheme.gradients == "world",
+            f"{name} lets all nodes wait for each other at every step, so none may leave: {take}",
+        ),
+        (
+            type(scheme) is not Agreement and not isinstance(scheme, PeriodicAveraging | DiLoCo),
+            f"{name} is not made for nodes that come and go: {take}",
+        ),
+    ]
+    if isinstance(scheme, Agreement):
+        reasons += [
+            (scheme.through != "mean", f"through={scheme.through!r} fixes who talks to whom: take through='mean'"),
+            (
+                scheme.staleness > 0,
+                f"staleness={scheme.staleness} has an exchange in flight when a node leaves: take staleness=0",
+            ),
+            (
+                scheme.what != 1 or not scheme.makes_nodes_equal,
+                "a node can join only where an agreement makes all nodes equal: take one fragment, keep_local=0 and"
+                " a merge that replaces",
+            ),
+            (
+                scheme.gradients == "none",
+                "ranks of a node that train alone cannot be healed from one state: take gradients='node'",
+            ),
+            (
+                isinstance(scheme, PeriodicAveraging) and scheme.order == "before_step",
+                "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'",
+            ),
+            (
+                scheme.tuner is not None,
+                "sync_every='auto' times exchanges while nodes come and go: give sync_every a number",
+            ),
+        ]
+    reasons += [
+        (batches is not None, "HeterogeneousBatches divides a batch among ranks that stay: leave batches out"),
+        (ranks_per_node is not None, "every node is a world of its own: leave ranks_per_node out"),
+        (inter_node == "mpi", "MPI ends the run with the first rank that dies: take inter_node='torch'"),
+        (average_optimizer_state, "the optimizer's state is not rolled back: leave average_optimizer_state out"),
+        (checkpoint_replicas, "replicas of nodes that come and go fit no later run: leave checkpoint_replicas out"),
+        (on_nonfinite == "skip", "a node that is not finite is not healed: take on_nonfinite='raise' or 'ignore'"),
+    ]
+    for holds, reason in reasons:
+        if holds:
+            raise ValueError(f"elastic nodes: {reason}")

@@ -1,0 +1,161 @@
+"""Healing: a newcomer gets the run's state from a member, out of that member's store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.elastic.lanes import Links, packed, unpacked
+from lightning_hiercomm.elastic.meeting import Member, NotInThisRun
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 8 * 2**20
+_AGAIN = "again"
+
+
+class Healing:
+    """Gives a node's state to newcomers, and gets another node's.
+
+    What travels is a checkpoint, through ``torch.save`` and ``weights_only`` loading. The member puts it into its own
+    store beside training; the newcomer takes it out of there.
+
+    Args:
+        intra: The ranks of the node.
+        links: To other nodes.
+        store: On the node's first rank, its own.
+        dead_after: Seconds of silence after which another node counts as gone.
+    """
+
+    def __init__(self, intra: Communicator, links: Links, store: Store | None, dead_after: float) -> None:
+        self._intra = intra
+        self._links = links
+        self._store = store
+        self._dead_after = dead_after
+        self._expected: list[tuple[Member, tuple[int, ...]]] = []
+        self._given: list[str] = []
+        self._giving: list[threading.Thread] = []
+
+    # ---- the member's side ---------------------------------------------------------------------------------------
+
+    def expect(self, patient: Member, shares: Sequence[int]) -> None:
+        """A newcomer waits for this node's state."""
+        self._expected.append((patient, tuple(shares)))
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether newcomers wait for this node's state."""
+        return bool(self._expected)
+
+    def give(self, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
+        """Give all that wait what ``state`` returns; it is called if there are any. Collective over the node."""
+        if not self._expected:
+            return
+        patients, self._expected = self._expected, []
+        whole = state()
+        if self._store is None:
+            return
+        for patient, shares in patients:
+            if whole is None:
+                self.send_away([patient])
+                continue
+            data = packed({**whole, "node": {**about, "shares": list(shares)}})
+            self._given.append(_key(patient))
+            thread = threading.Thread(target=self._put, args=(_key(patient), data), daemon=True, name="healing")
+            self._giving.append(thread)
+            thread.start()
+
+    def send_away(self, patients: Sequence[Member]) -> None:
+        """Let newcomers ask again: the agreement after which they were to be healed did not come about."""
+        if self._store is not None:
+            for patient in patients:
+                self._store.set(f"{_key(patient)}/ready", _AGAIN)
+
+    def _put(self, key: str, data: Tensor) -> None:
+        assert self._store is not None
+        with contextlib.suppress(RuntimeError):  # the run is over, and the store with it
+            chunks = data.split(_CHUNK)
+            for index, chunk in enumerate(chunks):
+                self._store.set(f"{key}/{index}", chunk.numpy().tobytes())
+            self._store.set(f"{key}/ready", str(len(chunks)))
+
+    def linger(self) -> None:
+        """Stay until newcomers have what they were given, as long as they take any of it."""
+        if self._store is None:
+            return
+        self.send_away([patient for patient, _ in self._expected])
+        for thread in self._giving:
+            thread.join()
+        deadline = time.monotonic() + self._dead_after
+        waiting, left = list(self._given), -1
+        with contextlib.suppress(RuntimeError):
+            while waiting and time.monotonic() < deadline:
+                waiting = [key for key in waiting if self._store.check([f"{key}/ready"])]
+                keys = self._store.num_keys()
+                if keys != left:
+                    left, deadline = keys, time.monotonic() + self._dead_after
+                time.sleep(0.02)
+
+    # ---- the newcomer's side -------------------------------------------------------------------------------------
+
+    def fetch(self, source: Member, me: Member) -> dict[str, Any] | None:
+        """The state of a member, or None if that did not get so far. Collective over the node; waits for it."""
+        data: Tensor | None = None
+        while True:
+            said: int | None = None  # nothing yet
+            if self._intra.rank == 0:
+                data, said = self._look(source, _key(me))
+            said = self._intra.all_gather_object(said)[0]
+            if said is not None:
+                break
+        if said == 0:
+            return None
+        if data is None:
+            data = torch.empty(said, dtype=torch.uint8)
+        self._intra.broadcast(data, 0).wait()
+        try:
+            state: dict[str, Any] = unpacked(data)
+        except pickle.UnpicklingError as error:
+            raise NotInThisRun(
+                f"the state of node {source.node!r} holds what `weights_only` loading refuses: {error}"
+            ) from error
+        return state
+
+    def _look(self, source: Member, key: str, patience: float = 1.0) -> tuple[Tensor | None, int | None]:
+        """What the member has put into its store, and how many bytes; 0 if there will be none, None if not yet."""
+        until = time.monotonic() + patience
+        try:
+            store = self._links.store(source.store)
+            while not store.check([f"{key}/ready"]):
+                if time.monotonic() > until:
+                    return None, None
+                time.sleep(0.02)
+            ready = store.get(f"{key}/ready")
+            if ready == _AGAIN.encode():
+                store.delete_key(f"{key}/ready")
+                return None, 0
+            chunks = []
+            for index in range(int(ready)):
+                chunks.append(torch.frombuffer(bytearray(store.get(f"{key}/{index}")), dtype=torch.uint8))
+                store.delete_key(f"{key}/{index}")
+            store.delete_key(f"{key}/ready")
+            data = torch.cat(chunks)
+            return data, data.numel()
+        except RuntimeError as error:
+            self._links.forget(source.store)
+            log.info("node %s, which was to heal this one, is gone (%s)", source.node, str(error).splitlines()[0][:80])
+            return None, 0
+
+
+def _key(patient: Member) -> str:
+    return f"heal/{patient.life}/{patient.asks}"

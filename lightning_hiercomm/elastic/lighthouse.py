@@ -1,0 +1,175 @@
+"""The lighthouse: who is alive, and who asks; torchft's, by its own low-level interface."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
+from datetime import timedelta
+from typing import Any, Protocol
+
+from lightning_hiercomm.elastic.configuration import check_address, check_torchft
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT = 24 * 3600.0
+"""How long the lighthouse waits for a node that is alive to come to an agreement, in seconds: no period is longer."""
+
+
+class Lighthouse(Protocol):
+    """Tells all nodes that ask the same: who they are, once those are there that must be."""
+
+    def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+        """What everyone says who meets now.
+
+        Args:
+            life: Who asks.
+            says: What it says of itself; JSON.
+            patience: Seconds after which None is returned: call it again, with the same.
+        """
+
+    def leave(self) -> None:
+        """Be alive no longer."""
+
+
+class TorchftLighthouse:
+    """A client of a torchft lighthouse.
+
+    It beats from a thread of this process: a node whose interpreter is stuck is not alive. Nothing listens here.
+
+    Args:
+        address: Its ``"host:port"``.
+        dead_after: Seconds of silence after which it counts a node as gone.
+    """
+
+    def __init__(self, address: str, dead_after: float) -> None:
+        check_torchft()
+        self._address = f"http://{address}"
+        self._name = address
+        self._dead_after = dead_after
+        self._left = threading.Event()
+        self._beating: threading.Thread | None = None
+        self._last_beat = time.monotonic()
+        self._asking: Future[Any] | None = None
+        self._idle: Any = None
+        self._has_said = False
+
+    def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+        if self._beating is None:
+            self._beating = threading.Thread(target=self._beat, args=(life,), daemon=True, name="lighthouse-beat")
+            self._beating.start()
+        if self._asking is None:
+            self._asking = self._ask_beside(life, dict(says))
+        try:
+            present: list[Mapping[str, Any]] = self._asking.result(patience)
+        except TimeoutError:
+            if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # it is gone, and its answer with it
+                self._say(f"the lighthouse at {self._name} does not answer: waiting for it")
+                self._asking = None
+            return None
+        except Exception as error:
+            self._asking = None
+            self._say(f"the lighthouse at {self._name} does not answer ({str(error).splitlines()[0]}): waiting for it")
+            self._left.wait(min(patience, 0.2))
+            return None
+        self._asking, self._has_said = None, False
+        return present
+
+    def leave(self) -> None:
+        self._left.set()
+
+    def _say(self, what: str) -> None:
+        if not self._has_said:
+            log.warning("%s", what)
+        self._has_said = True
+
+    def _client(self) -> Any:
+        os.environ.setdefault("RUST_LOG", "warn")  # it tells of every call
+        from torchft.coordination import LighthouseClient
+
+        return LighthouseClient(self._address, timedelta(seconds=max(1.0, self._dead_after / 2)))
+
+    def _ask_beside(self, life: str, says: dict[str, Any]) -> Future[Any]:
+        """On a thread that holds nobody up: not the main one, which signals could not reach, nor the program's end."""
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._quorum(life, says))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True, name="lighthouse-ask").start()
+        return answer
+
+    def _quorum(self, life: str, says: dict[str, Any]) -> list[Mapping[str, Any]]:
+        client, self._idle = self._idle or self._client(), None
+        quorum = client.quorum(life, timedelta(seconds=JOIN_TIMEOUT), data=says)
+        self._idle = client
+        return [member.data for member in quorum.participants]
+
+    def _beat(self, life: str) -> None:
+        client = None
+        while not self._left.is_set():
+            try:
+                client = client or self._client()
+                client.heartbeat(life, timedelta(seconds=self._dead_after))
+                self._last_beat = time.monotonic()
+            except Exception:
+                client = None
+            self._left.wait(min(0.5, self._dead_after / 8))
+
+
+def own_address(towards: str) -> str:
+    """The address of this machine from which it reaches another: what others can reach it by, unlike its name.
+
+    Args:
+        towards: A ``"host:port"``.
+    """
+    host, port = towards.rsplit(":", 1)
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510) -> int:
+    """Run a lighthouse until it is told to end; for the command line.
+
+    Args:
+        bind: ``"host:port"``, where it listens. Default: this machine's own address, and ``port``.
+        min_nodes: Without so many, nobody meets.
+        dead_after: Seconds of silence after which a node counts as gone.
+        port: Where ``bind`` does not say.
+    """
+    check_torchft()
+    if bind is None:
+        try:
+            bind = f"{own_address('192.0.2.1:9')}:{port}"  # an address that exists nowhere, reached as any other is
+        except OSError:
+            bind = f"127.0.0.1:{port}"
+    check_address(bind, "--bind")
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    server = LighthouseServer(
+        bind=bind,
+        min_replicas=min_nodes,
+        join_timeout_ms=int(1000 * JOIN_TIMEOUT),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=int(1000 * dead_after),
+    )
+    print(f"the lighthouse listens; on every node: HIERCOMM_LIGHTHOUSE={bind}", flush=True)
+    ended.wait()
+    with contextlib.suppress(Exception):
+        server.shutdown()
+    return 0

@@ -1,0 +1,241 @@
+"""Who takes part in an agreement: the same answer on every node, from what all of them said when they asked."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+NEWCOMER = -1
+"""The agreement of a node that has no state yet."""
+
+EXIT_CODE = 75
+"""Of a node that was left behind: whoever watches over it starts it again, and it heals."""
+
+
+class NotInThisRun(RuntimeError):
+    """This node cannot take part, and says why."""
+
+
+class LeftBehind(SystemExit):
+    """The others agreed without this node: it ends, is started again, and heals."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+    def __str__(self) -> str:
+        return f"the others have agreed without it; with exit code {EXIT_CODE}, it is to be started again"
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a node says of itself when it asks who is there. All of it is small, and goes through JSON.
+
+    Attributes:
+        node: Its name. Whoever comes under the name of another takes its place.
+        life: Tells the lives of a node apart; that of a later one is greater.
+        run: Of which run it is.
+        ranks: How many it has.
+        store: The address where others find what it has to say.
+        asks: How often it has asked in this life.
+        agreement: How many agreements its parameters have seen; ``NEWCOMER`` if it has none that count.
+        place: Where in the training it is.
+        origin: Of a newcomer, the optimizer steps of the checkpoint that it was given.
+        restarts: How often whoever watches over it has started it again.
+        groups: Which groups of nodes it is still connected to.
+        admits: Whether all nodes will be equal after this agreement, so that others can join.
+        shares: Which shares of the data its ranks take.
+        all_shares: How many shares the data are cut into; 0 where nobody has said so yet.
+    """
+
+    node: str
+    life: str
+    run: str
+    ranks: int
+    store: str
+    asks: int = 0
+    agreement: int = NEWCOMER
+    place: str = ""
+    origin: int = 0
+    restarts: int = 0
+    groups: str = ""
+    admits: bool = False
+    shares: tuple[int, ...] = ()
+    all_shares: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no state that counts."""
+        return self.agreement == NEWCOMER
+
+    def to_json(self) -> dict[str, Any]:
+        """Primitives only."""
+        return {**asdict(self), "shares": list(self.shares)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Member:
+        """Undo :meth:`to_json`; what a newer version says besides is left out."""
+        known = {field.name for field in fields(cls)}
+        own = {name: each for name, each in value.items() if name in known}
+        return cls(**{**own, "shares": tuple(own.get("shares", ()))})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who meets for one agreement.
+
+    Attributes:
+        members: Who takes part, in their order.
+        newcomers: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number.
+        begins: Whether the run begins with it.
+        waits: Why this node has to ask again; empty if it has not.
+    """
+
+    members: tuple[Member, ...] = ()
+    newcomers: tuple[Member, ...] = ()
+    begins: bool = False
+    waits: str = ""
+
+    @property
+    def token(self) -> str:
+        """Names this meeting, also among those of the same members."""
+        return _digest([(member.life, member.asks) for member in self.members])
+
+    @property
+    def groups(self) -> str:
+        """Names the groups that are connected in it."""
+        return f"{self.token}/{_lives(self.members)}"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether all members are still connected to each other, and to nobody else."""
+        known = {member.groups for member in self.members}
+        return len(known) == 1 and known.pop().partition("/")[2] == _lives(self.members)
+
+    def index(self, life: str) -> int | None:
+        """The place of a life among the members."""
+        return next((index for index, member in enumerate(self.members) if member.life == life), None)
+
+    def source_of(self, life: str) -> Member | None:
+        """The member that gives a newcomer its state; None for others."""
+        lives = [member.life for member in self.newcomers]
+        return self.members[lives.index(life) % len(self.members)] if life in lives else None
+
+    def patients_of(self, life: str) -> list[Member]:
+        """The newcomers that a member gives its state to."""
+        sources = {member.life: self.source_of(member.life) for member in self.newcomers}
+        return [each for each in self.newcomers if (source := sources[each.life]) is not None and source.life == life]
+
+
+def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: int | None = None) -> Meeting:
+    """Who meets, from what all who ask have said; every one of them comes to the same answer by itself.
+
+    Args:
+        present: What the lighthouse has told all of them.
+        life: Of the node that wants to know.
+        min_nodes: Without so many nobody meets.
+        max_nodes: More do not take part.
+
+    Raises:
+        NotInThisRun: If the lighthouse serves another run, another node has taken this one's name, nodes that meet are
+            not where the others are, or the state of a whole run is lost.
+        LeftBehind: If the others have agreed without this node.
+    """
+    me = next(member for member in present if member.life == life)
+    run = min(present, key=lambda member: (member.is_new, member.life)).run
+    if me.run != run:
+        other = next(member for member in present if member.run == run)
+        raise NotInThisRun(
+            f"node {me.node!r} belongs to run {me.run!r}, but the lighthouse serves {run!r} (node {other.node!r}):"
+            " start a lighthouse of its own for each run, with the same model and scheme on all nodes"
+        )
+    newest: dict[str, Member] = {}
+    for member in sorted((m for m in present if m.run == run), key=lambda m: m.life):
+        newest[member.node] = member
+    if newest[me.node].life != life:
+        raise NotInThisRun(
+            f"node {me.node!r} was started once more, and this life of it is over. Tell nodes that share a machine"
+            " apart by the environment variable HIERCOMM_NODE."
+        )
+    everyone = sorted(newest.values(), key=_in_order)
+    alive = [member for member in everyone if not member.is_new]
+    new = [member for member in everyone if member.is_new]
+    if not alive:
+        return _beginning(new, me, min_nodes, max_nodes)
+    latest = max(member.agreement for member in alive)
+    members = [member for member in alive if member.agreement == latest]
+    if not me.is_new and me.agreement != latest:
+        raise LeftBehind
+    if len({member.place for member in members}) > 1:
+        places = "; ".join(f"node {member.node!r} {member.place}" for member in members)
+        raise NotInThisRun(
+            f"nodes came to agreement {latest + 1} at different places: {places}. All nodes must take equally many"
+            " steps, validate and save after the same ones: give all nodes dataloaders of one length (or"
+            " limit_train_batches)."
+        )
+    if len(members) + len(new) < min_nodes:
+        return Meeting(waits=f"{len(members) + len(new)} of at least {min_nodes} nodes are there")
+    room = len(new) if max_nodes is None else max(0, max_nodes - len(members))
+    admitted = new[:room] if all(member.admits for member in members) else []
+    if me.is_new and me not in admitted:
+        full = room < len(new)
+        return Meeting(waits=f"all {max_nodes} places are taken" if full else "nodes are equal only later")
+    return Meeting(tuple(members), tuple(admitted))
+
+
+def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int | None) -> Meeting:
+    """Nobody has state: the run begins, or goes on from the newest checkpoint that any node was given."""
+    if len(new) < min_nodes:
+        return Meeting(waits=f"{len(new)} of at least {min_nodes} nodes are there")
+    origin = max(member.origin for member in new)
+    if origin == 0 and all(member.restarts for member in new):
+        raise NotInThisRun(
+            "all nodes were started again and none has the run's state, which would begin at step 0 once more: give"
+            " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes, or start a new run"
+        )
+    members = [member for member in new if member.origin == origin][:max_nodes]
+    others = [member for member in new if member not in members]
+    newcomers = others if max_nodes is None else others[: max_nodes - len(members)]
+    if me not in members and me not in newcomers:
+        return Meeting(waits=f"all {max_nodes} places are taken")
+    return Meeting(tuple(members), tuple(newcomers), begins=True)
+
+
+def shares_of(meeting: Meeting, member: Member) -> tuple[int, ...]:
+    """Which shares of the data a member's ranks take: those that it had, or, in its place among newcomers, lost ones.
+
+    When a run begins there is a share for every rank. Later the number stays, and with it the length of an epoch: a
+    newcomer takes shares that nobody has, and when there are none left, shares that others take as well.
+    """
+    if meeting.begins:
+        held = [(each, each.ranks) for each in meeting.members]
+        total, taken = sum(ranks for _, ranks in held), 0
+        given: dict[str, tuple[int, ...]] = {}
+        for each, ranks in held:
+            given[each.life] = tuple(range(taken, taken + ranks))
+            taken += ranks
+    else:
+        total = meeting.members[0].all_shares
+        given = {each.life: each.shares for each in meeting.members}
+    used = {share for shares in given.values() for share in shares}
+    lost = [share for share in range(total) if share not in used]
+    for newcomer in meeting.newcomers:
+        any_share, its_ranks = int(_digest(newcomer.life), 16), range(newcomer.ranks)
+        given[newcomer.life] = tuple(lost.pop(0) if lost else (any_share + rank) % total for rank in its_ranks)
+    return given[member.life]
+
+
+def _in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:
+    """By name, numbers in it by their size."""
+    words = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", member.node) if word]
+    return words, member.life
+
+
+def _lives(members: Sequence[Member]) -> str:
+    return _digest([member.life for member in members])
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=10).hexdigest()

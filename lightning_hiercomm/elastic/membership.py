@@ -1,0 +1,287 @@
+"""Which nodes are there: one node asks the lighthouse by its first rank, and all its ranks learn the same."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lightning_hiercomm.elastic.configuration import Elastic
+from lightning_hiercomm.elastic.healing import Healing
+from lightning_hiercomm.elastic.lanes import Links
+from lightning_hiercomm.elastic.lighthouse import Lighthouse
+from lightning_hiercomm.elastic.meeting import Meeting, Member, NotInThisRun, decide, shares_of
+from lightning_hiercomm.elastic.topology import ElasticTopology
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PATIENCE = 1.0
+_SAY_AFTER = 10.0
+_COMMIT, _AGAIN = b"commit", b"again"
+
+
+@dataclass
+class History:
+    """What a person may watch of it.
+
+    Attributes:
+        nodes: How many took part in the last agreement.
+        heals: How many nodes were healed, as far as this one knows, since the run began for it.
+        lost_seconds: How long this node waited for nodes that were gone, and for agreements made once more.
+    """
+
+    nodes: int = 0
+    heals: int = 0
+    lost_seconds: float = 0.0
+
+    def scalars(self) -> dict[str, float]:
+        """For loggers."""
+        return {"nodes": float(self.nodes), "lost_seconds": self.lost_seconds, "heals": float(self.heals)}
+
+
+class Membership:
+    """This node among the others, seen from one of its ranks. All methods are collective over the node.
+
+    Args:
+        me: What the node says of itself at first; the same on all its ranks, but for ``life``, which rank 0 gives.
+        elastic: As the user configured it.
+        topology: Formed anew by :meth:`meet`.
+        lighthouse: On the node's first rank.
+        links: To other nodes.
+        store: On the node's first rank, its own.
+        before_change: Called before the topology holds other nodes; what it returns, after that.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        elastic: Elastic,
+        topology: ElasticTopology,
+        lighthouse: Lighthouse | None,
+        links: Links,
+        store: Store | None,
+        before_change: Callable[[], Callable[[], None]],
+    ) -> None:
+        self._intra = topology.intra
+        self._topology = topology
+        self._elastic = elastic
+        self._lighthouse = lighthouse
+        self._links = links
+        self._before_change = before_change
+        own = replace(me, life=f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}") if self.is_first else me
+        self.me: Member = self._share(own)
+        self.healing = Healing(self._intra, links, store, elastic.dead_after)
+        self.history = History()
+        self._store = store
+        self._known: dict[str, str] = {}
+        self._last: Meeting | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self._intra.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is the first of those that met last: the one that writes what all have in common."""
+        return self._last is None or self._last.index(self.me.life) == 0
+
+    # ---- meeting -------------------------------------------------------------------------------------------------
+
+    def meet(self, place: str, admits: bool = False) -> Meeting:
+        """Wait for all others that are alive, and connect to them.
+
+        Args:
+            place: Where in the training this node is; must be that of the others.
+            admits: Whether newcomers may get their state after this agreement.
+
+        Raises:
+            NotInThisRun: If this node cannot take part.
+            LeftBehind: If the others have agreed without it.
+        """
+        began, said = time.monotonic(), False
+        while True:
+            self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
+            meeting = self._ask(began)
+            if meeting.waits:
+                if not said and self.is_first:
+                    log.info("node %s waits: %s", self.me.node, meeting.waits)
+                said = True
+                time.sleep(0.05)
+                continue
+            if meeting.source_of(self.me.life) is not None or self._connect(meeting):
+                self._note_who_is_there(meeting)
+                self._last = meeting
+                return meeting
+
+    def _ask(self, began: float) -> Meeting:
+        while True:
+            answer: Any = None
+            if self.is_first:
+                assert self._lighthouse is not None
+                try:
+                    present = self._lighthouse.ask(self.me.life, self.me.to_json(), _PATIENCE)
+                    if present is not None:
+                        members = [Member.from_json(dict(each)) for each in present if "life" in (each or {})]
+                        answer = decide(members, self.me.life, self._elastic.min_nodes, self._elastic.max_nodes)
+                except (NotInThisRun, SystemExit) as refusal:
+                    answer = refusal
+            answer = self._share(answer)
+            if isinstance(answer, BaseException):
+                if self.is_first:
+                    log.warning("node %s ends: %s", self.me.node, answer)
+                raise answer
+            if answer is not None:
+                meeting: Meeting = answer
+                return meeting
+            if self.is_first and 0 < time.monotonic() - began - _SAY_AFTER < _PATIENCE:
+                log.info("node %s waits for other nodes", self.me.node)
+
+    def _connect(self, meeting: Meeting) -> bool:
+        """Connect to all members, unless that is done; whether all ranks of this node are."""
+        index = meeting.index(self.me.life)
+        assert index is not None
+        if meeting.is_connected:
+            return True
+        lane, local, error = self._topology.lane, self._topology.local_rank, ""
+        lane.disconnect()
+        if len(meeting.members) > 1 and local < min(member.ranks for member in meeting.members):
+            try:
+                lane.connect(self._links.lane(meeting, index, local, self._topology.meter))
+            except RuntimeError as raised:
+                error = str(raised).splitlines()[0]
+        else:
+            lane.connect(None)
+        failures = [each for each in self._intra.all_gather_object(error) if each]
+        if failures:
+            if self.is_first:
+                names = ", ".join(member.node for member in meeting.members)
+                log.info("node %s cannot connect to nodes %s: %s", self.me.node, names, failures[0])
+            lane.disconnect()
+            self.me = replace(self.me, groups="")
+            return False
+        go_on = self._before_change()
+        self._topology.reform([member.ranks for member in meeting.members], index)
+        go_on()
+        self.me = replace(self.me, groups=meeting.groups)
+        return True
+
+    def _note_who_is_there(self, meeting: Meeting) -> None:
+        """One line when a node comes or goes."""
+        now = {member.life: member.node for member in (*meeting.members, *meeting.newcomers)}
+        if self.is_first and self._known:
+            gone = [node for life, node in self._known.items() if life not in now]
+            come = [node for life, node in now.items() if life not in self._known]
+            said = [f"node {node} is gone" for node in gone] + [f"node {node} has come" for node in come]
+            if said:
+                log.info("%s; %d go on, after agreement %d", ", ".join(said), len(meeting.members), self.me.agreement)
+        self._known = now
+        self.history.nodes = len(meeting.members)
+
+    # ---- the vote ------------------------------------------------------------------------------------------------
+
+    def vote(self, meeting: Meeting, well: bool) -> bool:
+        """Whether all members have all of it: the same answer everywhere, unless the store is lost that keeps it.
+
+        A member that did not hear of it rolls back, and is left behind.
+
+        Args:
+            meeting: Of the agreement.
+            well: Whether this node has all of it; the same on its ranks.
+        """
+        decision = self._share(self._decide(meeting, well) if self.is_first else None)
+        if not decision:
+            self._topology.lane.disconnect()  # who still waits for this node learns at once
+            self.me = replace(self.me, groups="")
+            self.healing.send_away(meeting.patients_of(self.me.life))
+        return bool(decision)
+
+    def _decide(self, meeting: Meeting, well: bool) -> bool:
+        if len(meeting.members) == 1:
+            return well
+        try:
+            store = PrefixStore(f"{meeting.token}/vote", self._links.store(meeting.members[0].store))
+            if not well:
+                store.compare_set("decision", "", _AGAIN.decode())
+                return False
+            if store.add("well", 1) == len(meeting.members):
+                store.compare_set("decision", "", _COMMIT.decode())
+            try:
+                store.wait(["decision"], timedelta(seconds=self._elastic.dead_after))
+            except RuntimeError:  # somebody died before it voted: whoever finds that out first decides for all
+                store.compare_set("decision", "", _AGAIN.decode())
+            agreed = store.get("decision") == _COMMIT
+            store.add("read", 1)
+            return agreed
+        except RuntimeError as error:
+            log.info("node %s cannot read the vote: %s", self.me.node, str(error).splitlines()[0])
+            self._links.forget(meeting.members[0].store)
+            return False
+
+    def commit(self, meeting: Meeting) -> None:
+        """The agreement holds."""
+        shares, total = shares_of(meeting, self.me), self.me.all_shares
+        if meeting.begins:
+            total = sum(member.ranks for member in meeting.members)
+        self.me = replace(self.me, agreement=self.me.agreement + 1, shares=shares, all_shares=total)
+        patients = meeting.patients_of(self.me.life)
+        for patient in patients:
+            self.healing.expect(patient, shares_of(meeting, patient))
+        self.history.heals += len(meeting.newcomers)
+
+    def heal(self, source: Member) -> dict[str, Any] | None:
+        """Get the state of the run from a member; None if it, or its agreement, did not get so far: ask again."""
+        state = self.healing.fetch(source, self.me)
+        if state is not None:
+            about = state["node"]
+            self.me = replace(
+                self.me, agreement=about["agreement"], shares=tuple(about["shares"]), all_shares=about["all_shares"]
+            )
+            self.history.heals += 1
+        return state
+
+    def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
+        """Give newcomers that wait for this node what ``state`` returns; None sends them away, to ask again."""
+        self.healing.give(state, {"agreement": self.me.agreement, "all_shares": self.me.all_shares})
+
+    def leave(self, at_once: bool = False) -> None:
+        """This node takes part no longer. Not collective.
+
+        Args:
+            at_once: Do not stay for others that still read what this node keeps for them.
+        """
+        if self._lighthouse is not None:
+            self._lighthouse.leave()
+        if not at_once:
+            self._linger()
+        self._topology.lane.disconnect()
+
+    def _linger(self) -> None:
+        """Stay until the others have read what this node's store keeps: the last decision, and states of newcomers."""
+        meeting = self._last
+        if not self.is_first or self._store is None:
+            return
+        self.healing.linger()
+        if meeting is None or len(meeting.members) == 1 or meeting.index(self.me.life) != 0:
+            return
+        store = PrefixStore(f"{meeting.token}/vote", self._store)
+        deadline = time.monotonic() + self._elastic.dead_after
+        with contextlib.suppress(RuntimeError):
+            while store.add("read", 0) < len(meeting.members) and time.monotonic() < deadline:
+                if store.check(["decision"]) and store.get("decision") == _AGAIN:
+                    return
+                time.sleep(0.02)
+
+    def _share(self, value: T) -> T:
+        """What the first rank of the node has."""
+        shared: T = self._intra.all_gather_object(value if self.is_first else None)[0]
+        return shared

@@ -1,0 +1,80 @@
+"""The nodes of a run whose nodes change, seen from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.elastic.lanes import Breaker, Lane, World
+from lightning_hiercomm.nodes.topology import Holders, Topology
+
+
+class ElasticTopology(Topology):
+    """A topology that is formed anew when nodes come or go: its communicators stay, their members and weights change.
+
+    Until nodes have met it holds this node alone, and ``world`` is the node outside of agreements at any time.
+
+    Args:
+        own: This node, as a run of one node.
+    """
+
+    may_grow = True
+
+    def __init__(self, own: Topology) -> None:
+        self.breaker = Breaker()
+        self.lane = Lane(own.meter, self.breaker)
+        self.breaker.close = self.lane.disconnect
+        world = World(own.intra, self.lane if own.local_rank == 0 else None)
+        self._world = world
+        made = {"world": world, "intra": own.intra, "inter": self.lane}
+
+        def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+            return made[tier]
+
+        super().__init__(own.nodes, own.rank, connect, own.meter)
+        self._own = own
+        self._agreement: Callable[[Callable[[], object], bool], None] | None = None
+
+    def agree_by(self, agreement: Callable[[Callable[[], object], bool], None] | None) -> None:
+        """Let ``agreement`` do what is done between nodes; None: nothing is."""
+        self._agreement = agreement
+
+    def agreement(self, work: Callable[[], object], makes_equal: bool = False) -> None:
+        if self._agreement is not None:
+            self._agreement(work, makes_equal)
+
+    def reform(self, sizes: Sequence[int], node: int) -> None:
+        """Hold other nodes.
+
+        Args:
+            sizes: Their numbers of ranks.
+            node: Which of them this one is.
+        """
+        starts = [sum(sizes[:m]) for m in range(len(sizes))]
+        self.nodes = tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+        self.world_size = sum(sizes)
+        self.node, self.rank = node, self.nodes[node][self.local_rank]
+        self.lanes = min(sizes)
+        self.inter = self.lane if self.local_rank < self.lanes else None
+        self.holders["node"] = Holders(self.intra, self.lanes)
+        self.set_weights([1.0] * self.world_size)
+
+    def open(self) -> None:
+        """An agreement begins: ranks may talk to other nodes."""
+        self._world.reform(self.nodes, self.node)
+        self.lane.is_open = True
+
+    def shut(self) -> None:
+        """It is over."""
+        self._world.reform([range(self.intra.size)], 0)
+        self.lane.is_open = False
+
+    def twin(self) -> Topology:
+        """Itself: all that elastic nodes do is waited for, so nothing else is under way."""
+        return self
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.lane.disconnect()
+            self._own.close()

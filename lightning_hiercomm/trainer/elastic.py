@@ -1,0 +1,247 @@
+"""Nodes that leave and join, in a Trainer: when one joins, where it takes up training, and which data it sees."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import RunningStage
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_hiercomm._lightning.healing import (
+    begin_as,
+    end_training,
+    state_of,
+    take_state,
+    tell_stage_of_dataloaders,
+)
+from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
+from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic.configuration import check_torchft
+from lightning_hiercomm.elastic.lanes import GlooLinks
+from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
+from lightning_hiercomm.elastic.meeting import Member
+from lightning_hiercomm.elastic.membership import History, Membership
+from lightning_hiercomm.elastic.topology import ElasticTopology
+from lightning_hiercomm.elastic.transaction import Transaction
+from lightning_hiercomm.run.replicas import broadcast_values
+from lightning_hiercomm.run.training_run import TrainingRun
+
+
+class ElasticNode:
+    """This node's part in a run whose nodes come and go, from the setup of a ``fit`` to its teardown.
+
+    Args:
+        elastic: As the user configured it.
+        checkpoints: Adds to a state what the schemes need of it, and takes it.
+    """
+
+    def __init__(self, elastic: Elastic, checkpoints: Checkpoints) -> None:
+        self._elastic = elastic
+        self._checkpoints = checkpoints
+        self._membership: Membership | None = None
+        self._transaction: Transaction | None = None
+        self._history: History | None = None
+        self._topology: ElasticTopology | None = None
+        self._run: TrainingRun | None = None
+        self._moment: str | None = None
+        self._stage: list[RunningStage | None] = [None]
+        self._store: Store | None = None
+
+    # ---- joining -------------------------------------------------------------------------------------------------
+
+    def join(self, trainer: pl.Trainer, topology: ElasticTopology, run: TrainingRun) -> None:
+        """Come to the others, and go on from their state, or begin with them; collective over the node."""
+        self._check(trainer)
+        self._topology, self._run = topology, run
+        is_first = topology.local_rank == 0
+        lighthouse = None
+        address = self._elastic.address()
+        host = os.environ.get("HIERCOMM_ADDRESS") or own_address(address)
+        links = GlooLinks(host, self._elastic.dead_after)
+        if is_first:
+            lighthouse = TorchftLighthouse(address, self._elastic.dead_after)
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        port = self._store.port if isinstance(self._store, TCPStore) else 0
+        me = Member(
+            node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
+            life="",
+            run=f"{os.environ.get('HIERCOMM_RUN', '')}:{_print_of(run)}",
+            ranks=topology.ranks_on_node,
+            store=f"{host}:{port}",
+            origin=_steps_of_checkpoint(trainer),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        )
+        self._membership = Membership(me, self._elastic, topology, lighthouse, links, self._store, self._before_change)
+        self._history = self._membership.history
+        self._transaction = Transaction(self._membership, topology, self._undo_point, self._place)
+        tell_stage_of_dataloaders(trainer, self._stage)
+        while True:
+            meeting = self._transaction.begin(self._begin_equal, makes_equal=True)
+            if meeting is not None:
+                source = meeting.source_of(self._membership.me.life)
+                assert source is not None
+                state = self._membership.heal(source)
+                if state is None:
+                    continue
+                self._checkpoints.take(take_state(trainer, state), None, None)
+                self._moment = state["moment"]
+            run.begin_from_module()
+            run.remember_values()
+            topology.agree_by(self._transaction)
+            return
+
+    def _begin_equal(self) -> None:
+        module, topology = self._required_run.module, self._topology
+        assert topology is not None
+        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
+
+    def _before_change(self) -> Callable[[], None]:
+        go_on = [scheme.before_nodes_change() for scheme in self._required_run.schemes]
+
+        def all_go_on() -> None:
+            for each in go_on:
+                each()
+
+        return all_go_on
+
+    def _undo_point(self) -> Callable[[], None]:
+        undo = [scheme.undo_point() for scheme in self._required_run.schemes]
+
+        def undo_all() -> None:
+            for each in undo:
+                each()
+            self._required_run.replicas.have_written()
+
+        return undo_all
+
+    def _place(self) -> str:
+        return "after " + ", ".join(str(scheme.steps) for scheme in self._required_run.schemes) + " optimizer steps"
+
+    def _check(self, trainer: pl.Trainer) -> None:
+        check_torchft()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging) or type(callback).__name__ == "WeightAveraging":
+                raise ValueError(
+                    f"elastic nodes: {type(callback).__name__} averages on each node by itself, and nobody agrees on"
+                    " that: leave it out"
+                )
+            if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+                raise ValueError(
+                    "elastic nodes: ModelCheckpoint(train_time_interval=...) saves at another step on every node: take"
+                    " every_n_train_steps or every_n_epochs"
+                )
+
+    # ---- healing others ------------------------------------------------------------------------------------------
+
+    def at_boundary(self, trainer: pl.Trainer, moment: str) -> None:
+        """Training is between two batches: give newcomers that wait for this node where it is."""
+        membership, run = self._membership, self._run
+        if membership is None or run is None or not membership.healing.is_expected:
+            return
+
+        def state() -> dict[str, Any] | None:
+            if not all(scheme.is_agreed for scheme in run.schemes):
+                return None  # a step was taken since: this node's parameters are its own by now
+            whole = state_of(trainer, moment)
+            self._checkpoints.add_to(whole["checkpoint"], run, None, together=False)
+            return whole
+
+        membership.give_state(state)
+
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        """Training starts: a healed node's loops begin where the others' are."""
+        if self._moment is not None:
+            begin_as(trainer, self._moment)
+        self._moment = None
+
+    def end_if_over(self, trainer: pl.Trainer) -> None:
+        """End a healed node's training before it begins, if the others' is over; once its loops are restored."""
+        if self._moment == "end":
+            end_training(trainer)
+
+    # ---- what others ask -----------------------------------------------------------------------------------------
+
+    @property
+    def writes(self) -> bool:
+        """Whether this node writes the checkpoints of all."""
+        return self._membership is None or self._membership.leads
+
+    def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
+        """Which share of the data this rank sees: while training its own among all nodes', otherwise of its node's."""
+        me = None if self._membership is None else self._membership.me
+        if me is None or not me.shares or self._stage[0] not in (None, RunningStage.TRAINING):
+            return {"num_replicas": ranks, "rank": rank}
+        return {"num_replicas": me.all_shares, "rank": me.shares[rank]}
+
+    def scalars(self) -> dict[str, float]:
+        """For loggers."""
+        return {} if self._history is None else self._history.scalars()
+
+    def give_up(self) -> None:
+        """Something went wrong: nothing more is agreed on, for the others are not where this node is."""
+        if self._topology is not None:
+            self._topology.agree_by(None)
+
+    def leave(self, trainer: pl.Trainer | None, at_once: bool) -> None:
+        """The ``fit`` is over, or has failed."""
+        membership, self._membership = self._membership, None
+        self.give_up()
+        if membership is not None:
+            membership.leave(at_once)
+        if trainer is not None:
+            prepare_train_dataloaders_again(trainer)
+        self._store = None
+
+    @property
+    def _required_run(self) -> TrainingRun:
+        assert self._run is not None
+        return self._run
+
+
+class BoundaryCallback(pl.Callback):
+    """Tells a node when training is between two batches; it comes before the user's callbacks."""
+
+    def __init__(self, node: ElasticNode) -> None:
+        self._node = node
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Training starts."""
+        self._node.begin_training(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch starts."""
+        self._node.at_boundary(trainer, "epoch")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch starts."""
+        self._node.at_boundary(trainer, "batch" if batch_idx else "epoch")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The run is over, and all nodes are equal."""
+        self._node.at_boundary(trainer, "end")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The run fails, or stops."""
+        self._node.give_up()
+
+
+def _steps_of_checkpoint(trainer: pl.Trainer) -> int:
+    return int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
+
+
+def _print_of(run: TrainingRun) -> str:
+    """Equal on nodes that train the same module by the same scheme."""
+    shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in run.module.named_parameters()]
+    what = re.sub(r" at 0x[0-9a-f]+", "", repr([run.schemes, shapes, run.wire]))
+    return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()

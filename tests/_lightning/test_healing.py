@@ -1,0 +1,194 @@
+"""A Trainer goes on from another one's state as that one does: same loops, schedulers, callbacks and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_hiercomm._lightning.healing import (
+    begin_as,
+    end_training,
+    state_of,
+    take_state,
+    tell_stage_of_dataloaders,
+)
+from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
+from lightning_hiercomm.elastic.lanes import packed, unpacked
+
+
+class Net(pl.LightningModule):
+    """Sees the same data in every batch, so it does not matter that a healed one begins its loader anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(4, 2)
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.layer(batch[0]).square().sum()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.layer(batch[0]).square().sum())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        if self.schedule == "plateau":
+            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
+        interval = "step" if self.schedule == "steps" else "epoch"
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
+
+
+class Healing(SingleDeviceStrategy):
+    """Takes a state up where an elastic strategy does."""
+
+    state: dict[str, Any] | None = None
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self.state is not None:
+            take_state(trainer, self.state)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self.state is not None and self.state["moment"] == "end":
+            end_training(self.lightning_module.trainer)
+
+
+class Boundary(pl.Callback):
+    """Makes states where an elastic strategy does, after some optimizer steps."""
+
+    def __init__(self, at: int, state: dict[str, Any] | None) -> None:
+        self.at, self.state, self.made = at, state, None
+
+    def look(self, trainer: pl.Trainer, moment: str) -> None:
+        if trainer.global_step == self.at and self.made is None:
+            self.made = unpacked(packed(state_of(trainer, moment)))
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.state is not None:
+            begin_as(trainer, self.state["moment"])
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.look(trainer, "epoch")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
+        self.look(trainer, "batch" if index else "epoch")
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.look(trainer, "end")
+
+
+def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **settings: Any):
+    """Train; what the callback made at that step, and all by which two runs may differ."""
+    strategy, boundary, model = Healing(), Boundary(at, state), Net()
+    strategy.state, model.schedule = state, schedule
+    settings = {"max_epochs": 4, "val_check_interval": 1.0, "accumulate_grad_batches": 1, **settings}
+    callbacks = [EarlyStopping("val", patience=100), ModelCheckpoint(folder, monitor="val")]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, callbacks=callbacks, **quiet, **settings)
+    put_callback_first(trainer, boundary)
+    data = DataLoader(TensorDataset(torch.ones(6, 4)))
+    trainer.fit(model, data, DataLoader(TensorDataset(torch.ones(2, 4))))
+    loops = trainer.fit_loop.state_dict()
+    return boundary.made, {
+        "loops": {key: value for key, value in loops.items() if "val_loop" not in key},
+        "parameters": [parameter.tolist() for parameter in model.parameters()],
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "steps": (trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop._batches_that_stepped),
+        "stopping": callbacks[0].state_dict(),
+        "saved": callbacks[1].state_dict()["best_model_score"].item(),
+        "rates": model.rates,
+    }
+
+
+@pytest.mark.covering
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("settings", "at"),
+    [
+        ({}, 4),
+        ({}, 6),
+        ({}, 11),
+        ({"val_check_interval": 2}, 4),
+        ({"val_check_interval": 3}, 7),
+        ({"accumulate_grad_batches": 2}, 2),
+        ({"accumulate_grad_batches": 2}, 3),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 2}, 4),
+        ({"max_epochs": -1, "max_steps": 20}, 13),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("schedule", ["steps", "epochs", "plateau"])
+def test_a_healed_trainer_ends_as_one_that_was_never_lost_and_so_does_one_healed_from_it(
+    tmp_path, settings, at, schedule
+):
+    state, undisturbed = fit(tmp_path, schedule, at, **settings)
+    assert state is not None
+    rates = undisturbed.pop("rates")
+    second, healed = fit(tmp_path, schedule, at + 3, state, **settings)
+    own = healed.pop("rates")
+    assert own == rates[len(rates) - len(own) :]
+    assert healed == undisturbed
+    assert second is not None
+    _, healed_again = fit(tmp_path, schedule, -1, second, **settings)
+    healed_again.pop("rates")
+    assert healed_again == undisturbed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_comes_when_the_run_is_over_ends_with_its_parameters(tmp_path):
+    state, undisturbed = fit(tmp_path, "steps", 24)
+    assert state["moment"] == "end"
+    _, healed = fit(tmp_path, "steps", -1, state)
+    assert healed["parameters"] == undisturbed["parameters"]
+    assert healed["rates"] == []
+    assert healed["steps"][0] == 24
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_other_nodes_would_have_to_unpickle_is_left_out(tmp_path):
+    class Odd(pl.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"odd": Net()}
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, callbacks=[Odd()], enable_progress_bar=False, barebones=False
+    )
+    model = Net()
+    model.schedule = "steps"
+    trainer.fit(model, DataLoader(TensorDataset(torch.ones(2, 4))), DataLoader(TensorDataset(torch.ones(2, 4))))
+    assert [key for key in unpacked(packed(state_of(trainer, "end")))["checkpoint"]["callbacks"] if "Odd" in key] == []
+
+
+def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
+    told: list[RunningStage | None] = [None]
+    seen = []
+
+    class Strategy(DDPStrategy):
+        @property
+        def distributed_sampler_kwargs(self):
+            seen.append(told[0])
+            return {"num_replicas": 2, "rank": 1}
+
+    trainer = pl.Trainer(accelerator="cpu", strategy=Strategy(), logger=False, enable_checkpointing=False)
+    tell_stage_of_dataloaders(trainer, told)
+    loader = DataLoader(TensorDataset(torch.ones(4, 1)))
+    connector = trainer._data_connector
+    for stage in (RunningStage.TRAINING, RunningStage.VALIDATING):
+        made = connector._prepare_dataloader(loader, shuffle=False, mode=stage)
+        assert isinstance(made.sampler, DistributedSampler)
+    assert seen == [RunningStage.TRAINING, RunningStage.VALIDATING]
+    assert told == [None]
+    prepare_train_dataloaders_again(trainer)
+    assert "_prepare_dataloader" not in vars(connector)

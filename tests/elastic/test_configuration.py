@@ -1,0 +1,96 @@
+"""What elastic nodes cannot do is refused before anything starts, with what to take instead."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Elastic,
+    Gossip,
+    HeterogeneousBatches,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+from lightning_hiercomm.elastic import configuration
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"min_nodes": 0}, "min_nodes=0"),
+        ({"min_nodes": 3, "max_nodes": 2}, "max_nodes=2 must be at least min_nodes=3"),
+        ({"dead_after": 0.1}, "dead_after=0.1"),
+        ({"dead_after": "5"}, "dead_after"),
+        ({"lighthouse": "10.0.0.1"}, "must be HOST:PORT"),
+        ({"lighthouse": "10.0.0.1:x"}, "must be HOST:PORT"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_by_name(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        Elastic(**arguments)
+
+
+def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monkeypatch):
+    monkeypatch.delenv("HIERCOMM_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match="python -m lightning_hiercomm lighthouse --min-nodes 3"):
+        Elastic(min_nodes=3).address()
+    monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", "[::1]:29510")
+    assert Elastic().address() == "[::1]:29510"
+    assert HierarchicalStrategy("diloco", elastic="10.0.0.1:29510")._settings.elastic.address() == "10.0.0.1:29510"
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [PeriodicAveraging(), PeriodicAveraging(sync_every=None), DiLoCo(sync_every=20)],
+    ids=repr,
+)
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int4"])
+def test_schemes_after_whose_agreements_nodes_are_equal_are_taken(scheme, wire):
+    assert HierarchicalStrategy(scheme, elastic=Elastic(), wire_dtype=wire)._settings.elastic == Elastic()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (AllReduce, "AllReduce lets all nodes wait for each other at every step.*take PeriodicAveraging or DiLoCo"),
+        (StepsDelay, "StepsDelay is not made for nodes that come and go"),
+        (Gossip, "Gossip is not made for"),
+        (DASO, "DASO is not made for"),
+        (partial(DiLoCo, staleness=2), "staleness=2.*take staleness=0"),
+        (partial(DiLoCo, fragments=4), "take one fragment"),
+        (partial(DiLoCo, keep_local=0.5), "keep_local=0"),
+        (partial(DiLoCo, gradients="none"), "take gradients='node'"),
+        (partial(DiLoCo, sync_every="auto"), "give sync_every a number"),
+        (partial(PeriodicAveraging, order="before_step"), "take order='after_step'"),
+    ],
+)
+def test_schemes_that_cannot_lose_a_node_are_refused_with_what_to_take(make, said):
+    with pytest.raises(ValueError, match=said):
+        HierarchicalStrategy(make(), elastic=Elastic())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"batches": HeterogeneousBatches(16)}, "leave batches out"),
+        ({"ranks_per_node": 2}, "leave ranks_per_node out"),
+        ({"average_optimizer_state": True}, "leave average_optimizer_state out"),
+        ({"checkpoint_replicas": True}, "leave checkpoint_replicas out"),
+        ({"on_nonfinite": "skip"}, "take on_nonfinite='raise'"),
+    ],
+)
+def test_settings_that_need_nodes_that_stay_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        HierarchicalStrategy("periodic", elastic=Elastic(), **settings)
+
+
+def test_without_torchft_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(configuration.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"lightning-hiercomm\[elastic\]"):
+        configuration.check_torchft()

@@ -1,0 +1,70 @@
+"""The lighthouse of torchft, as nodes ask it: on this machine, in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
+
+pytest.importorskip("torchft", reason="needs the extra `elastic`")
+from torchft.coordination import LighthouseServer
+
+
+@pytest.fixture
+def address():
+    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **settings)
+    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
+    server.shutdown()
+
+
+def asked(*nodes: tuple[TorchftLighthouse, str], timeout: float = 20.0) -> dict[str, list]:
+    """What nodes learn that ask at the same time."""
+    answers: dict[str, list] = {}
+
+    def ask(lighthouse: TorchftLighthouse, life: str) -> None:
+        deadline = time.monotonic() + timeout
+        while life not in answers and time.monotonic() < deadline:
+            present = lighthouse.ask(life, {"life": life, "number": 1}, 0.2)
+            if present is not None:
+                answers[life] = sorted(each["life"] for each in present)
+
+    threads = [threading.Thread(target=ask, args=node) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def test_all_who_ask_learn_the_same_and_one_alone_waits(address):
+    a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
+    assert a.ask("a", {"life": "a"}, 0.2) is None
+    assert asked((a, "a"), (b, "b")) == {"a": ["a", "b"], "b": ["a", "b"]}
+    a.leave()
+    b.leave()
+
+
+def test_one_that_leaves_is_missed_no_longer_than_its_silence(address):
+    a, b, c = (TorchftLighthouse(address, 0.5) for _ in "abc")
+    assert set(asked((a, "a"), (b, "b"), (c, "c"))) == {"a", "b", "c"}
+    assert asked((a, "a"), (b, "b"), (c, "c")) == {life: ["a", "b", "c"] for life in "abc"}
+    c.leave()
+    assert asked((a, "a"), (b, "b")) == {life: ["a", "b"] for life in "ab"}
+    a.leave()
+    b.leave()
+
+
+def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
+    a = TorchftLighthouse("127.0.0.1:9", 0.5)
+    assert [a.ask("a", {"life": "a"}, 1.5) for _ in range(2)] == [None, None]
+    a.leave()
+    assert caplog.text.count("the lighthouse at 127.0.0.1:9 does not answer") == 1
+
+
+def test_the_address_that_others_reach_is_that_of_the_way_to_them():
+    assert own_address("127.0.0.1:29510") == "127.0.0.1"
+    assert own_address("[::1]:29510") == "::1"

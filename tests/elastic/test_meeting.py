@@ -1,0 +1,153 @@
+"""Every node decides by itself who meets, from what all have said: the same everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from lightning_hiercomm.elastic.meeting import LeftBehind, Meeting, Member, NotInThisRun, decide, shares_of
+
+
+def node(name: str, agreement: int = -1, **said) -> Member:
+    said = {"life": f"life-{name}", "place": f"after {agreement}", "ranks": 1, "admits": True, **said}
+    return Member(name, run=said.pop("run", "run"), store=f"{name}:1", agreement=agreement, **said)
+
+
+def meet(*present: Member, who: Member | None = None, **limits) -> Meeting:
+    """What one of them decides; if all are in it, they come to the same."""
+    if who is None:
+        meetings = {member.life: decide(present, member.life, **limits) for member in present}
+        assert len({repr(meeting) for meeting in meetings.values()}) == 1
+        return meetings[present[0].life]
+    return decide(present, who.life, **limits)
+
+
+def test_what_a_node_says_goes_through_json_and_what_a_newer_version_adds_is_left_out():
+    said = node("a", 3, shares=(1, 2), asks=7)
+    assert Member.from_json({**json.loads(json.dumps(said.to_json())), "new": 1}) == said
+
+
+def test_a_run_begins_with_all_that_are_there_in_the_order_of_their_names():
+    ten, two = node("host10"), node("host2")
+    meeting = meet(ten, two)
+    assert meeting.members == (two, ten)
+    assert meeting.begins
+    assert not meeting.newcomers
+
+
+def test_it_goes_on_from_the_newest_checkpoint_and_who_has_an_older_one_is_healed():
+    old, new, none = node("a", origin=100), node("b", origin=300), node("c")
+    meeting = meet(old, new, none)
+    assert meeting.members == (new,)
+    assert meeting.newcomers == (old, none)
+    assert meeting.source_of(none.life) == new
+
+
+def test_without_its_state_a_run_does_not_begin_once_more_in_silence():
+    again = [node("a", restarts=1), node("b", restarts=2)]
+    with pytest.raises(NotInThisRun, match="step 0 once more: give fit"):
+        meet(*again, who=again[0])
+    assert meet(again[0], node("c")).begins
+    assert meet(again[0], node("b", restarts=1, origin=50)).begins
+
+
+def test_newcomers_get_their_state_from_the_members_in_turn():
+    members, new = [node("a", 5), node("b", 5)], [node("x"), node("y"), node("z")]
+    meeting = meet(*new, *members)
+    assert meeting.members == tuple(members)
+    assert [meeting.source_of(each.life) for each in new] == [members[0], members[1], members[0]]
+    assert meeting.patients_of(members[0].life) == [new[0], new[2]]
+    assert meeting.patients_of(members[1].life) == [new[1]]
+    assert meeting.source_of(members[0].life) is None
+
+
+def test_newcomers_wait_where_nodes_are_not_equal_afterwards_and_where_all_places_are_taken():
+    members, new = [node("a", 5, admits=False), node("b", 5, admits=False)], node("x")
+    assert "equal only later" in meet(*members, new, who=new).waits
+    assert meet(*members, new, who=members[0]) == Meeting(tuple(members))
+    members = [node("a", 5), node("b", 5)]
+    assert "all 2 places" in meet(*members, new, who=new, max_nodes=2).waits
+    assert meet(*members, new, who=members[0], max_nodes=2).newcomers == ()
+    first, second = node("x"), node("y")
+    assert meet(*members, first, second, who=first, max_nodes=3).newcomers == (first,)
+    assert "places" in meet(*members, first, second, who=second, max_nodes=3).waits
+
+
+def test_with_too_few_nodes_all_wait_and_newcomers_count():
+    members = [node("a", 5)]
+    assert "1 of at least 2" in meet(*members, who=members[0], min_nodes=2).waits
+    assert meet(*members, node("x"), min_nodes=2).members == tuple(members)
+    assert "1 of at least 2" in meet(node("x"), who=node("x"), min_nodes=2).waits
+
+
+def test_a_node_that_missed_an_agreement_is_left_behind_and_the_others_go_on():
+    late, other, third = node("a", 4), node("b", 5), node("c", 5)
+    with pytest.raises(LeftBehind) as ended:
+        meet(late, other, third, who=late)
+    assert ended.value.code == 75
+    assert meet(late, other, third, who=other).members == (other, third)
+
+
+def test_nodes_at_different_places_end_and_say_where_they_are():
+    members = [node("a", 5, place="after 50 optimizer steps"), node("b", 5, place="after 40 optimizer steps")]
+    for member in members:
+        with pytest.raises(NotInThisRun, match="node 'a' after 50 optimizer steps; node 'b' after 40"):
+            meet(*members, who=member)
+
+
+def test_a_later_life_of_a_node_takes_the_place_of_the_one_before():
+    old, new, other = node("a", 5, life="1"), node("a", life="2"), node("b", 5, life="0")
+    with pytest.raises(NotInThisRun, match="'a' was started once more"):
+        meet(old, new, other, who=old)
+    meeting = meet(old, new, other, who=other)
+    assert meeting.members == (other,)
+    assert meeting.newcomers == (new,)
+
+
+def test_a_node_of_another_run_is_refused_and_does_not_disturb():
+    members, stranger = [node("a", 5), node("b", 5)], node("x", run="another")
+    with pytest.raises(NotInThisRun, match="belongs to run 'another', but the lighthouse serves 'run'"):
+        meet(*members, stranger, who=stranger)
+    assert meet(*members, stranger, who=members[0]) == Meeting(tuple(members))
+    early = node("0", life="0", run="first")
+    assert meet(early, stranger, who=early).members == (early,)
+
+
+def test_groups_are_used_again_by_exactly_those_that_were_connected():
+    begun = meet(node("a"), node("b"), node("c"))
+    assert not begun.is_connected
+    known = [replace(member, agreement=0, groups=begun.groups, asks=1) for member in begun.members]
+    assert meet(*known).is_connected
+    assert meet(*known, node("x")).is_connected
+    assert not meet(*known[:2]).is_connected
+    assert not meet(known[0], known[1], replace(known[2], groups="")).is_connected
+    assert not meet(known[0], known[1], replace(known[2], life="other")).is_connected
+
+
+def test_every_meeting_has_a_name_of_its_own():
+    a, b = node("a", 1), node("b", 1)
+    asked = [meet(replace(a, asks=i), replace(b, asks=j)).token for i, j in itertools.product(range(3), range(3))]
+    assert len(set(asked)) == 9
+
+
+def test_shares_of_the_data_stay_and_a_newcomer_takes_those_that_were_lost():
+    begun = meet(node("a", ranks=2), node("b"), node("c", ranks=2))
+    shares = [shares_of(begun, member) for member in begun.members]
+    assert shares == [(0, 1), (2,), (3, 4)]
+    left = [
+        replace(member, agreement=3, place="", all_shares=5, shares=own)
+        for member, own in zip(begun.members, shares, strict=True)
+        if member.node != "b"
+    ]
+    new = node("x", ranks=2)
+    given = shares_of(meet(*left, new), new)
+    assert given[0] == 2
+    assert given[1] in range(5)
+    assert [shares_of(meet(*left, new), member) for member in left] == [(0, 1), (3, 4)]
+    two = [node("x"), node("y")]
+    both = [shares_of(meet(*left, *two), each) for each in two]
+    assert both[0] == (2,)
+    assert both[1] != (2,) or len(both[1]) == 1

@@ -1,0 +1,196 @@
+"""Elastic nodes that are processes, over torchft's lighthouse and gloo: undisturbed, killed, and healed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_cluster import Cluster
+from forked import ForkedPython
+
+pytest.importorskip("torchft", reason="needs the extra `elastic`")
+
+SCHEMES = ["periodic", "diloco"]
+MOMENTS = ["before the quorum", "after the quorum", "in the exchange", "before the vote", "after the vote"]
+LASTING = {"epochs": 7, "pause": 0.01}
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> MakeCluster:
+    """Nodes that are forks of what has imported Lightning already."""
+    return lambda **settings: Cluster(tmp_path, ForkedPython, **settings)
+
+
+def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
+    """The same run on nodes of one world, which stay."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    nodes = Cluster(folder, ForkedPython)
+    environment = {"HIERCOMM_LIGHTHOUSE": ""}
+    nodes.start(0, environment, elastic=None, ranks=sum(ranks), settings={"ranks_per_node": ranks}, **settings)
+    nodes.watch(restarts=False)
+    return nodes.result(0)
+
+
+def exact(result: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal to the bit."""
+    return {key: value for key, value in result.items() if key not in ("communication", "val")}
+
+
+def ends_equal(nodes: Cluster, names: list[int]) -> dict[str, Any]:
+    """That all nodes have ended with the same bits, and where an undisturbed one ends; what the first one said."""
+    results = [nodes.result(name) for name in names]
+    first = results[0]
+    for result in results:
+        assert exact(result) == exact(first), nodes.said()
+        assert result["val"] == pytest.approx(first["val"], rel=1e-5), "nodes of several ranks sum in another order"
+    steps = first["global_step"]
+    assert first["batches"] == [steps, steps]
+    assert first["logger_step"] == first["scheme"][0] == steps
+    return first
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks"),
+    [
+        ("diloco", [1, 1]),
+        ("periodic", [2, 1]),
+        pytest.param("periodic", [1, 1], marks=pytest.mark.nightly),
+        pytest.param("diloco", [2, 2], marks=pytest.mark.nightly),
+        pytest.param("periodic", [1, 1, 1], marks=pytest.mark.nightly),
+        pytest.param("diloco", [1, 2, 1], marks=pytest.mark.nightly),
+    ],
+)
+def test_undisturbed_nodes_end_with_the_bits_of_nodes_that_stay(cluster, tmp_path, scheme, ranks):
+    with cluster(min_nodes=len(ranks), scheme=scheme, validates=True) as nodes:
+        for node, size in enumerate(ranks):
+            nodes.start(node, ranks=size)
+        nodes.watch(restarts=False)
+        first = ends_equal(nodes, [*range(len(ranks))])
+    assert exact(first) == exact(plain(tmp_path, ranks, scheme=scheme, validates=True))
+    assert first["communication"]["nodes"] == len(ranks)
+    assert first["communication"]["heals"] == first["communication"]["lost_seconds"] == 0
+
+
+def nightly_but(*kept: tuple[str, int, str]) -> list[Any]:
+    """All schemes, ranks and moments; those that are not named are left to the nightly job."""
+    cases = [(scheme, ranks, moment) for scheme in SCHEMES for ranks in (1, 2) for moment in MOMENTS]
+    return [pytest.param(*case, marks=[] if case in kept else [pytest.mark.nightly]) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "moment"), nightly_but(("diloco", 1, "in the exchange"), ("periodic", 2, "before the vote"))
+)
+def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, ranks, moment):
+    hold = {"40": "1.1"}
+    with cluster(min_nodes=2, scheme=scheme, ranks=ranks, hold=hold, **LASTING) as nodes:
+        for node in range(3):
+            nodes.start(node, fault=f"kill:{moment}:3" if node == 1 else "")
+        nodes.watch()
+        ends_equal(nodes, [0, 1, 2])
+        assert nodes.lives == {"0": 0, "1": 1, "2": 0}, nodes.said()
+        assert nodes.result(1)["communication"]["heals"] == 1
+        assert "node 1 is gone" in nodes.log(0) + nodes.log(2)
+        assert "node 1 has come" in nodes.log(0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
+def test_a_heal_that_breaks_is_made_once_more(cluster, ranks, who, moment):
+    hold = {"20": "1.1", "40": "0.1" if who == 0 else "1.2"}
+    with cluster(min_nodes=2, scheme="diloco", ranks=ranks, hold=hold, **LASTING) as nodes:
+        for node in range(3):
+            nodes.start(node, fault=f"kill:{moment}:1" if node == who else "")
+        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
+        nodes.signal(1, signal.SIGKILL)
+        nodes.watch()
+        ends_equal(nodes, [0, 1, 2])
+
+
+@pytest.mark.nightly
+def test_a_stopped_node_is_left_behind_and_heals(cluster):
+    hold = {"40": "1.1"}
+    with cluster(min_nodes=2, scheme="periodic", hold=hold, **LASTING) as nodes:
+        for node in range(3):
+            nodes.start(node, fault="stop:after the quorum:3" if node == 1 else "")
+        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 20)
+        nodes.signal(1, signal.SIGCONT)
+        nodes.watch()
+        ends_equal(nodes, [0, 1, 2])
+        assert nodes.lives["1"] == 1
+        assert ("1", 75) in [(node, code) for node, code, _ in nodes.ended], nodes.said()
+
+
+@pytest.mark.nightly
+def test_a_node_that_is_told_to_leave_leaves_and_the_others_go_on(cluster):
+    with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
+        for node in range(3):
+            nodes.start(node)
+        nodes.watch(until=lambda: bool(nodes.steps(2)) and nodes.steps(2)[-1][1] > 10)
+        os.kill(nodes._nodes["2"].pid, signal.SIGTERM)
+        nodes.watch(restarts=False)
+        ends_equal(nodes, [0, 1])
+        assert "node 2 is gone" in nodes.log(0)
+
+
+@pytest.mark.nightly
+def test_when_all_have_died_the_run_goes_on_from_its_newest_checkpoint(cluster, tmp_path):
+    folder = str(tmp_path / "checkpoints")
+    with cluster(min_nodes=2, scheme="diloco", checkpoints=folder, resume=True, **LASTING) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 20)
+        for node in range(2):
+            nodes.signal(node, signal.SIGKILL)
+        nodes.watch()
+        ends_equal(nodes, [0, 1])
+        again = [step for _, step in nodes.steps(0)]
+        resumed = next(after for before, after in pairwise(again) if after <= before)
+        assert resumed > 8, "it began with the checkpoint"
+        assert nodes.lives == {"0": 1, "1": 1}
+
+
+@pytest.mark.nightly
+def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sentence(cluster):
+    with cluster(min_nodes=2, scheme="diloco", **LASTING) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
+        for node in range(2):
+            nodes.signal(node, signal.SIGKILL)
+        nodes.watch(until=lambda: min(nodes.lives.values()) >= 2)
+        assert "would begin at step 0 once more: give fit(ckpt_path='last')" in nodes.log(0, 1)
+
+
+@pytest.mark.nightly
+def test_a_lighthouse_that_is_killed_and_started_again_costs_its_absence_only(cluster):
+    with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
+        for node in range(2):
+            nodes.start(node)
+        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
+        nodes.stop_lighthouse()
+        time.sleep(1.0)
+        nodes.start_lighthouse()
+        nodes.watch(restarts=False)
+        ends_equal(nodes, [0, 1])
+
+
+@pytest.mark.nightly
+def test_a_node_of_another_run_is_refused_by_the_lighthouse_of_this_one(cluster):
+    with cluster(min_nodes=2, scheme="periodic", hold={"20": "2.0"}, **LASTING) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(0)))
+        nodes.start(2, {"HIERCOMM_RUN": "another"}, hold={})
+        nodes.watch(restarts=False)
+        ends_equal(nodes, [0, 1])
+        assert "belongs to run 'another:" in nodes.log(2)

@@ -1,0 +1,293 @@
+"""An agreement of nodes that come and go happens whole or not at all: on threads, to the bit."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from elastic_threads import ElasticRank, Failing, Threads, play
+from harness import on_nodes
+
+from lightning_hiercomm import DiLoCo, PeriodicAveraging
+from lightning_hiercomm.schemes import Scheme
+
+SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
+TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64}
+SCHEMES = {"periodic": PeriodicAveraging(sync_every=3), "diloco": DiLoCo(sync_every=3)}
+SIZES = [(1, 1), (2, 2), (1, 1, 1), (2, 1), (3, 2, 1)]
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def train(steps: int):
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(steps):
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    return work
+
+
+def undisturbed(scheme: Scheme, sizes, steps: int, wire=None):
+    """The same run on nodes that stay, all of which begin as the first node does."""
+    ends, at = [], 0
+    for size in sizes:
+        ends.append(range(at, at + size))
+        at += size
+
+    def work(rank):
+        local = rank.topology.local_rank
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.topology.node + local)
+
+            def drawn(values, generator=generator):
+                return torch.randn(values.shape, generator=generator) + 0.1 * values
+
+            rank.train(drawn)
+        rank.scheme.finish()
+        return rank.values
+
+    return on_nodes(work, scheme, ends, start=1.0, inner=adam, wire=wire, **TRAINING)
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_nodes_that_may_leave_but_do_not_end_with_the_bits_of_nodes_that_stay(name, sizes, wire):
+    results = play(SCHEMES[name], train(10), sizes, inner=adam, wire=wire, **TRAINING)
+    expected = undisturbed(SCHEMES[name], sizes, 10, wire)
+    assert len(results) == len(expected)
+    for values in results.values():
+        torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_once_more(
+    name, sizes, at, wire, monkeypatch
+):
+    from lightning_hiercomm.elastic.lanes import Lane
+
+    launch, broken = Lane._launch, []
+
+    def breaking(own, start):
+        move = launch(own, start)
+        if threading.current_thread().name == "breaks" and own.is_open:
+            breaking.seen += 1
+            if breaking.seen == at + 1:
+                broken.append(True)
+                move._move = Failing(move._move)
+        return move
+
+    breaking.seen = 0
+    monkeypatch.setattr(Lane, "_launch", breaking)
+    tries = []
+
+    def work(own: ElasticRank):
+        own.join()
+        attempt = own.transaction._attempt
+        own.transaction._attempt = lambda do: (tries.append(own.node), attempt(do))[1]
+        for step in range(10):
+            if own.node == "1" and own.local == 0 and step == 5:
+                threading.current_thread().name = "breaks"
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    results = play(SCHEMES[name], work, sizes, inner=adam, wire=wire, **TRAINING)
+    expected = undisturbed(SCHEMES[name], sizes, 10, wire)
+    assert broken == [True], "no exchange was broken"
+    agreements = 3 + 1  # the last at the end of the run
+    assert len(tries) == (agreements + 1) * sum(sizes), "one was made twice, by all"
+    if wire is None:  # what encoding keeps back starts anew with the connections
+        for values in results.values():
+            torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
+    for values in results.values():
+        torch.testing.assert_close(values, results["0", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
+    """Parameters, last agreed values, outer momentum, what encoding kept back, and all that is counted."""
+
+    def state(own: ElasticRank):
+        scheme = own.scheme
+        return {
+            "values": own.rank.values,
+            "scheme": {k: v for k, v in scheme.state_dict().items() if k != "outer"},
+            "outer": scheme.schedule().get("outer"),
+            "nonfinite": scheme.nonfinite,
+        }
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(4):
+            own.step()
+        undo = own.scheme.undo_point()
+        before = state(own)
+        own.transaction(lambda: own.scheme._agree_and_wait(own.scheme.all_parts))
+        between = state(own)
+        undo()
+        return before, between, state(own)
+
+    for before, between, after in play(SCHEMES[name], work, sizes, inner=adam, wire=wire, **TRAINING).values():
+        same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0)  # noqa: E731
+        same(before["values"], after["values"])
+        assert repr(before) == repr(after)
+        assert not torch.equal(before["values"], between["values"])
+        assert repr(before) != repr(between)
+
+
+@pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, moment):
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "1":
+            die_at(own, moment)
+        for _ in range(10):
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, own.membership.history.nodes, own.scheme.agreements
+
+    threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = len(sizes)
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    results = threads.end()
+    assert {node for node, _ in results} == {"0", "2"}
+    for values, nodes, _ in results.values():
+        torch.testing.assert_close(values, results["0", 0][0], rtol=0, atol=0)
+        assert nodes == 2
+    assert len({agreements for _, _, agreements in results.values()}) == 1
+
+
+def die_at(own: ElasticRank, moment: str, agreement: int = 2) -> None:
+    """Let a node die in its agreement with that number."""
+    membership, lane = own.membership, own.rank.topology.lane
+
+    def wrapped(function, before: bool):
+        def call(*args, **kwargs):
+            if before and membership.me.agreement + 1 == agreement:
+                own.die()
+            result = function(*args, **kwargs)
+            if not before and membership.me.agreement + 1 >= agreement:
+                own.die()
+            return result
+
+        return call
+
+    if moment == "before the quorum":
+        membership.meet = wrapped(membership.meet, before=True)
+    elif moment == "in the exchange":
+        lane._launch = wrapped(lane._launch, before=False) if own.local == 0 else lane._launch
+    elif moment == "before the vote":
+        membership.vote = wrapped(membership.vote, before=True)
+    else:
+        membership.commit = wrapped(membership.commit, before=False)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_last_node_goes_on_alone_and_ends_where_one_node_would(name, sizes):
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "1":
+            own.die()
+        for _ in range(7):
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    results = threads.end()
+    assert {node for node, _ in results} == {"0"}
+    values = list(results.values())
+    for each in values:
+        torch.testing.assert_close(each, values[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(name, sizes):
+    threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
+
+    def newcomer(own: ElasticRank):
+        was_healed, began = own.join(), own.scheme.steps
+        while own.scheme.steps < 15:
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, was_healed, began, own.membership.me.shares
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 15:
+            if own.scheme.steps == 4 and own.local == 0:
+                threads.start(1, newcomer, sizes[1])
+                wait_until(lambda: any(name == "1" for name in threads.lights._alive.values()))
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, False, 0, own.membership.me.shares
+
+    threads.start(0, work, sizes[0])
+    results = threads.end()
+    assert len(results) == sum(sizes)
+    for (node, _), (values, was_healed, began, _) in results.items():
+        torch.testing.assert_close(values, results["0", 0][0], rtol=0, atol=0)
+        assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
+
+
+def wait_until(condition, timeout: float = 10.0) -> None:
+    done = threading.Event()
+    for _ in range(int(timeout / 0.005)):
+        if condition():
+            return
+        done.wait(0.005)
+    raise AssertionError("it did not come about")
+
+
+def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by_another():
+    threads = Threads(SCHEMES["diloco"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        while own.scheme.steps < 15:
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 15:
+            if own.scheme.steps == 4 and own.node == "0":
+                threads.start(2, newcomer)
+                wait_until(lambda: "2" in threads.lights._alive.values())
+            if own.node == "0" and own.membership.healing.is_expected:
+                own.die()
+            if own.scheme.steps == 4 and own.node == "1":
+                wait_until(lambda: "2" in threads.lights._alive.values())
+            if own.node == "0":
+                own.membership.give_state = lambda state: own.die() if own.membership.healing.is_expected else None
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    threads.start(0, work)
+    threads.start(1, work)
+    results = threads.end()
+    assert set(results) == {("1", 0), ("2", 0)}
+    torch.testing.assert_close(results["2", 0], results["1", 0], rtol=0, atol=0)

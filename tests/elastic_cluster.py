@@ -1,0 +1,138 @@
+"""Elastic nodes on this machine: a lighthouse, and nodes that are started again when they die, as torchrun does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+JOB = Path(__file__).parent / "jobs" / "elastic_node.py"
+
+
+class Process(Protocol):
+    """What `start` returns."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+
+
+class Cluster:
+    """Nodes named 0, 1, ... of one run.
+
+    Args:
+        folder: For what they write.
+        start: Starts `python *arguments` in a session of its own, given its environment and a file for its output.
+        dead_after: Seconds.
+        min_nodes: Of the lighthouse.
+        settings: Of all nodes, see `elastic_node.Node`.
+    """
+
+    def __init__(
+        self, folder: Path, start: Start, dead_after: float = 1.5, min_nodes: int = 2, **settings: Any
+    ) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.min_nodes = min_nodes
+        self.dead_after = dead_after
+        self.lives: dict[str, int] = {}
+        self.ended: list[tuple[str, int, float]] = []
+        self.started: dict[str, list[float]] = {}
+        self._start = start
+        self._nodes: dict[str, Process] = {}
+        self._arguments: dict[str, dict[str, Any]] = {}
+        self._environments: dict[str, dict[str, str]] = {}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self._lighthouse: Process | None = None
+
+    def __enter__(self) -> Cluster:
+        self.start_lighthouse()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop_lighthouse()
+        for process in self._nodes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._nodes.values():
+            while process.poll() is None:
+                time.sleep(0.01)
+
+    def start_lighthouse(self) -> None:
+        bind = ["--bind", f"127.0.0.1:{self.port}", "--min-nodes", str(self.min_nodes)]
+        command = ["-m", "lightning_hiercomm", "lighthouse", *bind, "--dead-after", str(self.dead_after)]
+        self._lighthouse = self._start(command, dict(os.environ), self.folder / "lighthouse.log")
+
+    def stop_lighthouse(self) -> None:
+        assert self._lighthouse is not None
+        if self._lighthouse.poll() is None:
+            os.killpg(self._lighthouse.pid, signal.SIGKILL)
+
+    def start(self, node: int | str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
+        """Start a node, and what was said of it holds for its later lives, too."""
+        name = str(node)
+        elastic = {"min_nodes": self.min_nodes, "dead_after": self.dead_after}
+        self._arguments[name] = {"folder": str(self.folder), "elastic": elastic, **self.settings, **settings}
+        self._environments[name] = dict(environment or {})
+        self._live(name)
+
+    def _live(self, name: str) -> None:
+        life = self.lives[name] = self.lives.get(name, -1) + 1
+        environment = {
+            **os.environ,
+            "HIERCOMM_LIGHTHOUSE": f"127.0.0.1:{self.port}",
+            "HIERCOMM_NODE": name,
+            "TORCHELASTIC_RESTART_COUNT": str(life),
+            "OMP_NUM_THREADS": "1",
+            **self._environments[name],
+        }
+        arguments = [str(JOB), json.dumps(self._arguments[name])]
+        self.started.setdefault(name, []).append(time.time())
+        self._nodes[name] = self._start(arguments, environment, self.folder / f"{name}.{life}.log")
+
+    def signal(self, node: int | str, number: signal.Signals) -> None:
+        os.killpg(self._nodes[str(node)].pid, number)
+
+    def watch(self, timeout: float = 60.0, restarts: bool = True, until: Callable[[], bool] | None = None) -> None:
+        """Wait until all nodes have ended well, starting those again that did not, or until `until()` holds."""
+        deadline = time.monotonic() + timeout
+        while self._nodes and not (until is not None and until()):
+            assert time.monotonic() < deadline, f"nodes {sorted(self._nodes)} still run\n{self.said()}"
+            for name, process in list(self._nodes.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                self.ended.append((name, code, time.time()))
+                del self._nodes[name]
+                if code and restarts and self.lives[name] < 5:
+                    self._live(name)
+            time.sleep(0.01)
+
+    def steps(self, node: int | str) -> list[tuple[float, int]]:
+        """When a node has done which of its steps."""
+        path = self.folder / f"{node}.steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(float(when), int(step)) for when, step in map(str.split, lines)]
+
+    def result(self, node: int | str) -> dict[str, Any]:
+        """Where a node has ended."""
+        path = self.folder / f"{node}.json"
+        assert path.exists(), self.said()
+        return json.loads(path.read_text())
+
+    def log(self, node: int | str, life: int = 0) -> str:
+        return (self.folder / f"{node}.{life}.log").read_text()
+
+    def said(self) -> str:
+        """All logs, for a test that fails."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))

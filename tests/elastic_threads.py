@@ -1,0 +1,312 @@
+"""Elastic nodes whose ranks are threads: with a lighthouse that is an object, and lanes in which nodes may die."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from harness import Rank, attached
+from torch.distributed import HashStore, Store
+
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic.meeting import Meeting, Member
+from lightning_hiercomm.elastic.membership import Membership
+from lightning_hiercomm.elastic.topology import ElasticTopology
+from lightning_hiercomm.elastic.transaction import Transaction
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import Scheme
+
+
+class Died(BaseException):
+    """This node is no more."""
+
+
+class Lights:
+    """A lighthouse: it tells who meets once all that met last, or all that are alive, ask."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asking: dict[str, Mapping[str, Any]] = {}
+        self._alive: dict[str, str] = {}
+        self._last: set[str] = set()
+        self._answers: dict[str, list[Mapping[str, Any]]] = {}
+        self.min_nodes = 1
+
+    def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+        with self._changed:
+            self._alive[life] = says["node"]
+            if life not in self._answers:
+                self._asking[life] = says
+            self._look()
+            self._changed.wait_for(lambda: life in self._answers, patience)
+            return self._answers.pop(life, None)
+
+    def leave(self) -> None:
+        pass
+
+    def lose(self, node: str) -> None:
+        """A node is gone."""
+        with self._changed:
+            for life in [life for life, name in self._alive.items() if name == node]:
+                del self._alive[life]
+                self._asking.pop(life, None)
+            self._look()
+
+    def _look(self) -> None:
+        asking = set(self._asking)
+        is_fast = bool(self._last) and self._last <= asking
+        if len(asking) >= self.min_nodes and (is_fast or asking >= set(self._alive)):
+            everyone = [self._asking[life] for life in sorted(asking)]
+            self._answers |= dict.fromkeys(asking, everyone)
+            self._last, self._asking = asking, {}
+            self.min_nodes = 1  # it is for the beginning
+            self._changed.notify_all()
+
+
+class Wires:
+    """Links between threads; whoever dies takes its lanes and its store with it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worlds: dict[tuple[str, int], ThreadWorld] = {}
+        self._of_node: dict[str, list[tuple[ThreadWorld, int]]] = defaultdict(list)
+        self.stores: dict[str, Store] = {}
+        self.dead: set[str] = set()
+
+    def store(self, address: str) -> Store:
+        if address in self.dead:
+            raise RuntimeError(f"{address} is gone")
+        return self.stores[address]
+
+    def forget(self, address: str) -> None:
+        pass
+
+    def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
+        stores = [member.store for member in meeting.members]
+        with self._lock:
+            world = self._worlds.setdefault((meeting.token, lane), ThreadWorld(len(stores), timeout=5.0))
+            for place, store in enumerate(stores):
+                if store in self.dead:
+                    world.fail(place, RuntimeError("is gone"))
+            self._of_node[stores[index]].append((world, index))
+        own = world.connect(index, meter)([range(len(stores))], "inter")
+        assert own is not None
+        own.close = lambda: world.fail(index, RuntimeError("has closed its lane"))  # type: ignore[method-assign]
+        return own
+
+    def lose(self, address: str) -> None:
+        """The node with this store is gone."""
+        with self._lock:
+            self.dead.add(address)
+            worlds = list(self._of_node[address])
+        for world, index in worlds:
+            world.fail(index, RuntimeError("died"))
+
+
+@dataclass
+class ElasticRank:
+    """One rank of a node in training.
+
+    Attributes:
+        rank: Trains.
+        node: The node's name.
+        local: The rank's place on it.
+        membership: The node among others.
+        transaction: Around its agreements.
+        cluster: All of it.
+    """
+
+    rank: Rank
+    node: str
+    local: int
+    membership: Membership
+    transaction: Transaction
+    cluster: Threads
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.rank.scheme
+
+    def step(self, gradient: float | None = None) -> None:
+        """One step, by a gradient that is this rank's and this step's own."""
+        at = self.scheme.steps
+        generator = torch.Generator().manual_seed(1000 * at + 10 * int(self.node) + self.local)
+
+        def drawn(values: torch.Tensor) -> torch.Tensor:
+            return torch.randn(values.shape, generator=generator) + 0.1 * values
+
+        self.rank.train(drawn if gradient is None else gradient)
+        self.membership.give_state(self.state)
+
+    def state(self) -> dict[str, Any] | None:
+        """What heals another node."""
+        if not self.scheme.is_agreed:
+            return None
+        return {
+            "values": [parameter.detach().clone() for parameter in self.rank.parameters],
+            "optimizer": self.rank.optimizer.state_dict(),
+            "schedule": self.scheme.schedule(),
+        }
+
+    def join(self) -> bool:
+        """Begin with the others, or be healed by one; whether it was healed."""
+        while True:
+            meeting = self.transaction.begin(self._begin_equal, makes_equal=True)
+            topology = self.rank.topology
+            assert isinstance(topology, ElasticTopology)
+            if meeting is None:
+                topology.agree_by(self.transaction)
+                self.scheme.follow(self.rank.replica())
+                return False
+            source = meeting.source_of(self.membership.me.life)
+            assert source is not None
+            state = self.membership.heal(source)
+            if state is None:
+                continue
+            with torch.no_grad():
+                for parameter, values in zip(self.rank.parameters, state["values"], strict=True):
+                    parameter.copy_(values)
+            self.rank.optimizer.load_state_dict(state["optimizer"])
+            self.scheme.follow(self.rank.replica())
+            self.scheme.load_schedule(state["schedule"])
+            topology.agree_by(self.transaction)
+            return True
+
+    def _begin_equal(self) -> None:
+        for parameter in self.rank.parameters:
+            self.rank.topology.world.broadcast(parameter.data, 0).wait()
+
+    def die(self) -> None:
+        """The node is gone with all its ranks."""
+        self.cluster.lose(self.node)
+        raise Died
+
+
+Work = Callable[[ElasticRank], Any]
+
+
+@dataclass
+class Threads:
+    """Nodes of one run on threads.
+
+    Args:
+        scheme: Of which every rank gets a copy.
+        elastic: As a user would say.
+        training: See `harness.attached`.
+    """
+
+    scheme: Scheme
+    elastic: Elastic = field(default_factory=lambda: Elastic(dead_after=0.5))
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lights, self.wires = Lights(), Wires()
+        self.results: dict[tuple[str, int], Any] = {}
+        self.errors: dict[tuple[str, int], BaseException] = {}
+        self._intra: dict[str, ThreadWorld] = {}
+        self._threads: list[threading.Thread] = []
+        self._lives = 0
+        self._address: dict[str, str] = {}
+
+    def lose(self, node: str) -> None:
+        """A node is gone."""
+        self.wires.lose(self._address[node])
+        self.lights.lose(node)
+        self._intra[node].fail(0, Died())
+
+    def start(self, node: int | str, work: Work, ranks: int = 1, restarts: int = 0) -> None:
+        """Start a node, or a later life of it."""
+        name = str(node)
+        self._lives += 1
+        address = self._address[name] = f"{name}.{self._lives}"
+        self.wires.stores[address] = HashStore()
+        world = self._intra[name] = ThreadWorld(ranks, timeout=20.0)
+        for local in range(ranks):
+            thread = threading.Thread(target=self._run, args=(name, address, local, ranks, world, work, restarts))
+            thread.daemon = True
+            self._threads.append(thread)
+            thread.start()
+
+    def _run(
+        self, name: str, address: str, local: int, ranks: int, world: ThreadWorld, work: Work, restarts: int
+    ) -> None:
+        try:
+            meter = Meter()
+            topology = ElasticTopology(Topology([range(ranks)], local, world.connect(local, meter), meter))
+            start = 1.0 + int(name)  # nodes begin unequal on purpose
+            with (
+                attached(topology, self.scheme, start=start, **self.training) as rank,
+                self._elastic(rank, topology, name, address, local, restarts) as elastic,
+            ):
+                self.results[name, local] = work(elastic)
+        except Died:
+            world.fail(local, Died())
+        except BaseException as error:
+            if not isinstance(error, CommunicationError) or address not in self.wires.dead:
+                self.errors[name, local] = error
+                world.fail(local, error)
+                self.wires.lose(address)
+                self.lights.lose(name)
+
+    @contextmanager
+    def _elastic(
+        self, rank: Rank, topology: ElasticTopology, name: str, address: str, local: int, restarts: int
+    ) -> Iterator[ElasticRank]:
+        is_first = local == 0
+        me = Member(name, "", "run", topology.ranks_on_node, address, restarts=restarts)
+        membership = Membership(
+            me,
+            self.elastic,
+            topology,
+            self.lights if is_first else None,
+            self.wires,
+            self.wires.stores[address] if is_first else None,
+            lambda: rank.scheme.before_nodes_change(),
+        )
+        transaction = Transaction(
+            membership, topology, lambda: rank.scheme.undo_point(), lambda: f"after {rank.scheme.steps} steps"
+        )
+        elastic = ElasticRank(rank, name, local, membership, transaction, self)
+        yield elastic
+        if is_first:
+            self.lights.lose(name)
+        membership.leave()
+
+    def end(self, timeout: float = 60.0) -> dict[tuple[str, int], Any]:
+        """What the work has returned, by node and rank; raises what any raised."""
+        for thread in self._threads:
+            thread.join(timeout)
+            assert not thread.is_alive(), "a rank still runs"
+        for error in self.errors.values():
+            raise error
+        return self.results
+
+
+def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: Any) -> dict[tuple[str, int], Any]:
+    """What ``work`` returns on every rank of nodes of these sizes, which begin together."""
+    threads = Threads(scheme, training=training)
+    threads.lights.min_nodes = len(sizes)
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    return threads.end()
+
+
+class Failing(Handle):
+    """A move that never arrives."""
+
+    def __init__(self, move: Handle) -> None:
+        self._move = move
+
+    def wait(self) -> None:
+        raise CommunicationError("told to fail")
+
+    def is_done(self) -> bool:
+        return True

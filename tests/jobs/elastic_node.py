@@ -1,0 +1,243 @@
+"""A node of an elastic run: trains a small model, and writes down where it ended.
+
+`python elastic.py SETTINGS`: JSON, see `Node`. With `fault`, the node strikes once at a moment of its n-th agreement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hiercomm import DiLoCo, Elastic, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm.elastic import healing, lanes, membership
+
+SCHEMES = {"periodic": PeriodicAveraging, "diloco": DiLoCo}
+
+
+@dataclass
+class Node:
+    """What a node does.
+
+    Attributes:
+        folder: Where it writes.
+        scheme: By name.
+        every: Optimizer steps between agreements.
+        ranks: Of the node.
+        epochs: Of the run.
+        batches: Of an epoch.
+        pause: Seconds that a step takes.
+        fault: `"kill:moment:agreement"`, or `"stop:..."`; none if empty.
+        hold: By optimizer steps, a life of a node, such as `1.2` for the third one of node 1, that it waits for: until
+            that asks, and then it takes its time until that trains, so that no test depends on the machine's speed.
+        elastic: Arguments of `Elastic`; none: the node is one of a run whose nodes stay.
+        settings: Further arguments of the strategy.
+    """
+
+    folder: str
+    scheme: str = "periodic"
+    every: int = 4
+    ranks: int = 1
+    epochs: int = 3
+    batches: int = 10
+    pause: float = 0.0
+    fault: str = ""
+    hold: dict[str, str] = field(default_factory=dict)
+    elastic: dict[str, Any] | None = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    checkpoints: str = ""
+    resume: bool = False
+    validates: bool = False
+
+
+class Net(pl.LightningModule):
+    def __init__(self, pause: float, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(sum(map(ord, name)))  # nodes begin unequal on purpose
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+        )
+        self.pause = pause
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        time.sleep(self.pause)
+        x, y = batch
+        loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        x, y = batch
+        self.log("val", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def data(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(size, 8, generator=generator)
+    return TensorDataset(x, (x[:, :4] + 0.1 * x[:, 4:]).argmax(1))
+
+
+class Fault:
+    """Strikes this process at a moment of its n-th agreement, once: the next life of the node goes on."""
+
+    def __init__(self, fault: str, folder: Path, name: str) -> None:
+        what, self.moment, number = fault.split(":")
+        self.signal = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what]
+        self.at, self.done = int(number), folder / f"{name}.struck"
+        self.seen = 0
+
+    def __call__(self, moment: str) -> None:
+        if moment == self.moment and not self.done.exists():
+            self.seen += 1
+            if self.seen == self.at:
+                self.done.touch()
+                os.kill(os.getpid(), self.signal)
+
+    def install(self) -> None:
+        """Look for its moment."""
+        meet, vote, launch = membership.Membership.meet, membership.Membership.vote, lanes.Lane._launch
+        fetch, put = healing.Healing.fetch, healing.Healing._put
+
+        def meets(own: Any, place: str, admits: bool = False) -> Any:
+            self("before the quorum")
+            meeting = meet(own, place, admits)
+            self("after the quorum")
+            return meeting
+
+        def votes(own: Any, meeting: Any, well: bool) -> bool:
+            self("before the vote")
+            voted = vote(own, meeting, well)
+            self("after the vote")
+            return voted
+
+        def launches(own: Any, start: Any) -> Any:
+            move = launch(own, start)
+            self("in the exchange")
+            return move
+
+        def fetches(own: Any, *args: Any) -> Any:
+            self("while it is healed")
+            return fetch(own, *args)
+
+        def puts(own: Any, key: str, whole: Any) -> None:
+            self("while it heals")
+            put(own, key, whole)
+
+        membership.Membership.meet, membership.Membership.vote, lanes.Lane._launch = meets, votes, launches
+        healing.Healing.fetch, healing.Healing._put = fetches, puts
+
+
+def life() -> str:
+    """The number of this node's life."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def note_asking(path: Path) -> None:
+    """Leave a file when this life of the node looks for the others."""
+    ask = membership.Membership._ask
+
+    def asks(own: Any, began: float) -> Any:
+        path.touch()
+        return ask(own, began)
+
+    membership.Membership._ask = asks
+
+
+class Looks(pl.Callback):
+    """Notes where the node is, for whoever watches the run, and where it has ended."""
+
+    def __init__(self, path: Path, hold: dict[str, str]) -> None:
+        self.path, self.hold = path, hold
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero:
+            with self.path.with_suffix(".steps").open("a") as file:
+                file.write(f"{time.time():.3f} {trainer.global_step}\n")
+        self.path.with_name(f"{self.path.name}.{life()}.trains").touch()
+        for step, who in self.hold.items():
+            until = time.monotonic() + 0.5
+            asks, trains = (self.path.with_name(f"{who}.{what}") for what in ("asks", "trains"))
+            while trainer.global_step == int(step) and not asks.exists():
+                time.sleep(0.01)
+            while trainer.global_step > int(step) and not trains.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+
+    def on_fit_end(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        strategy, state = trainer.strategy, model.state_dict()
+        values = b"".join(value.numpy().tobytes() for _, value in sorted(state.items()) if value.is_floating_point())
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        scheme = strategy.schemes[0]
+        said = {
+            "parameters": hashlib.sha256(values).hexdigest()[:16],
+            "global_step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "scheme": [scheme.steps, scheme.agreements, scheme.epoch, scheme.step_in_epoch],
+            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "batches": [progress.total.ready, progress.total.completed],
+            "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "val": float(trainer.callback_metrics.get("val", 0.0)),
+            "communication": strategy.communication(),
+        }
+        self.path.with_suffix(".json").write_text(json.dumps(said))
+
+
+def main(node: Node) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    name, folder = os.environ.get("HIERCOMM_NODE", "0"), Path(node.folder)
+    note_asking(folder / f"{name}.{life()}.asks")
+    if node.fault:
+        Fault(node.fault, folder, name).install()
+    scheme = SCHEMES[node.scheme](sync_every=node.every)
+    elastic = None if node.elastic is None else Elastic(**node.elastic)
+    strategy = HierarchicalStrategy(
+        scheme, elastic=elastic, start_method="fork" if node.ranks > 1 else "popen", **node.settings
+    )
+    callbacks: list[Any] = [Looks(folder / name, node.hold)]
+    if node.checkpoints:
+        callbacks.append(ModelCheckpoint(node.checkpoints, save_last=True, every_n_train_steps=node.every))
+    trainer = pl.Trainer(
+        max_epochs=node.epochs,
+        limit_train_batches=node.batches,
+        accelerator="cpu",
+        devices=node.ranks,
+        strategy=strategy,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=bool(node.checkpoints),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=1.0 if node.validates else 0,
+        num_sanity_val_steps=0,
+    )
+    model = Net(node.pause, name)
+    loaders = [DataLoader(data(4096), batch_size=8, shuffle=True)]
+    if node.validates:
+        loaders.append(DataLoader(data(16), batch_size=8))
+    trainer.fit(model, *loaders, ckpt_path="last" if node.resume else None)
+
+
+if __name__ == "__main__":
+    main(Node(**json.loads(sys.argv[1])))
