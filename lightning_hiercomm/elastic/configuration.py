@@ -43,7 +43,7 @@ class Elastic:
         if not 0.5 <= self.dead_after < math.inf:
             raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 on")
         if self.lighthouse is not None:
-            check_address(self.lighthouse, "lighthouse")
+            check_address(self.lighthouse, "elastic's lighthouse")
 
     @classmethod
     def of(cls, value: Elastic | str | None) -> Elastic | None:

@@ -22,8 +22,8 @@ class NotInThisRun(RuntimeError):
 class LeftBehind(SystemExit):
     """The others agreed without this node: it ends, is started again, and heals."""
 
-    def __init__(self) -> None:
-        super().__init__(EXIT_CODE)
+    def __init__(self, code: int = EXIT_CODE) -> None:  # of one argument: ranks tell each other
+        super().__init__(code)
 
     def __str__(self) -> str:
         return f"the others have agreed without it; with exit code {EXIT_CODE}, it is to be started again"

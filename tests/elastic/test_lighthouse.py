@@ -21,39 +21,39 @@ def address():
     server.shutdown()
 
 
-def asked(*nodes: tuple[TorchftLighthouse, str], timeout: float = 20.0) -> dict[str, list]:
-    """What nodes learn that ask at the same time."""
-    answers: dict[str, list] = {}
+def all_meet(**nodes: TorchftLighthouse) -> None:
+    """Let nodes ask until all of them, and nobody else, have heard of each other."""
+    heard: dict[str, bool] = {}
 
-    def ask(lighthouse: TorchftLighthouse, life: str) -> None:
-        deadline = time.monotonic() + timeout
-        while life not in answers and time.monotonic() < deadline:
+    def ask(life: str, lighthouse: TorchftLighthouse) -> None:
+        deadline = time.monotonic() + 30
+        while not heard.get(life) and time.monotonic() < deadline:
             present = lighthouse.ask(life, {"life": life, "number": 1}, 0.2)
             if present is not None:
-                answers[life] = sorted(each["life"] for each in present)
+                assert all(each["number"] == 1 for each in present)
+                heard[life] = {each["life"] for each in present} == nodes.keys()
 
-    threads = [threading.Thread(target=ask, args=node) for node in nodes]
+    threads = [threading.Thread(target=ask, args=node) for node in nodes.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return answers
+    assert heard == dict.fromkeys(nodes, True)
 
 
 def test_all_who_ask_learn_the_same_and_one_alone_waits(address):
     a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
-    assert a.ask("a", {"life": "a"}, 0.2) is None
-    assert asked((a, "a"), (b, "b")) == {"a": ["a", "b"], "b": ["a", "b"]}
+    assert a.ask("a", {"life": "a", "number": 1}, 0.2) is None
+    all_meet(a=a, b=b)
     a.leave()
     b.leave()
 
 
 def test_one_that_leaves_is_missed_no_longer_than_its_silence(address):
     a, b, c = (TorchftLighthouse(address, 0.5) for _ in "abc")
-    assert set(asked((a, "a"), (b, "b"), (c, "c"))) == {"a", "b", "c"}
-    assert asked((a, "a"), (b, "b"), (c, "c")) == {life: ["a", "b", "c"] for life in "abc"}
+    all_meet(a=a, b=b, c=c)
     c.leave()
-    assert asked((a, "a"), (b, "b")) == {life: ["a", "b"] for life in "ab"}
+    all_meet(a=a, b=b)
     a.leave()
     b.leave()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,8 @@ def test_a_node_that_missed_an_agreement_is_left_behind_and_the_others_go_on():
     with pytest.raises(LeftBehind) as ended:
         meet(late, other, third, who=late)
     assert ended.value.code == 75
+    told = pickle.loads(pickle.dumps(ended.value))  # as the first rank of a node tells the others
+    assert (type(told), told.code, str(told)) == (LeftBehind, 75, str(ended.value))
     assert meet(late, other, third, who=other).members == (other, third)
 
 

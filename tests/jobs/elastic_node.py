@@ -22,9 +22,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import DiLoCo, Elastic, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import CommunicationMonitor, DiLoCo, Elastic, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.elastic import healing, lanes, membership
+from lightning_hiercomm.trainer.elastic import ElasticNode
 
+SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
 SCHEMES = {"periodic": PeriodicAveraging, "diloco": DiLoCo}
 
 
@@ -146,6 +148,29 @@ class Fault:
         healing.Healing.fetch, healing.Healing._put = fetches, puts
 
 
+def take_times() -> None:
+    """How long each part of an agreement takes."""
+    for holder, method, name in (
+        (membership.Membership, "meet", "quorum"),
+        (ElasticNode, "_undo_point", "snapshot"),
+        (membership.Membership, "vote", "vote"),
+    ):
+        setattr(holder, method, timed(getattr(holder, method), SECONDS[name]))
+
+
+def timed(function: Any, taken: list[float]) -> Any:
+    """The same function, which notes its seconds."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            taken.append(time.perf_counter() - began)
+
+    return call
+
+
 def life() -> str:
     """The number of this node's life."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -198,6 +223,7 @@ class Looks(pl.Callback):
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "val": float(trainer.callback_metrics.get("val", 0.0)),
             "communication": strategy.communication(),
+            "milliseconds": {name: 1e3 * sorted(taken)[len(taken) // 2] for name, taken in SECONDS.items() if taken},
         }
         self.path.with_suffix(".json").write_text(json.dumps(said))
 
@@ -207,6 +233,7 @@ def main(node: Node) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     name, folder = os.environ.get("HIERCOMM_NODE", "0"), Path(node.folder)
+    take_times()
     note_asking(folder / f"{name}.{life()}.asks")
     if node.fault:
         Fault(node.fault, folder, name).install()
@@ -215,7 +242,7 @@ def main(node: Node) -> None:
     strategy = HierarchicalStrategy(
         scheme, elastic=elastic, start_method="fork" if node.ranks > 1 else "popen", **node.settings
     )
-    callbacks: list[Any] = [Looks(folder / name, node.hold)]
+    callbacks: list[Any] = [Looks(folder / name, node.hold), CommunicationMonitor(progress_bar=False)]
     if node.checkpoints:
         callbacks.append(ModelCheckpoint(node.checkpoints, save_last=True, every_n_train_steps=node.every))
     trainer = pl.Trainer(
