@@ -71,8 +71,8 @@ class AgreedModel:
     def _enter_together(self) -> None:
         """The same where nodes come and go: one agreement for all, if there is anything to agree on.
 
-        What no scheme averages (a teacher that the program moves) stays each node's own: it would be compared at every validation, and a node that
-        comes just then would be waited for.
+        What no scheme averages (a teacher that the program moves) stays each node's own: it would be compared at every
+        validation, and a node that comes just then would be waited for.
         """
         self._own = [None if scheme.is_agreed else scheme.replica.snapshot() for scheme in self._schemes]
         if any(own is not None for own in self._own):

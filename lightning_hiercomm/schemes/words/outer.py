@@ -118,15 +118,14 @@ class OuterOptimizer(Merge):
     def let_go(self) -> None:
         """Forget the carrier and all state, before another one is attached."""
         self._carrier = self.optimizer = self._scheduler = None
-        self._parts = []
+        self._runs = []
 
     def undo_point(self) -> Callable[[], None]:
         """Remember the state; what is returned goes back to it."""
         states, schedule = self.part_states(), copy.deepcopy(self._schedule())
 
         def undo() -> None:
-            self.load_part_states(states)
-            self._load({}, schedule)
+            self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], schedule)
 
         return undo
 
