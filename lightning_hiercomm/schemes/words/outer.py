@@ -251,8 +251,9 @@ class OuterOptimizer(Merge):
         whole: dict[str, list[list[Run]]] = {}
         for held_by in own:
             group = topology.holders[held_by].group
-            ranks = [topology.rank] if group is None else group.ranks
-            holders = [everyone[topology.nodes[topology.node].index(rank)][held_by] for rank in ranks]
+            of_node = topology.intra.ranks
+            ranks = [of_node[topology.local_rank]] if group is None else group.ranks
+            holders = [everyone[of_node.index(rank)][held_by] for rank in ranks]
             whole[held_by] = [
                 joined(run for _, runs in sorted(parts, key=itemgetter(0)) for run in runs)
                 for parts in zip(*holders, strict=True)
