@@ -27,6 +27,7 @@ class Elastic:
 
     Raises:
         ValueError: For numbers that make no sense.
+        TypeError: For arguments of a wrong type.
     """
 
     min_nodes: int = 1
