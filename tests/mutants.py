@@ -9,10 +9,11 @@ but for those of strings, which change messages. Every mutant meets, until one k
 - ``now``, if asked for: ``day`` again, after tests were written and ``tests.reached`` knows them. A mutant of which the
   kept file says why it is ``equivalent``, a change of nothing that anybody sees, is left out.
 
-One cell of every test function comes first, the shortest, then a second of each, up to ``--limit`` processor seconds a
-stage. Tests are collected once; a mutant is a fork in which a function has other code. What runs while the package is
-imported, and what no test was seen to execute, is tried on a copy of the package, by the tests of its function, or else
-of its file. A call with the same ``--keep`` goes on where the last one ended.
+One cell of every test function comes first, the shortest, then a second of each, and fits on forked ranks after all
+others, up to ``--limit`` processor seconds a stage. Tests are collected once; a mutant is a fork in which a function
+has other code. What runs while the package is imported, and what no test was seen to execute, is tried on a copy of the
+package, by the tests of its function, or else of its file. A call with the same ``--keep`` goes on where the last one
+ended.
 """
 
 from __future__ import annotations
@@ -139,11 +140,12 @@ class Reached:
             cells.sort(key=lambda cell: self.tests[cell]["seconds"])
             cells[1:] = random.Random(name).sample(cells[1:], len(cells) - 1)
             places.update({cell: place for place, cell in enumerate(cells)})
-        ordered = sorted(places, key=lambda test: (places[test], self.tests[test]["seconds"]))
+        forks, seconds = ({test: self.tests[test][what] for test in places} for what in ("forks", "seconds"))
+        ordered = sorted(places, key=lambda test: (forks[test], places[test], seconds[test]))
         left = limit
         taken = []
         for test in ordered:
-            if (left := left - self.tests[test]["seconds"]) < 0:
+            if (left := left - seconds[test]) < 0:
                 break
             taken.append(test)
         return taken
