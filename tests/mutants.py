@@ -48,7 +48,7 @@ ELSEWHERE = ("comm/streams.py", "comm/mpi.py")
 APART = {"comm/torch.py": "gloo", "comm/shared_memory.py": "shared-memory"}
 """Whose tests run in processes that ``tests.reached`` does not see: the conformance suite over such a carrier."""
 STAGES = ("day", "night", "now")
-QUIETLY = ("--nightly", "-q", "-s", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=60")
+QUIETLY = ("--nightly", "-q", "-s", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=240")
 
 Mutant = dict[str, Any]
 
