@@ -273,7 +273,9 @@ def _copied(folder: Path, mutant: Mutant, tests: Sequence[str]) -> int:
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
         command = [sys.executable, "-m", "tests.mutants", "--copy", str(folder)]
-        os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": str(folder)})
+        # nobody is to find the checkout's package first, where it runs: a fork server would
+        paths = {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+        os.execve(sys.executable, command, {**os.environ, **paths})
     return child
 
 

@@ -205,6 +205,13 @@ def test_memory_limits_hold_during_measurement_and_after(clock):
         assert size <= tried <= limit
 
 
+@pytest.mark.parametrize("limits", [1, [1, 7]])
+def test_a_rank_may_be_limited_to_a_single_sample(limits):
+    total = 2 if limits == 1 else 8
+    sizes = on_ranks([[0, 1]], lambda rank, topology: bound(topology, total, [1, 1], max_batch_size=limits).batch_size)
+    assert sizes == [1, total - 1]
+
+
 class Trained:
     """A rank's steps and epochs, on a manual clock."""
 

@@ -354,15 +354,17 @@ def test_a_node_sends_half_of_an_all_reduce_and_a_kth_of_that_for_pulls(delay):
 
 
 def test_staleness_and_phase_tell_where_the_weights_come_from():
-    def work(run: Rank) -> list[tuple[str, float]]:
+    def work(run: Rank) -> list[tuple[str, float, float]]:
         seen = []
         for _ in range(8):
-            seen.append((run.scheme.phase, run.scheme.scalars()["staleness"]))
+            scalars = run.scheme.scalars()
+            seen.append((run.scheme.phase, scalars["sync_every"], scalars["staleness"]))
             run.train()
         return seen
 
     (seen, _) = train(work, StepsDelay(2, 2))
-    assert seen == [("warm-up", 0)] * 2 + [("delay", 0)] + [("delay", 1), ("delay", 2)] * 2 + [("delay", 1)]
+    delayed = [("delay", 2, staleness) for staleness in (0, 1, 2, 1, 2, 1)]
+    assert seen == [("warm-up", 1, 0)] * 2 + delayed
 
 
 # ---- with the user's optimizer -------------------------------------------------------------------------------------
