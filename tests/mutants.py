@@ -9,8 +9,8 @@ but for those of strings, which change messages. Every mutant meets, until one k
 - ``now``, if asked for: ``day`` again, after tests were written and ``tests.reached`` knows them. A mutant of which the
   kept file says why it is ``equivalent``, a change of nothing that anybody sees, is left out.
 
-One cell of every test function comes first, the shortest, then a second of each, and fits on forked ranks after all
-others, up to ``--limit`` processor seconds a stage. Tests are collected once; a mutant is a fork in which a function
+One cell of every test function comes first, the shortest, then a second of each, up to ``--limit`` processor seconds a
+stage; fits on forked ranks where no other test executes the line, or with ``--fits``, at last. Tests are collected once; a mutant is a fork in which a function
 has other code. What runs while the package is imported, and what no test was seen to execute, is tried on a copy of the
 package, by the tests of its function, or else of its file. A call with the same ``--keep`` goes on where the last one
 ended.
@@ -117,11 +117,11 @@ class Reached:
         """The tests that execute any of these lines."""
         return [*dict.fromkeys(test for line in lines for test in self._lines[file].get(line, []))]
 
-    def of(self, mutant: Mutant) -> tuple[list[str], bool]:
-        """The tests for it, and whether they execute its line."""
+    def of(self, mutant: Mutant, fits: bool) -> tuple[list[str], bool]:
+        """The tests for it, and whether they execute its line; those that fork if no others do, or if asked for."""
         file, (first, last) = mutant["file"], mutant["function"]
         if tests := self.at(file, [mutant["line"]]):
-            return tests, True
+            return [test for test in tests if fits or not self.tests[test]["forks"]] or tests, True
         lines = [*self._lines[file]]
         return self.at(file, [line for line in lines if first <= line <= last]) or self.at(file, lines), False
 
@@ -179,7 +179,7 @@ class Mutated:
                 done = stage in mutant or (stage == "now" and "equivalent" in mutant)
                 if done or time.monotonic() - began > self._arguments.seconds:
                     return
-                tests, exactly = self._reached.of(mutant)
+                tests, exactly = self._reached.of(mutant, self._arguments.fits)
                 taken = self._reached.chosen(tests, stage, self._arguments.limit)
                 mutant[stage], mutant["by"] = self._tried(mutant, taken, exactly) if taken else ("survived", "")
                 if mutant[stage] == "survived" and stage != "night" and mutant["file"] in APART:
@@ -362,6 +362,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reached", type=Path, nargs="+", default=[Path("reached.json")])
     parser.add_argument("--limit", type=float, default=60, help="processor seconds of tests for a mutant in a stage")
+    parser.add_argument("--fits", action="store_true", help="on forked ranks, where others execute the line, too")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=["day", "night"])
