@@ -10,10 +10,10 @@ but for those of strings, which change messages. Every mutant meets, until one k
   kept file says why it is ``equivalent``, a change of nothing that anybody sees, is left out.
 
 One cell of every test function comes first, the shortest, then a second of each, up to ``--limit`` processor seconds a
-stage; fits on forked ranks where no other test executes the line, or with ``--fits``, at last. Tests are collected once; a mutant is a fork in which a function
-has other code. What runs while the package is imported, and what no test was seen to execute, is tried on a copy of the
-package, by the tests of its function, or else of its file. A call with the same ``--keep`` goes on where the last one
-ended.
+stage; fits on forked ranks where no other test executes the line, or with ``--fits``, at last. Tests are collected
+once; a mutant is a fork in which a function has other code. What runs while the package is imported, and what no test
+was seen to execute, is tried on a copy of the package, by the tests of its function, or else of its file. A call with
+the same ``--keep`` goes on where the last one ended.
 """
 
 from __future__ import annotations
