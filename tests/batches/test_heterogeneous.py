@@ -246,6 +246,26 @@ def test_a_rank_that_slows_down_gets_less_within_two_epochs(clock, caplog):
     assert "rank 1: 16 -> " in caplog.text
 
 
+def test_a_rank_that_loads_slowly_in_its_own_process_gets_less(clock):
+    def work(rank, topology):
+        def load(samples):
+            clock.advance(3e-3 * rank * len(samples))
+            return samples
+
+        run = Trained(clock, topology)
+        loader = run.batches.process_dataloader(DataLoader(range(32 * 40), 32, collate_fn=load))
+        for epoch in range(2):
+            run.batches.begin_epoch(epoch)
+            for samples in loader:
+                run.batches.begin_step()
+                clock.advance(1e-3 * len(samples))
+                run.batches.end_step()
+        return list(run.batches.division.sizes)
+
+    for sizes in on_ranks([[0], [1]], work):
+        assert sizes[1] in (6, 7)  # four times the seconds for a sample
+
+
 def test_a_change_that_is_not_worth_it_is_not_made(clock):
     def work(rank, topology):
         run = Trained(clock, topology)

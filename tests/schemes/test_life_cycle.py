@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from harness import on_ranks, place
+from harness import Rank, on_nodes, on_ranks, place
+from harness import steps as steps_of_a_rank
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.wire import Wire
@@ -143,6 +147,23 @@ def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parame
 
     # a node of weight W counts M W of its update: 1/2 and 3/2, mixed half and half
     assert on_ranks(work, [[0], [1]]) == [[1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_state_stays_as_it_is_while_training_goes_on_from_it(name):
+    def first(rank: Rank) -> dict[str, Any]:
+        return steps_of_a_rank(5)(rank).state()
+
+    states = on_nodes(first, SCHEMES[name](), shapes={"x": 5})
+    before = copy.deepcopy(states)
+
+    def then(rank: Rank) -> None:
+        rank.load(states[rank.rank])
+        steps_of_a_rank(9)(rank)
+
+    on_nodes(then, SCHEMES[name](), shapes={"x": 5})
+    for was, now in zip(tree_leaves(before), tree_leaves(states), strict=True):
+        assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
 
 
 def test_two_optimizers_share_one_gradient_path():
