@@ -336,6 +336,8 @@ def page(sample: Sequence[Mutant]) -> str:
         now = [mutant for mutant in parts[part] if _is_killed(mutant, "day", "now")]
         equivalent = [mutant for mutant in parts[part] if "equivalent" in mutant]
         shares = [f"{len(each)} ({len(each) / total:.1%})" for each in (all_day, day, now)]
+        if not any("night" in mutant for mutant in sample):
+            shares[0] = "not tried"
         left = total - len(now) - len(equivalent)
         lines.append(f"| {part} | {total} | {' | '.join(shares)} | {len(equivalent)} | {left} |")
     lines += ["", "| mutant | killed at night | killed now | why not |", "|---|---|---|---|"]
