@@ -33,6 +33,13 @@ PRETENDED = [
     "tests/comm/test_staged.py",
     "tests/comm/test_torch.py",
     "tests/comm/test_streams.py",
+    "tests/batches/test_heterogeneous.py",
+    "tests/batches/test_speed.py",
+    "tests/checkpoints/test_companion.py",
+    "tests/planning/measure/test_doctor.py",
+    "tests/planning/measure/test_steps.py",
+    "tests/planning/measure/test_stopwatch.py",
+    "tests/schemes/test_tuning.py",
 ]
 
 

@@ -79,6 +79,16 @@ def test_what_streams_do_is_ordered_and_gives_the_bits_of_the_cpu(name, wire, re
     assert of_four_ranks(name, wire, nodes) == on_cpu
 
 
+@pytest.mark.parametrize("name", ["periodic", "mean, alone"])
+def test_sums_of_16_bits_are_ordered_too(name, request):
+    def of_three_nodes() -> list[list[list[float]]]:
+        return train(trained, that_looks(SCHEMES[name]), ((0, 1), (2,), (3,)), dtype=torch.bfloat16)
+
+    on_cpu = of_three_nodes()
+    request.getfixturevalue("pretended")
+    assert of_three_nodes() == on_cpu
+
+
 def waits_of(device: PretendedDevice, rank: Rank, steps: int) -> list[list[str]]:
     """For what the host has waited in each step, after a few that begin all."""
     waits = []
