@@ -13,10 +13,12 @@ import ast
 import builtins
 import importlib.abc
 import importlib.machinery
+import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -140,7 +142,7 @@ class Variants:
                 room = "/".join(item.nodeid.partition("::")[0].split("/")[1:-1]) or "."
                 self.on_gpu[room] += 1
                 self.on_both[room] += any(
-                    item.nodeid.replace(here, there) in names
+                    here in item.nodeid and item.nodeid.replace(here, there) in names
                     for here, there in (("[cuda-", "[cpu-"), ("[cuda]", "[cpu]"), (", gpu", ""))
                 )
 
@@ -165,7 +167,8 @@ def main() -> None:
     given = sys.argv[1:]
     if "--variants" in given:
         variants = Variants()
-        pytest.main(["-q", "-q", "--collect-only", "--no-summary", "-p", "no:terminal", *given[1:]], [variants])
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            pytest.main(["-q", "--collect-only", *given[1:]], [variants])
         print(variants.table())
         return
     reached = Reached()
