@@ -99,6 +99,7 @@ class Lane(Communicator):
         """Let go of the connections, which closes them, and of everything under way."""
         for move in list(self._moves):
             move.forget()
+        self.meter.unawaited = None  # nobody is to wait for what was let go
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
             carrier.close()

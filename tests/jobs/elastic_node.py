@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import logging
@@ -229,6 +230,7 @@ class Looks(pl.Callback):
 
 
 def main(node: Node) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for whoever wants to know where a node is
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
