@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.papers.report import section, write_readme
-from benchmarks.papers.studies import STUDIES
+from benchmarks.papers.studies import STUDIES, play
 from benchmarks.papers.study import collect, known_results
 from benchmarks.report import about_this_run
 
@@ -21,7 +21,8 @@ def papers(numbers: Sequence[str], seeds: int, processes: int, out: Path, stored
     for number in () if stored else numbers or STUDIES:
         study = STUDIES[number]
         print(f"{number}: {study.title}, {len(study.by_key)} settings of {seeds} seeds", file=sys.stderr, flush=True)
-        collect(study, out / f"{number}.json", seeds, processes, about_this_run(shlex.join(sys.argv), "simulated"))
+        about = about_this_run(shlex.join(sys.argv), "simulated")
+        collect(study, out / f"{number}.json", seeds, processes, about, play)
     sections = []
     for number, study in STUDIES.items():
         path = out / f"{number}.json"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from benchmarks.papers.crossover import STUDY as crossover
 from benchmarks.papers.daso import STUDY as daso
 from benchmarks.papers.hetgrad import STUDY as hetgrad
@@ -13,3 +17,9 @@ from benchmarks.papers.tasks import STUDY as tasks
 STUDIES: dict[str, Study] = {
     study.number: study for study in (tasks, node_averaging, steps_delay, daso, crossover, hetgrad)
 }
+
+
+def play(number: str, key: str, seed: int) -> dict[str, Any]:
+    """One seed of one setting; in whichever process."""
+    torch.set_num_threads(1)  # other processes train beside it
+    return STUDIES[number].by_key[key].run(seed)

@@ -247,7 +247,13 @@ def known_results(study: Study, path: Path) -> Results:
     return Results(runs, stored.get("extra", {}))
 
 
-def collect(study: Study, path: Path, seeds: int, processes: int, about: Mapping[str, Any]) -> Results:
+Play = Callable[[str, str, int], dict[str, Any]]
+"""What becomes of one seed of a study's setting, by the study's number and the setting's key; in any process."""
+
+
+def collect(
+    study: Study, path: Path, seeds: int, processes: int, about: Mapping[str, Any], play: Play | None = None
+) -> Results:
     """Do what is not known yet, one seed of all settings after the other, and write every run down as it ends.
 
     Args:
@@ -256,6 +262,7 @@ def collect(study: Study, path: Path, seeds: int, processes: int, about: Mapping
         seeds: Of every setting.
         processes: That train at the same time.
         about: Kept beside the results.
+        play: Finds the study in another process. Default: all is done in this one.
     """
     known = known_results(study, path)
     runs = {key: dict(by_seed) for key, by_seed in known.runs.items()}
@@ -268,7 +275,7 @@ def collect(study: Study, path: Path, seeds: int, processes: int, about: Mapping
         os.replace(beside, path)
 
     missing = [(key, seed) for seed in range(seeds) for key in study.by_key if seed not in runs[key]]
-    for done, (key, seed, run) in enumerate(_played(study.number, missing, processes), 1):
+    for done, (key, seed, run) in enumerate(_played(study, missing, processes, play), 1):
         runs[key][seed] = run
         keep()
         end = run["error"] or f"{100 * run['points'][-1][2]:.1f} %, {run['took']:.1f} s"
@@ -278,25 +285,18 @@ def collect(study: Study, path: Path, seeds: int, processes: int, about: Mapping
 
 
 def _played(
-    number: str, missing: Sequence[tuple[str, int]], processes: int
+    study: Study, missing: Sequence[tuple[str, int]], processes: int, play: Play | None
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Every run as it ends; in this process if one is enough."""
-    if processes < 2 or len(missing) < 2:
+    if processes < 2 or len(missing) < 2 or play is None:
+        torch.set_num_threads(1)  # as where other processes train beside it
         for key, seed in missing:
-            yield key, seed, play(number, key, seed)
+            yield key, seed, study.by_key[key].run(seed)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        runs = {pool.submit(play, number, key, seed): (key, seed) for key, seed in missing}
+        runs = {pool.submit(play, study.number, key, seed): (key, seed) for key, seed in missing}
         try:
             for future in as_completed(runs):
                 yield *runs[future], future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def play(number: str, key: str, seed: int) -> dict[str, Any]:
-    """One seed of one setting; in whichever process."""
-    torch.set_num_threads(1)  # other processes train beside it
-    from benchmarks.papers.studies import STUDIES
-
-    return STUDIES[number].by_key[key].run(seed)

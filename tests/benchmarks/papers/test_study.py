@@ -36,37 +36,35 @@ class Stage:
         return Curve(experiment, [Point(experiment.steps, 1.0, 0.5 + 0.01 * experiment.seed, 2.0)], 0.0, 0.0)
 
 
-def study_of(monkeypatch, stage, steps=(4, 8)):
+def study_of(stage, steps=(4, 8)):
     settings = [
         Setting(f"{name}", lambda seed, steps=count: experiment(seed, steps=steps), SITE, stage)
         for name, count in zip("ab", steps, strict=True)
     ]
-    made = Study("try", "a try", "", lambda: settings, lambda results: "", lambda results, path: None)
-    monkeypatch.setattr("benchmarks.papers.studies.STUDIES", {"try": made})
-    return made
+    return Study("try", "a try", "", lambda: settings, lambda results: "", lambda results, path: None)
 
 
-def test_a_run_that_was_broken_off_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_run_that_was_broken_off_goes_on_where_it_was(tmp_path):
     path = tmp_path / "try.json"
     with pytest.raises(KeyboardInterrupt):
-        collect(study_of(monkeypatch, Stage(breaks_at=4)), path, 3, 1, {})
+        collect(study_of(Stage(breaks_at=4)), path, 3, 1, {})
     stage = Stage()
-    results = collect(study_of(monkeypatch, stage), path, 3, 1, {"when": "now"})
+    results = collect(study_of(stage), path, 3, 1, {"when": "now"})
     assert stage.played == [(8, 1), (4, 2), (8, 2)]
     assert results.accuracy("a").values == pytest.approx((50.0, 51.0, 52.0))
     assert json.loads(path.read_text())["when"] == "now"
 
 
-def test_a_setting_that_has_changed_is_done_anew_and_one_that_is_gone_is_forgotten(tmp_path, monkeypatch):
+def test_a_setting_that_has_changed_is_done_anew_and_one_that_is_gone_is_forgotten(tmp_path):
     path = tmp_path / "try.json"
-    collect(study_of(monkeypatch, Stage()), path, 2, 1, {})
+    collect(study_of(Stage()), path, 2, 1, {})
     stage = Stage()
-    collect(study_of(monkeypatch, stage, steps=(4, 9)), path, 2, 1, {})
+    collect(study_of(stage, steps=(4, 9)), path, 2, 1, {})
     assert stage.played == [(9, 0), (9, 1)]
-    assert known_results(study_of(monkeypatch, Stage()), path).accuracy("b").values == ()
+    assert known_results(study_of(Stage()), path).accuracy("b").values == ()
 
 
-def test_two_settings_of_one_key_are_refused(monkeypatch):
+def test_two_settings_of_one_key_are_refused():
     setting = Setting("a", experiment, SITE)
     twice = Study("try", "", "", lambda: [setting, setting], lambda results: "", lambda results, path: None)
     with pytest.raises(ValueError, match="two settings have one key"):
