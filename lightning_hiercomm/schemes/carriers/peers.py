@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -111,22 +112,10 @@ class Peers:
             node is sick.
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
-        is_alone = self._topology.num_nodes == 1
-        if not self.carries(index) or inter is None or is_alone:
-            flat = bucket.empty(spares=self._spares)
-            if is_alone:
-                flat.zero_()  # what arrives from nobody
-            background.uses(flat)
-
-            def receive() -> None:
-                if then is not None:
-                    then(flat if is_alone and self.carries(index) else flat[:0])
-                self.share(flat, index).wait()
-
-            return Move(index, flat, flat, background.submit(receive))
+        if not self.carries(index) or inter is None or self._topology.num_nodes == 1:
+            return self._receive(index, background, then)
         round_ = self.round(step, index)
-        own_part = self._part(round_, weights, node)
-        share = bucket.pack(bucket.empty(spares=self._spares), weight=own_part)
+        share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(round_, weights, node))
         if is_sick and share.numel():
             share[0] = math.nan
         payload = self._codec.encode(share)
@@ -137,57 +126,14 @@ class Peers:
             [(payload, peer) for peer in round_.send_to[node]],
             list(zip(received, round_.receive_from[node], strict=True)),
         )
-        travels_as_it_is = payload is share
-        flat = received[0] if travels_as_it_is else bucket.empty(spares=self._spares)
+        flat = received[0] if payload is share else bucket.empty(spares=self._spares)
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
-
-        def decoded(payload: Tensor, out: Tensor) -> Tensor:
-            return payload if travels_as_it_is else self._codec.decode(payload, out)
-
-        def is_finite(values: Tensor) -> Tensor:
-            return ~(values[:1].sum() if travels_as_it_is else mark_of([values])).isnan()  # a shard may be empty
+        mixing = _Mixing(self, index, step, weights, round_, share, payload, received)
 
         def collect() -> None:
             arrived.wait()
-            if is_sick is not False or travels_as_it_is:
-                own = decoded(payload, share)
-            else:  # what was too large for the wire, nobody takes
-                sent = decoded(payload, torch.empty_like(share))
-                own = choose(is_finite(sent), sent, lambda: share)
-
-            def theirs(place: int, out: Tensor) -> Tensor:
-                values = decoded(received[place], out)
-                can_look = travels_as_it_is and not streams.has(values.device)
-                if is_sick is None or (can_look and not is_marked(values[:1])):
-                    return values
-                as_own = self._part(round_, weights, round_.receive_from[node][place]) / own_part
-                return choose(is_finite(values), values, lambda: own * as_own)
-
-            def of_the_healthy() -> Tensor:
-                total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
-                for place, peer in enumerate(round_.receive_from[node]):
-                    values = decoded(received[place], torch.empty_like(own))
-                    is_healthy = is_finite(values)
-                    total += torch.where(is_healthy, values / self._part(round_, weights, peer), 0.0)
-                    healthy += is_healthy
-                after = self.weights_after(step, index, weights)[node] if self._push_sum else 1.0
-                return total.mul_(after).div_(healthy)  # NaN, if nobody is
-
-            def mixed() -> Tensor:
-                change = theirs(0, flat)
-                self._compare(index, round_, weights, own, change)
-                change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
-                for place in range(1, len(received)):
-                    change.add_(theirs(place, torch.empty_like(own)).sub_(own))
-                more_came = len(received) - len(round_.send_to[node])
-                if not self._push_sum:
-                    change.div_(len(received) + 1)
-                elif more_came:
-                    change.add_(own, alpha=more_came)
-                return change
-
-            change = of_the_healthy() if is_sick else mixed()
+            change = mixing.of_the_healthy(is_sick) if is_sick else mixing.change(flat, is_sick)
             if change is not flat:
                 flat.copy_(change)
             for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
@@ -198,6 +144,21 @@ class Peers:
 
         return Move(index, flat, flat, background.submit(collect))
 
+    def _receive(self, index: int, background: Background, then: Callable[[Tensor], None] | None) -> Move:
+        """What a rank gets that does not carry a segment; alone, what arrives from nobody."""
+        is_alone = self._topology.num_nodes == 1
+        flat = self.segments[index].empty(spares=self._spares)
+        if is_alone:
+            flat.zero_()
+        background.uses(flat)
+
+        def receive() -> None:
+            if then is not None:
+                then(flat if is_alone and self.carries(index) else flat[:0])
+            self.share(flat, index).wait()
+
+        return Move(index, flat, flat, background.submit(receive))
+
     def give_back(self, move: Move) -> None:
         """Nobody needs any more what a move has brought."""
         self._spares.give_back(move.flat)
@@ -205,19 +166,106 @@ class Peers:
     def _holders(self, index: int) -> Holders:
         return self._beside.holders[self.segments[index].held_by]
 
-    def _compare(self, index: int, round_: Round, weights: Sequence[float], own: Tensor, theirs: Tensor) -> None:
-        """Note how far apart this node's and a peer's parameters are."""
-        node = self._topology.node
-        peer = round_.receive_from[node][0]
-        self.disagreement.compare(
-            index,
-            sample(theirs).div_(self._part(round_, weights, peer)),
-            sample(own).div_(self._part(round_, weights, node)),
-        )
-
     def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
         """What of its parameters a node sends to each of its peers."""
         return weights[node] * round_.share(node) if self._push_sum else 1.0
+
+
+@dataclass
+class _Mixing:
+    """What a rank makes of a segment's share that it has sent, and of those that have arrived from its peers.
+
+    Attributes:
+        share: What it has sent, before it was encoded.
+        payload: The same, encoded; the same tensor, if it travels as it is.
+        received: From every peer, in the order of the round.
+    """
+
+    peers: Peers
+    index: int
+    step: int
+    weights: Sequence[float]
+    round: Round
+    share: Tensor
+    payload: Tensor
+    received: Sequence[Tensor]
+
+    @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.peers._topology.node
+
+    @property
+    def travels_as_it_is(self) -> bool:
+        """Whether nothing was encoded."""
+        return self.payload is self.share
+
+    def change(self, out: Tensor, is_sick: bool | None) -> Tensor:
+        """What is to be added to the segment's x, written to ``out``.
+
+        Args:
+            out: May be the first of :attr:`received`.
+            is_sick: None if nobody looks.
+        """
+        own = self._own(is_sick)
+        change = self._theirs(0, out, own, is_sick)
+        self._compare(own, change)
+        change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
+        for place in range(1, len(self.received)):
+            change.add_(self._theirs(place, torch.empty_like(own), own, is_sick).sub_(own))
+        more_came = len(self.received) - len(self.round.send_to[self.node])
+        if not self.peers._push_sum:
+            change.div_(len(self.received) + 1)
+        elif more_came:
+            change.add_(own, alpha=more_came)
+        return change
+
+    def of_the_healthy(self, is_sick: bool | None) -> Tensor:
+        """What a sick node goes on with: the mean of what healthy peers send; NaN, if nobody is."""
+        own = self._own(is_sick)
+        total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
+        for place, peer in enumerate(self.round.receive_from[self.node]):
+            values = self._decoded(self.received[place], torch.empty_like(own))
+            is_healthy = self._is_finite(values)
+            total += torch.where(is_healthy, values / self._part_of(peer), 0.0)
+            healthy += is_healthy
+        after = self.peers.weights_after(self.step, self.index, self.weights)[self.node]
+        return total.mul_(after if self.peers._push_sum else 1.0).div_(healthy)
+
+    def _own(self, is_sick: bool | None) -> Tensor:
+        """What this node has sent, as it has arrived."""
+        if is_sick is not False or self.travels_as_it_is:
+            return self._decoded(self.payload, self.share)
+        # what was too large for the wire, nobody takes
+        sent = self._decoded(self.payload, torch.empty_like(self.share))
+        return choose(self._is_finite(sent), sent, lambda: self.share)
+
+    def _theirs(self, place: int, out: Tensor, own: Tensor, is_sick: bool | None) -> Tensor:
+        """What a peer has sent; of one that is sick, what it would have sent if it held the same as this node."""
+        values = self._decoded(self.received[place], out)
+        can_look = self.travels_as_it_is and not streams.has(values.device)
+        if is_sick is None or (can_look and not is_marked(values[:1])):
+            return values
+        peer = self.round.receive_from[self.node][place]
+        as_own = self._part_of(peer) / self._part_of(self.node)
+        return choose(self._is_finite(values), values, lambda: own * as_own)
+
+    def _part_of(self, node: int) -> float:
+        return self.peers._part(self.round, self.weights, node)
+
+    def _decoded(self, payload: Tensor, out: Tensor) -> Tensor:
+        return payload if self.travels_as_it_is else self.peers._codec.decode(payload, out)
+
+    def _is_finite(self, values: Tensor) -> Tensor:
+        # a shard may be empty
+        return ~(values[:1].sum() if self.travels_as_it_is else mark_of([values])).isnan()
+
+    def _compare(self, own: Tensor, theirs: Tensor) -> None:
+        """Note how far apart this node's and a peer's parameters are."""
+        peer = self.round.receive_from[self.node][0]
+        self.peers.disagreement.compare(
+            self.index, sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
+        )
 
 
 class PeerMean(Carrier):
