@@ -60,6 +60,7 @@ def on_ranks(
     *,
     timeout: float = 20.0,
     connect: Callable[[Connect], Connect] = lambda connect: connect,
+    waits_on_host: bool = False,
 ) -> list[T]:
     """What ``work(topology)`` returns on every rank; raises if it raised on any.
 
@@ -69,12 +70,13 @@ def on_ranks(
         weights: Of the ranks.
         timeout: Seconds after which a wait for a peer becomes an error.
         connect: What the topology connects with, given the world's own way.
+        waits_on_host: Of the topology.
     """
 
     def body(rank: int, world: ThreadWorld) -> T:
         meter = Meter()
         with place.rank():
-            return work(Topology(nodes, rank, connect(world.connect(rank, meter)), meter, weights))
+            return work(Topology(nodes, rank, connect(world.connect(rank, meter)), meter, weights, waits_on_host))
 
     return on_cpu(ThreadWorld(sum(map(len, nodes)), timeout).run(body))
 

@@ -53,8 +53,7 @@ def connect_world(
         connect = _between_nodes(connect_gloo(meter, timeout), by_torch)
     else:
         connect = _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
-    topology = Topology(nodes, rank, connect, meter)
-    topology.waits_on_host = inter_node != "torch"
+    topology = Topology(nodes, rank, connect, meter, waits_on_host=inter_node != "torch")
     topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
     return topology
 

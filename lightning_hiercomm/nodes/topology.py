@@ -63,6 +63,8 @@ class Topology:
         meter: Counts this rank's traffic; the one ``connect`` files it in.
         weights: A positive weight per world rank, in proportion to the samples it contributes; normalised to sum 1.
             Default: all equal.
+        waits_on_host: Whether the host waits where moves of CUDA tensors between nodes are waited for; the same on all
+            ranks, also on those that are in no lane.
 
     Attributes:
         world: All ranks.
@@ -70,8 +72,7 @@ class Topology:
         inter: The ranks of this rank's lane, or None if this rank is in none.
         holders: Who holds what this rank holds: ``"node"``, all ranks of its node; ``"rank"``, it alone; and the groups
             that ``divide`` has made.
-        waits_on_host: Whether the host waits where moves of CUDA tensors between nodes are waited for; the same on all
-            ranks, also on those that are in no lane. Whoever connects says so.
+        waits_on_host: As above.
         is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
         may_grow: Whether other nodes may come and go.
     """
@@ -85,6 +86,7 @@ class Topology:
         connect: Connect,
         meter: Meter,
         weights: Sequence[float] | None = None,
+        waits_on_host: bool = False,
     ) -> None:
         self.nodes = tuple(tuple(ranks) for ranks in nodes)
         self.rank = rank
@@ -99,7 +101,7 @@ class Topology:
         self._siblings: list[Topology] = []
         self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
-        self.waits_on_host = False
+        self.waits_on_host = waits_on_host
         self.world = self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
         self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
@@ -206,8 +208,7 @@ class Topology:
         return self._sibling([[rank] for rank in range(self.world_size)])
 
     def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
-        sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights)
-        sibling.waits_on_host = self.waits_on_host
+        sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights, self.waits_on_host)
         self._siblings.append(sibling)
         return sibling
 

@@ -37,8 +37,7 @@ def staging(connect):
     return connect_staged
 
 
-def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None, is_staged: bool = True):
-    topology.waits_on_host = is_staged
+def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None):
     training = {"shapes": {"a": 7, "b": 12}, "bucket_bytes": 40, "targets": None, "wire": wire}
     with attached(topology, scheme, **training, inner=partial(torch.optim.SGD, lr=0.1)) as rank:
         looks = []
@@ -52,8 +51,10 @@ def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None, 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, pretended: PretendedDevice):
-    staged = on_ranks(partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO, connect=staging)
-    direct = on_ranks(partial(trained, scheme=SCHEMES[name], wire=wire, is_staged=False), TWO_BY_TWO)
+    staged = on_ranks(
+        partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO, connect=staging, waits_on_host=True
+    )
+    direct = on_ranks(partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO)
     assert staged == direct
 
 
@@ -66,7 +67,7 @@ def test_the_host_waits_for_what_arrives_only_where_it_is_merged(pretended: Pret
     scheme = DASO(4, 2, **CYCLING)  # leaves after steps 1 and 5, is merged after steps 3 and 7
     scheme.on_nonfinite = "raise"
     work = partial(trained, scheme=scheme, wire=None, look=look)
-    for _, looks in on_ranks(work, TWO_BY_TWO, connect=staging):
+    for _, looks in on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True):
         for step, ((_, before), (waits, seconds)) in enumerate(pairwise(looks[:-1]), start=2):  # the last one agrees
             assert waits == (["an event"] if step in (3, 7) else [])
             assert (seconds > before) == (step in (3, 7))
@@ -90,6 +91,6 @@ def test_tensors_of_the_cpu_go_straight_to_the_carrier():
         lane.broadcast(scalar := torch.tensor(float(topology.rank)), source=1).wait()
         return [tensor[0].item(), *whole.tolist(), *part.tolist(), scalar.item(), *lane.all_gather_object("x")]
 
-    results = on_ranks(work, TWO_BY_TWO, connect=staging)
+    results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
     assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
     assert harness.place.device.type == "cpu"

@@ -142,14 +142,13 @@ def test_what_passes_through_the_host_is_copied_under_the_computation(cuda):
         return connect_staged
 
     def work(topology: Topology) -> None:
-        topology.waits_on_host = True
         with training(topology, DASO(4, 2, **CYCLING), layers(cuda, depth=16)) as step:
             for _ in range(12):
                 step()
 
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
-        on_ranks(work, NODES, connect=staging)
+        on_ranks(work, NODES, connect=staging, waits_on_host=True)
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     copies = [event.time_range for event in on_device if "DtoH" in event.name]
     kernels = [event.time_range for event in on_device if "Mem" not in event.name]
