@@ -152,6 +152,53 @@ class Agreement(Scheme):
         return self._merge.ends_in_agreement and not isinstance(self.through, Graph)
 
     @property
+    def needs_whole_parameters(self) -> str | None:
+        if self.through == "rotating":
+            return super().needs_whole_parameters or (
+                f"{type(self).__name__} lets one rank of a node carry the whole model in turn, but every rank holds a"
+                f" part of it: use {self._sharded}"
+            )
+        return super().needs_whole_parameters
+
+    _sharded = "through='mean'"
+
+    def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
+        self._check_epoch(nodes, steps_of_epoch)
+        if self.period is not None and 0 < steps < self.period:
+            yield (
+                f"nodes that train by {self!r} agree every {self.period} optimizer steps, but the run ends after"
+                f" {steps:.0f}: they agree at its end only. Choose a shorter period."
+            )
+
+    def _check_epoch(self, nodes: int, steps: float) -> None:
+        """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one."""
+        counts_in_epoch = isinstance(self.when, Every) and self.when.of == "epoch"
+        if nodes > 1 and counts_in_epoch and self.tuner is not None and steps < self.tuner.provisional_period:
+            raise ValueError(
+                f"sync_every='auto' times exchanges that are {self.tuner.provisional_period} optimizer steps apart, but"
+                f" an epoch has {math.ceil(steps)}: give sync_every a number"
+            )
+
+    @property
+    def cycle(self) -> int:
+        if self.tuner is not None:
+            raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
+        if self.period is None:
+            raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
+        return self.period
+
+    def drift(self, nodes: int) -> float:
+        return (self.period or math.inf) + self.staleness
+
+    def leaving(self, step: int, parts: int) -> Sequence[int]:
+        """The parts that are sent after a step, counted from 1, of a very long epoch."""
+        due = step + self.staleness
+        return self.when.due(due, due, parts)
+
+    is_exact_beside_training = False
+    """Whether what training does not wait for travels as it is, whatever the wire."""
+
+    @property
     def outer(self) -> OuterOptimizer | None:
         """The outer optimizer, if the merge is one."""
         return self._merge if isinstance(self._merge, OuterOptimizer) else None
@@ -234,23 +281,6 @@ class Agreement(Scheme):
             raise ValueError(
                 f"sync_every='auto' times exchanges for the first {self.tuner.steps} optimizer steps, but the run ends"
                 f" after {steps - self.steps}: give sync_every a number, or train for longer"
-            )
-
-    def check_epoch(self, steps: float) -> None:
-        """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one.
-
-        Args:
-            steps: Optimizer steps of an epoch.
-
-        Raises:
-            ValueError: If there are too few of them.
-        """
-        if self.tuner is None or not isinstance(self.when, Every) or self.when.of != "epoch":
-            return
-        if steps < self.tuner.provisional_period:
-            raise ValueError(
-                f"sync_every='auto' times exchanges that are {self.tuner.provisional_period} optimizer steps apart, but"
-                f" an epoch has {math.ceil(steps)}: give sync_every a number"
             )
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import ABC
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -113,6 +113,63 @@ class Scheme(ABC):
     def can_average_optimizer_state(self) -> bool:
         """Whether the nodes ever wait for each other with an optimizer's state that could be averaged."""
         return False
+
+    # ---- what it needs of a run, and costs -----------------------------------------------------------------------
+
+    @property
+    def needs_whole_parameters(self) -> str | None:
+        """Why ranks that hold parts of a model cannot follow it, and the remedy; None if they can."""
+        if self.gradients == "none":
+            return (
+                f"{type(self).__name__}(gradients='none') lets every rank train a whole model by itself, but the ranks"
+                " of a node hold parts of one: use gradients='node'"
+            )
+        return None
+
+    def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
+        """What the user should know before a run that is too short for what the scheme is for.
+
+        Args:
+            nodes: How many.
+            steps_of_epoch: Optimizer steps of an epoch; where the last accumulates fewer batches, a fraction of one.
+            steps: Of the run; infinite if that is not known.
+
+        Yields:
+            Warnings.
+
+        Raises:
+            ValueError: If it cannot work.
+        """
+        return iter(())
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which it does the same again.
+
+        Raises:
+            ValueError: If that is not known before a run.
+        """
+        return 1
+
+    def drift(self, nodes: int) -> float:
+        """Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk."""
+        return 0
+
+    shares_optimizer_state = False
+    """Whether every rank holds only its part of the optimizer's state."""
+
+    @property
+    def first_phase(self) -> tuple[Scheme, str] | None:
+        """As what it trains in phases that end, and how to say so, given ``{seconds}`` of a step; None without any."""
+        return None
+
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        """A scheme that takes nothing but steps as this one's next, for whoever asks what that costs.
+
+        Args:
+            steps_of_epoch: Optimizer steps of an epoch.
+        """
+        return self
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

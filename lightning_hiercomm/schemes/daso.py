@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,9 @@ from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier
+from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.when import Every
@@ -171,10 +173,11 @@ class DASO(Agreement):
         self.tuner = tuner
         self.overhead_target = overhead_target
         self.adapt = adapt
-        self.narrow_phases = narrow_phases
+        self.narrow_phases: Literal["all", "blocking"] = narrow_phases
+        self.is_exact_beside_training = narrow_phases == "blocking" and staleness > 0
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
-        self.exchange = exchange
+        self.exchange: Literal["rotating", "sharded"] = exchange
         self.monitor = monitor
         self.plateau = Plateau(threshold, patience)
         self.watches_loss = monitor is None and adapt
@@ -189,6 +192,27 @@ class DASO(Agreement):
     def can_average_optimizer_state(self) -> bool:
         """Whether there are phases in which nodes wait for each other: yes."""
         return True
+
+    _sharded = "exchange='sharded'"
+
+    def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
+        self._check_epoch(nodes, steps_of_epoch)
+        return iter(())  # it counts from the start of an epoch
+
+    @property
+    def first_phase(self) -> tuple[Scheme, str]:
+        return PeriodicAveraging(1), (
+            "In warm-up and cool-down a step takes {seconds}: nodes average and wait"
+            " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them)."
+        )
+
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        if self._phase != "cycling":
+            return PeriodicAveraging(1)
+        return DASO(self._period, self.staleness, exchange=self.exchange, narrow_phases=self.narrow_phases)
+
+    def leaving(self, step: int, parts: int) -> Sequence[int]:
+        return range(parts) if (step - 1) % self.cycle == 0 else ()
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

@@ -125,6 +125,23 @@ class Gossip(Scheme):
         self.gradients = "node" if hierarchical else "none"
         self._in_flight = InFlight()
 
+    @property
+    def needs_whole_parameters(self) -> str | None:
+        if self.hierarchical:
+            return None
+        return (
+            f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the ranks of"
+            " a node hold parts of one: use hierarchical=True"
+        )
+
+    def drift(self, nodes: int) -> float:
+        """Random pairs halve the squared distance from the mean at each step.
+
+        So in the long run nodes are as far apart as averaging every third step leaves them; a step of delay doubles
+        that. Two nodes are a pair.
+        """
+        return (1 if nodes == 2 else 3) + (2 if self.overlap else 0)
+
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def attach(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -84,9 +85,22 @@ class PeriodicAveraging(Agreement):
         super()._set_period(period)
         self.sync_every = period
 
-    def check_epoch(self, steps: float) -> None:
+    def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         if not self.at_epoch_end:
-            super().check_epoch(steps)
+            self._check_epoch(nodes, steps_of_epoch)
+        if isinstance(self.sync_every, int) and 1 < steps_of_epoch < self.sync_every:
+            yield (
+                f"PeriodicAveraging(sync_every={self.sync_every}) counts from the start of each epoch, which has"
+                f" {math.ceil(steps_of_epoch)} optimizer steps: nodes agree at the ends of epochs only. Choose a"
+                " smaller sync_every."
+            )
+
+    def next_step(self, steps_of_epoch: int) -> PeriodicAveraging:
+        if not self.at_epoch_end and self.sync_every is not None:
+            return self
+        agreements = math.ceil(steps_of_epoch / (self.period or steps_of_epoch))
+        gradients: Literal["node", "none"] = "none" if self.gradients == "none" else "node"
+        return PeriodicAveraging(max(1, round(steps_of_epoch / agreements)), gradients=gradients)
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)

@@ -45,7 +45,7 @@ from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, Agreement, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans, attach_batches, begin_batches, detach_batches
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
@@ -234,9 +234,10 @@ class HierarchicalHooks(ParallelStrategy):
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         check_equal_work(self._topology, trainer.num_training_batches)
-        _check_period(self.scheme, trainer, self._topology.num_nodes)
         epochs, steps = _length(trainer)
-        _warn_of_short_run(self.scheme, trainer, steps)
+        length = math.inf if steps is None else steps
+        for warning in self.scheme.check_run(self._topology.num_nodes, _steps_of_epoch(trainer), length):
+            rank_zero_warn(warning)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
@@ -513,20 +514,6 @@ def _steps_of_epoch(trainer: pl.Trainer) -> float:
     return trainer.num_training_batches / trainer.accumulate_grad_batches
 
 
-def _check_period(scheme: Scheme, trainer: pl.Trainer, nodes: int) -> None:
-    """Refuse, or warn of, a period, counted from the start of each epoch, that no epoch is long enough for."""
-    steps = _steps_of_epoch(trainer)
-    if isinstance(scheme, Agreement) and nodes > 1:
-        scheme.check_epoch(steps)
-    if not isinstance(scheme, PeriodicAveraging) or not isinstance(scheme.sync_every, int):
-        return
-    if 1 < steps < scheme.sync_every:
-        rank_zero_warn(
-            f"PeriodicAveraging(sync_every={scheme.sync_every}) counts from the start of each epoch, which has"
-            f" {math.ceil(steps)} optimizer steps: nodes agree at the ends of epochs only. Choose a smaller sync_every."
-        )
-
-
 def _length(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
@@ -541,20 +528,3 @@ def _length(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     if epochs is not None:
         steps = epochs * whole if steps is None else min(steps, epochs * whole)
     return epochs, steps
-
-
-def _warn_of_short_run(scheme: Scheme, trainer: pl.Trainer, run: int | None) -> None:
-    """Warn of a run that ends before the scheme has done what it is for."""
-    steps = math.inf if run is None else run
-    if isinstance(scheme, StepsDelay) and 0 < steps <= scheme.warmup_steps:
-        rank_zero_warn(
-            f"StepsDelay(warmup_steps={scheme.warmup_steps}) trains synchronously that long, but the run ends after"
-            f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={scheme.delay}."
-        )
-    if not isinstance(scheme, Agreement) or isinstance(scheme, DASO | PeriodicAveraging):
-        return  # they count from the start of an epoch
-    if scheme.period is not None and 0 < steps < scheme.period:
-        rank_zero_warn(
-            f"nodes that train by {scheme!r} agree every {scheme.period} optimizer steps, but the run ends after"
-            f" {steps:.0f}: they agree at its end only. Choose a shorter period."
-        )

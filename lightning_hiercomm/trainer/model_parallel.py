@@ -25,7 +25,7 @@ from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import local, reshard
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, Agreement, Gossip, Scheme, SchemeName, StepsDelay
+from lightning_hiercomm.schemes import DASO, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.settings import Settings
@@ -209,7 +209,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             hang_timeout=hang_timeout,
             bucket_mb=bucket_mb,
         )
-        refuse_what_needs_whole_parameters(settings.scheme)
+        if settings.scheme.needs_whole_parameters:
+            raise ValueError(settings.scheme.needs_whole_parameters)
         self._configure(settings)
         self._gradients: ShardedGradients | None = None
 
@@ -327,29 +328,3 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: :meth:`load_checkpoint` has done it."""
-
-
-def refuse_what_needs_whole_parameters(scheme: Scheme) -> None:
-    """See that ranks which hold parts of the model can follow a scheme.
-
-    Raises:
-        ValueError: If not, naming what they can follow.
-    """
-    name = type(scheme).__name__
-    if isinstance(scheme, StepsDelay):
-        raise ValueError(f"{name} keeps the model on servers of its own: use HierarchicalStrategy, or another scheme")
-    if isinstance(scheme, Gossip) and not scheme.hierarchical:
-        raise ValueError(
-            f"{name}(hierarchical=False) lets every rank train a whole model by itself, but the ranks of a node hold"
-            " parts of one: use hierarchical=True"
-        )
-    if scheme.gradients == "none":
-        raise ValueError(
-            f"{name}(gradients='none') lets every rank train a whole model by itself, but the ranks of a node hold"
-            " parts of one: use gradients='node'"
-        )
-    if isinstance(scheme, Agreement) and scheme.through == "rotating":
-        raise ValueError(
-            f"{name} lets one rank of a node carry the whole model in turn, but every rank holds a part of it: use"
-            + (" exchange='sharded'" if isinstance(scheme, DASO) else " through='mean'")
-        )

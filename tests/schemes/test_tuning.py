@@ -305,12 +305,12 @@ def test_a_run_that_is_too_short_to_choose_is_refused():
 
 def test_epochs_into_which_no_exchange_fits_are_refused():
     with pytest.raises(ValueError, match="4 optimizer steps apart, but an epoch has 3"):
-        PeriodicAveraging("auto", at_epoch_end=False).check_epoch(3)
+        list(PeriodicAveraging("auto", at_epoch_end=False).check_run(2, 3, 99))
     with pytest.raises(ValueError, match="5 optimizer steps apart, but an epoch has 4"):
-        DASO("auto", staleness=2).check_epoch(4)
-    PeriodicAveraging("auto").check_epoch(1)
-    DiLoCo("auto").check_epoch(1)
-    DASO(4).check_epoch(1)
+        list(DASO("auto", staleness=2).check_run(2, 4, 99))
+    list(PeriodicAveraging("auto").check_run(2, 1, 99))
+    list(DiLoCo("auto").check_run(2, 1, 99))
+    list(DASO(4).check_run(2, 1, 99))
 
 
 def test_all_ranks_choose_the_same_whatever_they_saw():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,6 @@ from lightning_hiercomm.planning.predict.schemes import Payload
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     Gossip,
@@ -58,19 +56,8 @@ class Candidate:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def drift(self, nodes: int) -> float:
-        """Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk.
-
-        Gossip's random pairs halve the squared distance from the mean at each step, so in the long run nodes are as far
-        apart as averaging every third step leaves them; a step of delay doubles that. Two nodes are a pair.
-        """
-        scheme = self.scheme
-        if isinstance(scheme, Agreement):
-            return (scheme.period or math.inf) + scheme.staleness
-        if isinstance(scheme, StepsDelay):
-            return scheme.delay + 1
-        if isinstance(scheme, Gossip):
-            return (1 if nodes == 2 else 3) + (2 if scheme.overlap else 0)
-        return 0
+        """See :meth:`~lightning_hiercomm.schemes.base.Scheme.drift`."""
+        return 0 if self.scheme is None else self.scheme.drift(nodes)
 
 
 @dataclass(frozen=True)
@@ -265,16 +252,12 @@ def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:
         workload: What is trained.
     """
     scheme = candidate.scheme
-    if isinstance(scheme, DASO):
-        waiting = predict(PeriodicAveraging(1), cluster, workload, candidate.wire_dtype)
-        return (
-            f"In warm-up and cool-down a step takes {shown_seconds(waiting.seconds)}: nodes average and wait"
-            " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them)."
-        )
-    if isinstance(scheme, StepsDelay) and scheme.warmup_steps:
-        waiting = predict(AllReduce(), cluster, workload, candidate.wire_dtype)
-        return f"Before, in warmup_steps={scheme.warmup_steps}, a step takes {shown_seconds(waiting.seconds)}."
-    return ""
+    phase = None if scheme is None else scheme.first_phase
+    if phase is None:
+        return ""
+    like, said = phase
+    waiting = predict(like, cluster, workload, candidate.wire_dtype)
+    return said.format(seconds=shown_seconds(waiting.seconds))
 
 
 _MADE_FOR_SGD = "its local rule is made for SGD, and this optimizer keeps more state than momentum"

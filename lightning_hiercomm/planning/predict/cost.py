@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.node import Node, Result
-from lightning_hiercomm.planning.predict.schemes import Payload, follow, own_bytes, period_of, state_bytes
+from lightning_hiercomm.planning.predict.schemes import Payload, follow, own_bytes, state_bytes
 from lightning_hiercomm.schemes import Scheme
 
 _LEAST_STEPS = 4
@@ -55,7 +55,7 @@ def predict(scheme: Scheme | None, cluster: Cluster, workload: Workload, wire_dt
         ValueError: For a scheme that has no period.
     """
     payload = Payload.named(wire_dtype, workload)
-    period = period_of(scheme)
+    period = 1 if scheme is None else scheme.cycle
     window = period * -(-_LEAST_STEPS // period)
     node = Node(cluster, workload)
     on_one_node = None if cluster.nodes == 1 else scheme

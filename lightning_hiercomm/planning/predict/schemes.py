@@ -22,7 +22,6 @@ from lightning_hiercomm.planning.predict.node import (
 )
 from lightning_hiercomm.planning.predict.timeline import Task
 from lightning_hiercomm.schemes import (
-    DASO,
     Agreement,
     AllReduce,
     Full,
@@ -133,13 +132,13 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
 @follow.register
 def _(scheme: Agreement, node: Node, payload: Payload, steps: int) -> None:
     parts = _parts_of(scheme)
-    if isinstance(scheme, DASO) and scheme.narrow_phases == "blocking" and scheme.staleness:
+    if scheme.is_exact_beside_training:
         payload = Payload(AsIs(), payload.dtype)
     exchange = _Exchange(scheme, node, payload, parts)
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
     for step in range(1, steps + 1):
-        leaving = _leaving(scheme, step, parts)
+        leaving = scheme.leaving(step, parts)
         arrived = arrives.pop(step, ())
         quiet += 1
         if not leaving and not arrived and step < steps:
@@ -161,14 +160,6 @@ def _parts_of(scheme: Agreement) -> int:
 
 def _merge_of(scheme: Agreement) -> Merge:
     return scheme.merge if isinstance(scheme.merge, Merge) else MERGES[scheme.merge]()
-
-
-def _leaving(scheme: Agreement, step: int, parts: int) -> Sequence[int]:
-    """Parts that are sent after a step of a very long epoch."""
-    if isinstance(scheme, DASO):
-        return range(parts) if (step - 1) % period_of(scheme) == 0 else ()
-    due = step + scheme.staleness
-    return scheme.when.due(due, due, parts)
 
 
 class _Exchange:
@@ -398,17 +389,4 @@ def _(scheme: Gossip, cluster: Cluster, workload: Workload, payload: Payload) ->
 def state_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload) -> float:
     """Bytes of the optimizer's state on every rank; ``StepsDelay`` shares it out."""
     whole = workload.model_bytes * workload.state_per_parameter
-    return whole / cluster.ranks if isinstance(scheme, StepsDelay) else whole
-
-
-def period_of(scheme: Scheme | None) -> int:
-    """Steps after which a scheme does the same again."""
-    if isinstance(scheme, StepsDelay):
-        return scheme.delay
-    if isinstance(scheme, Agreement):
-        if scheme.tuner is not None:
-            raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
-        if scheme.period is None:
-            raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
-        return scheme.period
-    return 1
+    return whole / cluster.ranks if scheme is not None and scheme.shares_optimizer_state else whole

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, Agreement, AllReduce, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import Scheme
 
 MOST_REPLICAS = 512
 
@@ -102,7 +100,7 @@ class Experiment:
                 )
         if not self.learning_rate > 0:
             raise PlanningError(f"learning rate {self.learning_rate}: it must be positive")
-        if isinstance(self.scheme, Agreement) and self.scheme.tuner is not None:
+        if getattr(self.scheme, "sync_every", None) == "auto":
             raise PlanningError("sync_every='auto' has nothing to time here: give a number")
 
     @property
@@ -178,36 +176,16 @@ class VirtualClock:
         self._experiment = experiment
         self._cluster = replace(site.cluster, nodes=experiment.nodes, world=None)
         self._workload = site.workload
-        self._known: dict[tuple[Any, ...], float] = {}
+        self._known: dict[str, float] = {}
 
     def seconds_of_step(self, scheme: Scheme) -> float:
         """Of the step that a scheme will take next."""
-        key, make = self._kind(scheme)
+        like = scheme.next_step(self._experiment.steps_per_epoch)
+        key = repr(like)
         if key not in self._known:
-            prediction = predict(make(), self._cluster, self._workload, self._experiment.wire_dtype)
+            prediction = predict(like, self._cluster, self._workload, self._experiment.wire_dtype)
             self._known[key] = prediction.seconds
         return self._known[key]
-
-    def _kind(self, scheme: Scheme) -> tuple[tuple[Any, ...], Callable[[], Scheme | None]]:
-        """What sets this step apart from others, and a scheme that takes nothing but such steps."""
-        epoch = self._experiment.steps_per_epoch
-        if isinstance(scheme, StepsDelay) and scheme.steps < scheme.warmup_steps:
-            return ("warm-up",), AllReduce
-        if isinstance(scheme, DASO):
-            if scheme.phase != "cycling":
-                return ("blocking",), lambda: PeriodicAveraging(1)
-            period, staleness = scheme.period or 1, scheme.staleness
-            exchange, narrow = scheme.exchange, scheme.narrow_phases
-            return (
-                ("cycling", period, staleness),
-                lambda: DASO(period, staleness, exchange=exchange, narrow_phases=narrow),
-            )
-        if isinstance(scheme, PeriodicAveraging) and (scheme.at_epoch_end or scheme.sync_every is None):
-            agreements = math.ceil(epoch / (scheme.period or epoch))
-            apart = max(1, round(epoch / agreements))
-            gradients: Literal["node", "none"] = "none" if scheme.gradients == "none" else "node"
-            return ("apart", apart), lambda: PeriodicAveraging(apart, gradients=gradients)
-        return ("same",), lambda: scheme
 
 
 def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:

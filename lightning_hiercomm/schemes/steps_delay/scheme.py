@@ -16,6 +16,7 @@ from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.health.nonfinite import describe, is_marked, mark_of
@@ -158,6 +159,37 @@ class StepsDelay(Scheme):
         self._holds_final_weights = False
         self._was_warming_up = False
         self._has_warned_of_sparse = False
+
+    shares_optimizer_state = True
+
+    @property
+    def needs_whole_parameters(self) -> str:
+        return (
+            f"{type(self).__name__} keeps the model on servers of its own: use HierarchicalStrategy, or another scheme"
+        )
+
+    def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
+        if 0 < steps <= self.warmup_steps:
+            yield (
+                f"StepsDelay(warmup_steps={self.warmup_steps}) trains synchronously that long, but the run ends after"
+                f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={self.delay}."
+            )
+
+    @property
+    def cycle(self) -> int:
+        return self.delay
+
+    def drift(self, nodes: int) -> float:
+        return self.delay + 1
+
+    @property
+    def first_phase(self) -> tuple[Scheme, str] | None:
+        if not self.warmup_steps:
+            return None
+        return AllReduce(), f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}."
+
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        return AllReduce() if self.phase == "warm-up" else self
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
