@@ -297,7 +297,7 @@ def test_flags_change_the_clock(capsys):
         (["--scheme", "magic"], "--scheme magic: choose from all_reduce, periodic"),
         (["--scheme", "daso", "--scheme-args", "{"], "--scheme-args is not JSON"),
         (["--scheme", "daso", "--scheme-args", "3"], "--scheme-args must be a JSON object"),
-        (["--scheme", "daso", "--scheme-args", '{"colour": 3}'], "unexpected keyword argument 'colour'"),
+        (["--scheme", "daso", "--scheme-args", '{"colour": 3}'], "has no argument 'colour'"),
         (["--scheme", "daso", "--scheme-args", '{"sync_every": 0}'], "sync_every=0 must be a positive number"),
         (["--scheme", "daso", "diloco", "--scheme-args", "{}"], "--scheme-args are for one scheme"),
         (["--scheme", "periodic", "--scheme-args", '{"sync_every": "auto"}'], "has nothing to time here"),
