@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -58,6 +58,7 @@ from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate
 
 Vectors = dict[int, Tensor]
+Gradient = Callable[[int, int, Sequence[str], Tensor], Tensor]
 
 _NODES: dict[str, tuple[tuple[int, ...], ...]] = {
     "1+1": ((0,), (1,)),
@@ -172,7 +173,7 @@ class Combination:
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"Combination({', '.join(said)})"
+        return f"{type(self).__name__}({', '.join(said)})"
 
     @property
     def ranks(self) -> list[int]:
@@ -232,6 +233,22 @@ class Combination:
     def loss(self, rank: int, epoch: int) -> float | None:
         """What a rank says of an epoch."""
         return self.losses[epoch] * (1 + 0.1 * rank) if self.losses else None
+
+    def rate_at(self, step: int) -> float:
+        """By what the learning rate is multiplied in a step."""
+        return 1.0
+
+    def knows_last_at(self, step: int) -> bool:
+        """Whether this step is known to be its epoch's last one, if it is."""
+        return self.knows_last
+
+    def clipped(self, gradient: Tensor) -> Tensor:
+        """What a rank's optimizer gets in place of a gradient."""
+        return gradient
+
+    def written(self, values: Tensor) -> Tensor:
+        """What somebody writes to the parameters after a step."""
+        return values
 
     def frozen_at(self, step: int) -> list[str]:
         """Names of the parameters that are not trained in a step."""
@@ -308,7 +325,7 @@ def drawn(number: int) -> Combination:
             combination = replace(combination, sick=(draw.randrange(total), draw.randrange(ranks)))
     if kind != "all_reduce" and chance(0.2):
         combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
-    return combination if _goes_together(combination) else drawn(number + 1_000_003)
+    return combination if goes_together(combination) else drawn(number + 1_000_003)
 
 
 _BUFFERS = ("mask",)
@@ -394,7 +411,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
     return {}
 
 
-def _goes_together(c: Combination) -> bool:
+def goes_together(c: Combination) -> bool:
     """Whether no stated rule forbids it."""
     if c.scheme == "steps_delay" and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"):
         return False  # refused: GLU needs SGD
@@ -573,13 +590,22 @@ def _thaw(half: Rank, frozen: Sequence[str]) -> None:
 class Reference:
     """One half of a run, in one process: every rank's parameters are float64 tensors of its own.
 
+    Args:
+        c: What is run.
+        shapes: Of the half's parameters.
+        gradient: Of a rank in a step, given the names and the values of what is trained, flat. Default: towards the
+            rank's targets.
+
     Attributes:
         trace: All values after every step, by rank.
         looks: Agreed values.
+        end: All values when the run is over.
+        stop_after: How many steps it really takes, if somebody ends it early.
     """
 
-    def __init__(self, c: Combination, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, c: Combination, shapes: dict[str, tuple[int, ...]], gradient: Gradient | None = None) -> None:
         self.c, self.shapes = c, shapes
+        self.gradient = gradient or self._towards_targets
         self.nodes = _NODES[c.nodes]
         self.node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         self.parameters = {
@@ -589,6 +615,7 @@ class Reference:
         self.optimizers = {rank: _OPTIMIZERS[c.optimizer](list(self.parameters[rank].values())) for rank in c.ranks}
         self.trace: list[Vectors] = []
         self.looks: dict[int, Tensor] = {}
+        self.stop_after: int | None = None
         self.step = 0
         self.names = [name for name in shapes if name not in c.frozen_at(0)]
 
@@ -642,7 +669,7 @@ class Reference:
         """All of it."""
         c = self.c
         self.begin()
-        for step in range(c.total):
+        for step in range(c.total if self.stop_after is None else self.stop_after):
             self.step = step
             if step and c.clamp is not None:
                 self.write_outside(lambda x: x.clamp(-c.clamp, c.clamp))
@@ -658,8 +685,14 @@ class Reference:
                 self.names = names
                 self.begin()
             epoch, in_epoch = divmod(step, c.steps)
-            last = in_epoch == c.steps - 1
+            last = in_epoch == c.steps - 1 or step == c.total - 1
+            self.knows_last = c.knows_last_at(step)
+            for optimizer in self.all_optimizers():
+                for group in optimizer.param_groups:
+                    group["lr"] = group.setdefault("first", group["lr"]) * c.rate_at(step)
             self.one_step(step + 1, in_epoch + 1, epoch, last)
+            for rank, values in self.x.items():
+                self.put(rank, c.written(values))
             self.trace.append({r: torch.cat([p.flatten() for p in ps.values()]) for r, ps in self.parameters.items()})
             if step in c.looks:
                 kept = self.x
@@ -669,17 +702,29 @@ class Reference:
                 self.looks[step] = torch.cat([p.flatten().clone() for p in self.parameters[0].values()])
                 for rank, values in kept.items():
                     self.put(rank, values)
+        agreed = self.agreed()
+        for rank in c.ranks:
+            self.put(rank, agreed)
+        self.end = torch.cat([p.flatten() for p in self.parameters[0].values()])
         return self
 
     def gradients(self) -> Vectors:
         """Every rank's own, or its node's mean."""
-        x = self.x
-        own = {r: x[r] - torch.cat([_target(r, name, self.step) for name in self.names]) for r in self.c.ranks}
-        if self.c.scheme == "all_reduce":
-            mean = self.mean(own)
-            return dict.fromkeys(own, mean)
+        own = {rank: self.gradient(rank, self.step, self.names, values) for rank, values in self.x.items()}
         is_alone = self.c.argument("gradients") == "none" or not self.c.argument("hierarchical", True)
-        return own if is_alone else {r: self.node_mean(own, self.node_of[r]) for r in own}
+        if self.c.scheme == "all_reduce":
+            own = dict.fromkeys(own, self.mean(own))
+        elif not is_alone:
+            own = {r: self.node_mean(own, self.node_of[r]) for r in own}
+        return {rank: self.c.clipped(gradient) for rank, gradient in own.items()}
+
+    @staticmethod
+    def _towards_targets(rank: int, step: int, names: Sequence[str], x: Tensor) -> Tensor:
+        return x - torch.cat([_target(rank, name, step) for name in names])
+
+    def all_optimizers(self) -> list[Optimizer]:
+        """Those that have the user's learning rate."""
+        return list(self.optimizers.values())
 
     def optimize(self, rank: int, gradient: Tensor) -> None:
         """One step of a rank's own optimizer."""
@@ -909,7 +954,7 @@ class Averaging(Reference):
         at_end = last and args["at_epoch_end"]
         if args["order"] == "before_step":
             gradients = self.gradients()
-            if is_due or (at_end and self.c.knows_last):
+            if is_due or (at_end and self.knows_last):
                 self.agree_now([0], step)
             for rank, gradient in gradients.items():
                 self.optimize(rank, gradient)
@@ -922,7 +967,7 @@ class Averaging(Reference):
             x = self.x
             for rank in x:
                 self.put(rank, self.node_mean(x, self.node_of[rank]))
-        has_agreed = is_due if args["order"] == "after_step" else self.c.knows_last
+        has_agreed = is_due if args["order"] == "after_step" else self.knows_last
         if at_end and not has_agreed:
             self.agree_now([0], step)
 
@@ -932,12 +977,12 @@ class Averaging(Reference):
         waits = epoch < args["warmup_epochs"]
         waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
         leaves = (in_epoch - 1) % self.period == 0
-        if waits or (not self.staleness and leaves and not (last and self.c.knows_last)):
+        if waits or (not self.staleness and leaves and not (last and self.knows_last)):
             self.flying.clear()
             self.agree_now([0], step)
-        elif not (last and self.c.knows_last):
+        elif not (last and self.knows_last):
             self.turn(step, in_epoch, [0] if leaves and self.staleness else [])
-        if last and not waits and (self.c.knows_last or not leaves or self.staleness):
+        if last and not waits and (self.knows_last or not leaves or self.staleness):
             self.flying.clear()
             self.agree_now([0], step)
         if in_epoch == self.c.steps and not waits and args["adapt"]:
@@ -979,6 +1024,9 @@ class Delayed(Reference):
         self.pre = self.w
         self.guesses: Vectors = {}
         self.kept_by_rule: Vectors = {}
+
+    def all_optimizers(self) -> list[Optimizer]:
+        return [*super().all_optimizers(), self.kept]
 
     @property
     def w(self) -> Tensor:
@@ -1217,7 +1265,10 @@ def _close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> 
 # ---- the smallest that fails, and all of them ------------------------------------------------------------------------
 
 
-def failure(c: Combination) -> str | None:
+C = TypeVar("C", bound=Combination)
+
+
+def failure(c: C, check: Callable[[C], None]) -> str | None:
     """What is wrong with a combination, in one line."""
     try:
         check(c)
@@ -1228,23 +1279,24 @@ def failure(c: Combination) -> str | None:
     return None
 
 
-def smallest(c: Combination) -> Combination:
+def smallest(c: C, check: Callable[[C], None], goes_together: Callable[[C], bool], seconds: float = 60.0) -> C:
     """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
-    deadline = time.monotonic() + 60.0
-    kind = (failure(c) or "").partition(":")[0]
+    deadline = time.monotonic() + seconds
+    kind = (failure(c, check) or "").partition(":")[0]
     goes_on = True
     while goes_on:
         goes_on = False
         for each in _simpler(c):
             if time.monotonic() > deadline:
                 return c
-            if _goes_together(each) and (failure(each) or "").startswith(f"{kind}:"):  # and is not just refused
+            # and is not just refused
+            if goes_together(each) and (failure(each, check) or "").startswith(f"{kind}:"):
                 c, goes_on = each, True
                 break
     return c
 
 
-def _simpler(c: Combination) -> Iterator[Combination]:
+def _simpler(c: C) -> Iterator[C]:
     for each in fields(c):
         if each.name not in ("scheme", "arguments", "nodes") and getattr(c, each.name) != each.default:
             yield replace(c, **{each.name: each.default})
@@ -1258,17 +1310,38 @@ def _simpler(c: Combination) -> Iterator[Combination]:
     for name in ("epochs", "steps"):
         smaller = replace(c, **{name: getattr(c, name) - 1})
         events = [c.reweight, c.thaw, c.freeze, c.again, c.resume, *(s and s[0] for s in (c.sick, c.skip)), *c.looks]
-        if smaller.total and max((e for e in events if e is not None), default=0) < smaller.total:
+        if smaller.total > 0 and max((e for e in events if e is not None), default=0) < smaller.total:
             yield smaller
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--random", type=int, default=200, metavar="RUNS", help="so many combinations")
+def tell(
+    doc: str | None,
+    module: str,
+    drawn: Callable[[int], C],
+    check: Callable[[C], None],
+    goes_together: Callable[[C], bool],
+    among: int = 200,
+) -> int:
+    """A command line that checks drawn combinations and tells what fails.
+
+    Args:
+        doc: Of the program.
+        module: Its name.
+        drawn: The combination of a number.
+        check: Raises if one is not right.
+        goes_together: Whether no stated rule forbids one.
+        among: How many are drawn if nothing is said.
+
+    Returns:
+        The exit status: whether any failed.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--random", type=int, default=among, metavar="RUNS", help="so many combinations")
     parser.add_argument("--seed", type=int, default=0, help="of the first million of numbers")
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="these alone, by the numbers that were printed"
     )
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one that fails smaller")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -1280,16 +1353,14 @@ def main() -> int:
             break
         done += 1
         combination = drawn(number)
-        message = failure(combination)
+        message = failure(combination, check)
         if message is not None:
             failed += 1
-            small = smallest(combination)
-            print(
-                f"{number}: {small}\n    {failure(small)}\n    python -m tests.combinations --only {number}", flush=True
-            )
+            small = smallest(combination, check, goes_together, arguments.shrink)
+            print(f"{number}: {small}\n    {failure(small, check)}\n    python -m {module} --only {number}", flush=True)
     print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(tell(__doc__, "tests.combinations", drawn, check, goes_together))

@@ -1,0 +1,791 @@
+"""Random combinations of what a Trainer is given: ``python -m tests.trainer_combinations``, in a checkout.
+
+As :mod:`combinations`, whose schemes, events and references it shares, but every run is a ``Trainer.fit`` of processes:
+accumulation, clipping, precision, validations, checkpoints, callbacks that stop, average and swap, thawing, manual
+optimization, schedulers, batches of unequal sizes, modules that write to their own weights. What must hold:
+
+- the weights after every step, what a validation sees and what ``fit`` ends on are those of a float64 calculation of
+  one process, where numbers are comparable; it is told which samples a rank saw, and all ranks together see each once;
+- ranks of a node are equal at all times, all ranks in the end, and the number of steps is what DDP's would be;
+- validations, checkpoints and callbacks that write nothing in the end do not change a bit of the training;
+- the last file on disk, and one that is saved after ``fit``, hold what ``fit`` ended on;
+- a resume from a checkpoint with replicas goes on to the bit, at any step; from a plain one, it runs to the same step;
+- the Trainer can be pickled, and validate what it has trained.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import combinations
+import lightning.pytorch as pl
+import torch
+from combinations import _NODES, _OPTIMIZERS, _REFERENCES, _SHAPES, Combination, Reference, tell
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from problems import one_trainer
+from ranks import RankError, Ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import HeterogeneousBatches, HierarchicalStrategy
+
+_VALIDATED = 6
+"""Samples of a validation's batches."""
+_NAMES = [*_SHAPES]
+
+
+@dataclass(frozen=True)
+class Fit(Combination):
+    """One ``Trainer.fit``, and what comes after it; the defaults are what is plainest.
+
+    ``steps`` are those of an optimizer; ``weights`` are how many samples ranks of unequal speed take per batch.
+
+    Attributes:
+        samples: Of a batch of every rank.
+        shuffle: Whether every epoch deals them anew.
+        accumulate: Batches per step.
+        short: How many the last step of an epoch lacks.
+        cut: How many steps ``max_steps`` takes from the last epoch.
+        precision: The Trainer's.
+        clip: Gradients, by ``"norm"`` or ``"value"``.
+        manual: Whether the module steps its optimizers itself.
+        schedule: When the learning rate falls: after every ``"step"``, or ``"epoch"``.
+        validate: None, or after how many ``"batches"``, or ``"epochs"``.
+        saves: What kinds of ModelCheckpoint there are.
+        stops: Whether there is an EarlyStopping.
+        averages: Whose callback keeps an average: ``"swa"``, ``"ema"``, or ``"swap"``, which validates it.
+        finetuning: Whether a BaseFinetuning thaws.
+        module: What is unusual about it.
+        replicas: Whether companions of checkpoints are written.
+        evaluate: What validations run on.
+        after: What follows ``fit``.
+    """
+
+    samples: int = 1
+    shuffle: bool = False
+    accumulate: int = 1
+    short: int = 0
+    cut: int = 0
+    precision: str = "32-true"
+    clip: str | None = None
+    manual: bool = False
+    schedule: str | None = None
+    validate: tuple[str, int] | None = None
+    saves: tuple[str, ...] = ()
+    stops: bool = False
+    averages: str | None = None
+    finetuning: bool = False
+    module: tuple[str, ...] = ()
+    replicas: bool = True
+    evaluate: str = "consensus"
+    after: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return self.epochs * self.steps - self.cut
+
+    @property
+    def batches(self) -> int:
+        """Of an epoch, on every rank."""
+        return self.steps * self.accumulate - self.short
+
+    @property
+    def optimizers(self) -> int:
+        """How many there are."""
+        return 2 if self.two else 1
+
+    def rate_at(self, step: int) -> float:
+        return float({None: 1.0, "step": 0.9**step, "epoch": 0.9 ** (step // self.steps)}[self.schedule])
+
+    def knows_last_at(self, step: int) -> bool:
+        return not self.manual and step % self.steps == self.steps - 1
+
+    def clipped(self, gradient: Tensor) -> Tensor:
+        if self.clip == "value":
+            return gradient.clamp(-_CLIP, _CLIP)
+        if self.clip == "norm":
+            return gradient * min(1.0, _CLIP / (gradient.norm().item() + 1e-6))
+        return gradient
+
+    def written(self, values: Tensor) -> Tensor:
+        return values.clamp(-_CLAMP, _CLAMP) if "clamp" in self.module else values
+
+    @property
+    def plain(self) -> Fit:
+        """The same training, looked at by nobody."""
+        averages = self.averages if self.averages == "swa" else None
+        return replace(self, validate=None, saves=(), stops=False, averages=averages, after=())
+
+
+_CLIP, _CLAMP = 0.5, 0.6
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def drawn(number: int) -> Fit:
+    """The fit of a number, always the same."""
+    draw = random.Random(number)
+    chance = lambda probability: draw.random() < probability  # noqa: E731
+    base = combinations.drawn(number)
+    epochs, steps = (base.epochs, base.steps) if base.losses else (draw.randint(1, 3), draw.randint(2, 6))
+    accumulate = draw.choice([1, 1, 2, 3])
+    shared = {each.name: getattr(base, each.name) for each in fields(Combination)}
+    fit = Fit(
+        **{
+            **shared,
+            "reweight": None,
+            "looks": (),
+            "epochs": epochs,
+            "steps": steps,
+            "weights": tuple(map(float, _sizes(base, draw))) if base.weights else None,
+            "dtype": draw.choice(["float64", "float64", "float64", "float32", base.dtype]),
+            "resume": None,
+            "knows_last": True,
+        },
+        samples=draw.randint(1, 2),
+        shuffle=chance(0.3),
+        accumulate=accumulate,
+        short=draw.randrange(accumulate),
+        cut=draw.randrange(steps) if chance(0.3) else 0,
+        precision=draw.choice(["32-true"] * 4 + ["bf16-mixed", "bf16-true", "scaled"]),
+        clip=draw.choice([None, None, None, "norm", "value"]),
+        manual=base.two or chance(0.15),
+        schedule=draw.choice([None, None, "step", "epoch"]),
+        validate=draw.choice([None, ("batches", draw.randint(1, steps * accumulate)), ("epochs", draw.randint(1, 2))]),
+        saves=tuple(sorted(draw.sample(["steps", "last", "monitor"], draw.randint(1, 2)))) if chance(0.5) else (),
+        stops=chance(0.15),
+        averages=draw.choice([None] * 5 + ["swa", "ema", "swap"]),
+        module=tuple(sorted(draw.sample(_MODULES, draw.choice([0, 0, 1, 1, 2])))),
+        replicas=chance(0.7),
+        evaluate="replica" if chance(0.1) else "consensus",
+        after=tuple(sorted(draw.sample(_AFTER, draw.choice([0, 1, 3])))),
+    )
+    total = fit.total
+    within = lambda step: None if step is None else step % total  # noqa: E731
+    fit = replace(
+        fit,
+        thaw=within(fit.thaw) or None,
+        freeze=within(fit.freeze) or None,
+        resume=draw.randrange(total) if chance(0.4) else None,
+        sick=None if fit.sick is None else (fit.sick[0] % total, fit.sick[1]),
+        skip=None if fit.skip is None else (fit.skip[0] % total, fit.skip[1]),
+    )
+    fit = _fitting(fit, draw)
+    return fit if goes_together(fit) else drawn(number + 1_000_003)
+
+
+def _sizes(base: Combination, draw: random.Random) -> list[int]:
+    return [draw.randint(1, 3) for _ in base.ranks]
+
+
+def _fitting(fit: Fit, draw: random.Random) -> Fit:
+    """The same without what the Trainer refuses, or would have no effect."""
+    if fit.manual:
+        fit = replace(fit, accumulate=1, short=0, clip=None, schedule=None)
+    if fit.skip is not None:
+        fit = replace(fit, precision="scaled")
+    if fit.precision == "bf16-true":
+        fit = replace(fit, dtype="bfloat16")
+    if fit.thaw is not None and draw.random() < 0.5 and fit.epochs > 1:
+        fit = replace(fit, thaw=fit.steps, finetuning=True)
+    if fit.validate is None:
+        fit = replace(fit, stops=False, saves=tuple(kind for kind in fit.saves if kind != "monitor"))
+    elif fit.validate[0] == "batches":
+        fit = replace(fit, validate=("batches", min(fit.validate[1], fit.batches)))
+    return fit
+
+
+_MODULES = ("teacher", "mask", "tied", "batchnorm", "clamp", "reborn", "noise")
+_AFTER = ("save", "validate", "pickle")
+
+
+def goes_together(fit: Fit) -> bool:
+    """Whether no stated rule forbids it."""
+    if not combinations.goes_together(fit) or fit.total < 1 or fit.batches < 1 or not 0 <= fit.cut < fit.steps:
+        return False
+    if fit.two and not fit.manual:
+        return False
+    if fit.manual and (fit.accumulate > 1 or fit.clip or fit.schedule or fit.averages == "swa" or fit.skip):
+        return False  # the module's own to do
+    if not 0 <= fit.short < fit.accumulate:
+        return False
+    writes = any(kind in fit.module for kind in ("clamp", "reborn"))
+    if fit.scheme == "steps_delay" and writes:
+        return False  # refused: servers hold the weights
+    if fit.skip is not None and fit.precision != "scaled":
+        return False
+    if fit.precision == "bf16-true" and fit.dtype != "bfloat16":
+        return False
+    if fit.finetuning and (fit.thaw is None or fit.thaw % fit.steps or fit.thaw >= fit.total or fit.two):
+        return False
+    if fit.finetuning and fit.resume is not None and fit.resume >= fit.thaw:
+        return False  # Lightning freezes anew, and does not thaw again
+    if "noise" in fit.module and fit.resume is not None and fit.validate is not None:
+        return False  # Lightning does not repeat a validation that comes after the file, and it draws a number
+    if fit.averages == "swa" and (fit.finetuning or fit.freeze or fit.thaw or fit.stops or fit.schedule == "step"):
+        return False
+    if fit.stops and fit.validate is None:
+        return False
+    if "monitor" in fit.saves and fit.validate is None:
+        return False
+    if fit.validate is not None and fit.validate[0] == "batches" and fit.validate[1] > fit.batches:
+        return False
+    return all(not is_off(fit) for is_off in OFF)
+
+
+OFF: list[Callable[[Fit], bool]] = []
+"""What is known to be wrong and not mended yet."""
+
+
+# ---- one rank --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Told:
+    """What a rank saw of a fit.
+
+    Attributes:
+        trace: All values after every step.
+        samples: Of every batch.
+        seen: What validations saw: after how many steps, all values, and the loss that was logged.
+        end: The module after ``fit``.
+        counted: Global steps and epochs.
+        files: What files hold, by name: global step and state.
+    """
+
+    trace: list[Tensor] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    seen: list[tuple[int, Tensor, float]] = field(default_factory=list)
+    end: dict[str, Tensor] = field(default_factory=dict)
+    counted: tuple[int, int] = (0, 0)
+    files: dict[str, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
+
+
+def _sample_target(sample: int, name: str) -> Tensor:
+    """Where a sample's loss is least."""
+    index = torch.arange(math.prod(_SHAPES[name]), dtype=torch.float64) + 10 * _NAMES.index(name)
+    return torch.sin(1.3 * index + 2.1 * (sample % 7)) + 0.3 * torch.cos(index + 0.7 * sample)
+
+
+class Toy(pl.LightningModule):
+    """Goes towards its samples' targets, of which gradients are linear, with whatever a real module has besides."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.fit = fit
+        self.told = Told()
+        self.saves_to: Path | None = None
+        self.automatic_optimization = not fit.manual
+        for name, shape in _SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.full(shape, 0.5, dtype=fit.dtype_of(name))))
+        if "tied" in fit.module:
+            self.again = nn.ParameterList([self.c])
+        if "teacher" in fit.module:
+            self.teacher = nn.Parameter(torch.zeros(4), requires_grad=False)
+        if "mask" in fit.module or fit.buffer == "mask":
+            self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        if "batchnorm" in fit.module:
+            self.norm = nn.BatchNorm1d(2, affine=False)
+        if fit.buffer == "statistics":
+            self.register_buffer("statistics", torch.ones(3))
+        for name in fit.frozen_at(0) if not fit.finetuning else ():
+            getattr(self, name).requires_grad_(False)
+
+    def flat(self) -> Tensor:
+        return torch.cat([getattr(self, name).detach().flatten().double() for name in _SHAPES])
+
+    def loss(self, samples: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for name in _NAMES:
+            parameter = getattr(self, name)
+            targets = torch.stack([_sample_target(int(sample), name) for sample in samples])
+            total = total + 0.5 * (parameter.flatten() - targets.to(parameter.dtype)).square().sum(1).mean()
+        return total
+
+    @property
+    def step(self) -> int:
+        """Which one is next."""
+        return self.trainer.current_epoch * self.fit.steps + self.trainer.fit_loop.batch_idx // self.fit.accumulate
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        fit = self.fit
+        if fit.resume is not None:  # a plain loader begins anew in mid-epoch, with any strategy
+            at = (self.trainer.current_epoch * fit.batches + batch_idx) * self.trainer.world_size + self.global_rank
+            batch = torch.arange(len(batch)) + 5 * at
+        self.told.samples.append(batch.tolist())
+        if fit.manual:
+            optimizers = self.optimizers() if fit.two else [self.optimizers()]
+            for optimizer in optimizers:  # type: ignore[union-attr]
+                optimizer.zero_grad()
+            loss = self._disturbed(batch)
+            self.manual_backward(loss)
+            for optimizer in optimizers:  # type: ignore[union-attr]
+                optimizer.step()
+            return loss
+        return self._disturbed(batch)
+
+    def _disturbed(self, batch: Tensor) -> Tensor:
+        fit, rank = self.fit, self.global_rank
+        loss = self.loss(batch)
+        if "batchnorm" in fit.module:
+            features = batch.float().unsqueeze(1).repeat(2, 2)
+            loss = loss + 0.0 * self.norm(features).sum()
+        if fit.buffer == "statistics":
+            self.statistics.mul_(0.9).add_(0.1 * rank)
+        if "noise" in fit.module:
+            loss = loss * (0.5 + torch.rand(()))
+        strategy = self.trainer.strategy
+        node = strategy.topology.node
+        if (self.step, rank) == fit.sick:
+            loss = loss * math.nan
+        if (self.step, node) == fit.skip:
+            loss = loss * math.inf
+        if fit.losses:
+            loss = loss - loss.detach() + fit.loss(rank, min(self.trainer.current_epoch, fit.epochs - 1))
+        self.log("train_loss", loss.detach().float(), on_epoch=True, on_step=False, sync_dist=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        fit = self.fit
+        if not fit.finetuning and batch_idx % fit.accumulate == 0 and (fit.thaw or fit.freeze):
+            frozen = fit.frozen_at(self.step)
+            for name in _NAMES:
+                parameter = getattr(self, name)
+                if parameter.requires_grad == (name in frozen):
+                    parameter.requires_grad_(name not in frozen)
+                    parameter.grad = None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        fit = self.fit
+        if (batch_idx + 1) % fit.accumulate and not self.trainer.is_last_batch:
+            return
+        with torch.no_grad():
+            if "clamp" in fit.module:
+                for name in _NAMES:
+                    getattr(self, name).clamp_(-_CLAMP, _CLAMP)
+            if "teacher" in fit.module:
+                self.teacher.data = 0.5 * (self.teacher.data + self.c.data.float())
+            if "reborn" in fit.module and len(self.told.trace) == 2:
+                self.c.fill_(0.1)
+        self.told.trace.append(self.flat())
+        if self.saves_to is not None and len(self.told.trace) - 1 == fit.resume:
+            self.trainer.save_checkpoint(self.saves_to)  # callbacks save before this hook writes
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 0 and self._is_fitting:
+            self.told.seen.append((len(self.told.trace), self.flat(), math.nan))
+        self.log("val_loss", self.loss(batch).detach(), sync_dist=True, batch_size=len(batch))
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.trainer.state.fn == "fit" and not self.trainer.sanity_checking
+
+    def on_validation_end(self) -> None:
+        if self._is_fitting:
+            steps, values, _ = self.told.seen[-1]
+            self.told.seen[-1] = steps, values, float(self.trainer.callback_metrics["val_loss"])
+
+    def configure_optimizers(self) -> Any:
+        make = _OPTIMIZERS[self.fit.optimizer]
+        if self.fit.two:
+            return [make([getattr(self, name) for name in half]) for half in combinations._HALVES]
+        names = [name for name in _NAMES if not (self.fit.finetuning and name in self.fit.frozen_at(0))]
+        optimizer = make([getattr(self, name) for name in names])
+        if self.fit.schedule is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.fit.schedule}]
+
+    def train_dataloader(self) -> DataLoader:
+        fit, ranks = self.fit, self.trainer.world_size
+        per_batch = sum(map(int, fit.weights)) if fit.weights else fit.samples * ranks
+        size = per_batch if fit.weights else fit.samples
+        return DataLoader(range(per_batch * fit.batches), batch_size=size, shuffle=fit.shuffle)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(range(_VALIDATED * self.trainer.world_size), batch_size=3)  # type: ignore[arg-type]
+
+
+class _Thaws(BaseFinetuning):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pl_module.b.requires_grad_(False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == self.epoch:
+            pl_module.b.requires_grad_(True)
+            optimizer.add_param_group({**_first_group(optimizer), "params": [pl_module.b]})
+
+
+def _first_group(optimizer: Any) -> dict[str, Any]:
+    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+
+
+class _Swaps(pl.Callback):
+    """An average of the weights, as most people write it."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+        self.trained: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        for name, value in pl_module.named_parameters():
+            self.average[name] = self.average.get(name, value.detach()).lerp(value.detach(), 0.1)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.trained = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+        for name, value in pl_module.named_parameters():
+            value.data.copy_(self.average.get(name, value))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for name, value in pl_module.named_parameters():
+            value.data.copy_(self.trained[name])
+
+
+def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -> Told:
+    """Fit it on this rank, and do what comes after; goes on from the file that an earlier fit has left in the folder.
+
+    Args:
+        fit: What to do.
+        folder: For its files; the same on all ranks.
+        resume: Whether to go on.
+        saves: Whether to leave a file in the folder, if this is to be resumed later.
+    """
+    module = Toy(fit)
+    torch.manual_seed(0)
+    callbacks: list[Any] = [*_callbacks(fit, folder)]
+    file = folder / "saved.ckpt"
+    if saves:
+        module.saves_to = file
+    arguments: dict[str, Any] = {"precision": fit.precision}
+    if fit.precision == "scaled":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        arguments = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    if fit.clip:
+        arguments |= {"gradient_clip_val": _CLIP, "gradient_clip_algorithm": fit.clip}
+    if fit.validate is None:
+        arguments["limit_val_batches"] = 0
+    elif fit.validate[0] == "batches":
+        arguments["val_check_interval"] = fit.validate[1]
+    else:
+        arguments["check_val_every_n_epoch"] = fit.validate[1]
+    trainer = one_trainer(
+        folder,
+        devices=len(fit.ranks),
+        strategy=_strategy(fit),
+        max_epochs=fit.epochs,
+        max_steps=fit.total * fit.optimizers if fit.cut else -1,
+        accumulate_grad_batches=fit.accumulate,
+        callbacks=callbacks,
+        enable_checkpointing=bool(fit.saves),
+        num_sanity_val_steps=2 if "validate" in fit.after else 0,
+        **arguments,
+    )
+    trainer.fit(module, ckpt_path=file if resume else None)
+    told = module.told
+    told.end = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    told.counted = trainer.global_step, trainer.current_epoch
+    if not resume:
+        _afterwards(fit, folder, trainer, module)
+    return told
+
+
+def _strategy(fit: Fit) -> HierarchicalStrategy:
+    batches = None
+    if fit.weights is not None:
+        batches = HeterogeneousBatches(int(sum(fit.weights)), speeds=list(fit.weights))
+    shares = fit.argument("gradients", "node") == "node" and fit.argument("hierarchical", True)
+    return HierarchicalStrategy(
+        fit.make(),
+        batches,
+        ranks_per_node=[len(node) for node in _NODES[fit.nodes]],
+        wire_dtype=fit.wire,  # type: ignore[arg-type]
+        wire_raw=fit.raw,
+        bucket_mb=fit.bucket_bytes / 2**20,
+        average_optimizer_state=fit.state,
+        on_nonfinite=fit.policy,  # type: ignore[arg-type]
+        checkpoint_replicas=fit.replicas,
+        evaluate=fit.evaluate,  # type: ignore[arg-type]
+        verify_replicas="raise" if shares and fit.sick is None else "off",
+        hang_timeout=60.0,
+        find_unused_parameters=fit.freeze is not None,
+    )
+
+
+def _callbacks(fit: Fit, folder: Path) -> Iterator[pl.Callback]:
+    if fit.finetuning:
+        assert fit.thaw is not None
+        yield _Thaws(fit.thaw // fit.steps)
+    if fit.stops:
+        yield EarlyStopping("val_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=False)
+    if fit.averages == "swa":
+        yield StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+    elif fit.averages == "ema":
+        yield EMAWeightAveraging(decay=0.5)
+    elif fit.averages == "swap":
+        yield _Swaps()
+    if "steps" in fit.saves:
+        newest: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2}
+        yield ModelCheckpoint(folder / "steps", "{step}", every_n_train_steps=2 * fit.optimizers, **newest)
+    if "last" in fit.saves:
+        yield ModelCheckpoint(folder / "last", save_last=True, save_on_train_epoch_end=True)
+    if "monitor" in fit.saves:
+        yield ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=1)
+
+
+def _afterwards(fit: Fit, folder: Path, trainer: pl.Trainer, module: Toy) -> None:
+    if "save" in fit.after:
+        trainer.save_checkpoint(folder / "after" / "after.ckpt")
+    if "pickle" in fit.after:
+        pickle.dumps(trainer.strategy)
+    if "validate" in fit.after:
+        trainer.validate(module, verbose=False)
+        trainer.save_checkpoint(folder / "after" / "validated.ckpt")
+    trainer.strategy.barrier()
+    for path in sorted(folder.glob("*/*.ckpt")):
+        saved = torch.load(path, weights_only=False, map_location="cpu")
+        module.told.files[f"{path.parent.name}/{path.name}"] = saved["global_step"], saved["state_dict"]
+
+
+def program(fit: Fit, folder: Path) -> dict[str, Told]:
+    """All fits of a combination, on one rank, by name."""
+    torch.set_num_threads(1)
+    told = {"whole": trained(fit, folder / "whole", saves=True)}
+    if (fit.plain != fit or fit.resume is not None) and "noise" not in fit.module:
+        told["plain"] = trained(fit.plain, folder / "plain")
+    if fit.resume is not None and fit.resume < fit.total - 1:
+        told["resumed"] = trained(fit, folder / "whole", resume=True)
+    return told
+
+
+# ---- what must hold --------------------------------------------------------------------------------------------------
+
+_ranks = Ranks()
+
+
+def check(fit: Fit) -> None:
+    """Run a combination on processes that stay for the next one, and see that it is right.
+
+    Raises:
+        AssertionError: If it is not.
+        RankError: If it ends in an error.
+    """
+    folder = Path(tempfile.mkdtemp())
+    try:
+        told = _ranks.run(len(fit.ranks), program, fit, folder)
+    except RankError as error:
+        if fit.sick is not None and fit.policy == "raise" and "NonfiniteError" in str(error):
+            return
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    whole = [rank["whole"] for rank in told]
+    _check_whole(fit, whole)
+    if "plain" in told[0]:
+        for rank, each in enumerate(told):
+            _check_same(each["whole"].trace, each["plain"].trace, f"looks changed the run: rank {rank}")
+    if "resumed" in told[0]:
+        _check_resumed(fit, told)
+    tolerance = _tolerance(fit)
+    if tolerance is not None:
+        _compare(fit, whole, tolerance)
+
+
+def _check_whole(fit: Fit, ranks: list[Told]) -> None:
+    first = ranks[0]
+    if not fit.stops:
+        assert len(first.trace) == fit.total, f"{len(first.trace)} steps in place of {fit.total}"
+        assert first.counted[0] == fit.total * fit.optimizers, first.counted
+        assert first.counted[1] == fit.epochs - (1 if fit.cut else 0), first.counted
+    shares = fit.argument("gradients", "node") == "node" and fit.argument("hierarchical", True)
+    for node in _NODES[fit.nodes] if shares else ():
+        for rank in node[1:]:
+            _check_same(ranks[rank].trace, ranks[node[0]].trace, f"ranks {node[0]} and {rank} of a node differ")
+    for rank, own in enumerate(ranks):
+        assert own.counted == first.counted, f"rank {rank} counts {own.counted}, rank 0 {first.counted}"
+        _check_state(_known(fit, own.end), _known(fit, first.end), f"after fit rank {rank} differs from rank 0")
+        assert len(own.seen) == len(first.seen)
+        if fit.evaluate == "consensus" and fit.averages not in ("swap", "ema"):
+            for (step, values, _), (_, other, _) in zip(own.seen, first.seen, strict=True):
+                assert _equal(values, other), f"rank {rank} validates other weights than rank 0 after step {step}"
+        for (step, _, loss), (_, _, other_loss) in zip(own.seen, first.seen, strict=True):
+            is_same = loss == other_loss or math.isnan(loss)
+            assert is_same, f"rank {rank} logs {loss} after step {step}, rank 0 {other_loss}"
+    _check_samples(fit, ranks)
+    _check_files(fit, first)
+
+
+def _known(fit: Fit, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What is known of a module: ranks of DDP have buffers of their own after the last forward pass.
+
+    In manual optimization, Lightning's DDP shares them before the first forward pass of a process only.
+    """
+    is_ddp = fit.scheme == "all_reduce" or len(_NODES[fit.nodes]) == 1
+    if not is_ddp and not (fit.manual and fit.resume is not None):
+        return state
+    return {name: value for name, value in state.items() if name != "statistics" and not name.startswith("norm")}
+
+
+def _check_samples(fit: Fit, ranks: list[Told]) -> None:
+    """In every epoch all ranks together see every sample once."""
+    if fit.resume is not None:
+        return
+    whole_epochs = len(ranks[0].samples) // fit.batches
+    for epoch in range(whole_epochs):
+        here = slice(epoch * fit.batches, (epoch + 1) * fit.batches)
+        seen = [sample for told in ranks for batch in told.samples[here] for sample in batch]
+        assert sorted(seen) == list(range(len(seen))), f"in epoch {epoch} ranks see {sorted(seen)}"
+
+
+def _check_files(fit: Fit, told: Told) -> None:
+    steps = told.counted[0]
+    for name, (step, state) in told.files.items():
+        kind = name.partition("/")[0]
+        is_last = name == "last/last.ckpt" or kind == "after" or (kind == "steps" and step == steps)
+        if not is_last or (fit.averages == "swa" and kind != "after"):
+            continue
+        writes = any(writer in fit.module for writer in ("clamp", "teacher", "reborn"))
+        if kind == "steps" and (fit.averages == "ema" or fit.wire is not None or writes):
+            continue  # callbacks save before the module writes, and before an epoch's end
+        assert step == steps, f"{name} is of step {step} in place of {steps}"
+        if fit.averages == "ema":  # both are means of the nodes' averages, summed in another order
+            for key, value in state.items():
+                combinations._close(value, told.end[key], 1e-6, f"{name} holds {key}")
+            continue
+        _check_state(state, told.end, f"{name} holds something else than the module after fit")
+    if "save" in fit.after:
+        assert "after/after.ckpt" in told.files
+    if "last" in fit.saves:
+        assert "last/last.ckpt" in told.files, [*told.files]
+
+
+def _check_resumed(fit: Fit, told: list[dict[str, Told]]) -> None:
+    assert fit.resume is not None
+    for rank, each in enumerate(told):
+        whole, resumed = each["whole"], each["resumed"]
+        assert resumed.counted == whole.counted or fit.stops, f"a resumed run counts {resumed.counted}, {whole.counted}"
+        if not fit.replicas:
+            first = told[0]["resumed"]
+            _check_state(_known(fit, resumed.end), _known(fit, first.end), f"resumed rank {rank} differs from rank 0")
+            continue
+        if "reborn" in fit.module:
+            continue  # it counts its own steps
+        after = whole.trace[fit.resume + 1 :]
+        _check_same(after, resumed.trace, f"a resume after step {fit.resume}: rank {rank}")
+        if fit.averages == "ema":  # whose mean over nodes goes on
+            for name, value in _known(fit, whole.end).items():
+                combinations._close(resumed.end[name], value, 1e-6, f"a resumed run ends with {name}")
+        else:
+            message = f"after a resume after step {fit.resume} rank {rank} ends differently"
+            _check_state(_known(fit, whole.end), _known(fit, resumed.end), message)
+        if fit.averages == "swap":
+            continue  # the callback's average is in no file
+        later = [(step, values) for step, values, _ in whole.seen if step > fit.resume + 1]
+        again = [(step + fit.resume + 1, values) for step, values, _ in resumed.seen if step > 0]
+        assert [step for step, _ in later] == [step for step, _ in again], f"validations {later} and {again}"
+        for (step, one), (_, other) in zip(later, again, strict=True):
+            assert _equal(one, other), f"after a resume the validation after step {step} sees other weights"
+
+
+def _tolerance(fit: Fit) -> float | None:
+    """How far a run may be from its reference; None: they are not to be compared."""
+    if fit.precision == "bf16-true" or any(kind in fit.module for kind in ("noise", "reborn")):
+        return None
+    if fit.averages == "swa":
+        return None
+    if (fit.thaw is not None or fit.freeze is not None) and fit.accumulate > 1:
+        return None  # nodes agree before the step, and its first batches are behind them
+    parts = next((value for name, value in fit.arguments if name in ("what", "fragments", "segments")), 1)
+    if fit.finetuning and parts != 1:
+        return None  # what thaws is the optimizer's last, and elsewhere in the parts
+    return combinations._tolerance(fit)
+
+
+def _compare(fit: Fit, ranks: list[Told], tolerance: float) -> None:
+    steps = len(ranks[0].trace)
+    seen = tuple(step - 1 for step, _, _ in ranks[0].seen if step)
+    c = replace(fit, looks=seen)
+
+    def gradient(rank: int, step: int, names: Sequence[str], x: Tensor) -> Tensor:
+        epoch, in_epoch = divmod(step, fit.steps)
+        begin = epoch * fit.batches + in_epoch * fit.accumulate
+        end = min(begin + fit.accumulate, (epoch + 1) * fit.batches)
+        total = torch.zeros_like(x)
+        for batch in ranks[rank].samples[begin:end]:
+            means = [torch.stack([_sample_target(s, name) for s in batch]).mean(0) for name in names]
+            total += x - torch.cat(means)
+        return total / fit.accumulate
+
+    column = 0
+    for shapes in combinations._halves(c):
+        reference = _REFERENCES[c.scheme](replace(c, epochs=c.epochs), shapes, gradient)
+        numel = sum(math.prod(shape) for shape in shapes.values())
+        here = slice(column, column + numel)
+        column += numel
+        _compare_half(fit, ranks, _run_to(reference, steps), here, tolerance)
+
+
+def _run_to(reference: Reference, steps: int) -> Reference:
+    if steps < reference.c.total:
+        reference.stop_after = steps
+    return reference.run()
+
+
+def _compare_half(fit: Fit, ranks: list[Told], reference: Reference, here: slice, tolerance: float) -> None:
+    for step in range(len(ranks[0].trace)):
+        for rank, told in enumerate(ranks):
+            expected = reference.trace[step][rank]
+            combinations._close(told.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
+    if fit.evaluate == "consensus" and fit.averages is None:
+        for step, values, _ in ranks[0].seen:
+            if step:
+                combinations._close(values[here], reference.looks[step - 1], tolerance, f"validation after {step} sees")
+    if fit.averages != "ema":
+        end = torch.cat([ranks[0].end[name].flatten().double() for name in _SHAPES])
+        combinations._close(end[here], reference.end, tolerance, "fit ends on")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(nan=123.0), other.nan_to_num(nan=123.0))
+
+
+def _check_same(one: list[Tensor], other: list[Tensor], message: str) -> None:
+    for step, (a, b) in enumerate(zip(one, other, strict=False)):
+        assert _equal(a, b), f"{message}: step {step}: {a.tolist()} and {b.tolist()}"
+
+
+def _check_state(one: dict[str, Tensor], other: dict[str, Tensor], message: str) -> None:
+    assert one.keys() == other.keys(), f"{message}: {one.keys() ^ other.keys()}"
+    for name, value in one.items():
+        assert _equal(value, other[name]), f"{message}: {name} is {value.tolist()} and {other[name].tolist()}"
+
+
+if __name__ == "__main__":
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from trainer_combinations import check, drawn, goes_together  # ranks find programs by this name
+
+    sys.exit(tell(__doc__, "tests.trainer_combinations", drawn, check, goes_together))
