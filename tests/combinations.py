@@ -419,6 +419,9 @@ def goes_together(c: Combination) -> bool:
         return False  # refused: a server gets gradients
     if c.scheme == "agreement" and c.argument("through") == "unfair":
         return False  # refused: only Gossip keeps weights
+    parts = c.argument("fragments", c.argument("what", 1))
+    if c.dtype in _DTYPES and c.argument("staleness") and isinstance(parts, int) and parts > 1:
+        return False  # may be refused: parts are of one type, so there may be more, and each is due earlier
     if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
         return False  # refused: one half has no such parameters
     if c.argument("adapt") and len(c.losses) != c.epochs:

@@ -29,7 +29,7 @@ class Ranks:
         seconds: After so long a program counts as hanging.
     """
 
-    def __init__(self, seconds: float = 120.0) -> None:
+    def __init__(self, seconds: float = 240.0) -> None:
         self._seconds = seconds
         self._worlds: dict[int, list[tuple[Any, Any]]] = {}
 

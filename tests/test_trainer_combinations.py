@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from trainer_combinations import check, drawn
+from trainer_combinations import check, drawn, ranks
 
 BATCH = 5
+BY_DAY = 10
 
 
-@pytest.mark.parametrize("first", range(0, 30, BATCH))
+@pytest.fixture(scope="module", autouse=True)
+def ranks_that_stay_for_the_next_fit():
+    yield
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= BY_DAY)) for n in range(0, 100, BATCH)]
+)
 def test_random_fits_are_what_an_independent_calculation_gives(first):
     for number in range(first, first + BATCH):
         try:

@@ -218,6 +218,11 @@ class Checkpoints:
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
 
+    @property
+    def trained(self) -> list[str] | None:
+        """Names of the parameters that were trained when what was read was saved; None if it does not say."""
+        return self._loaded.get("trained")
+
     def restore(self, run: TrainingRun, io: CheckpointIO, precision: Precision | None = None) -> None:
         """Put back what was taken: this rank's own state, or else the schemes' schedules.
 
@@ -230,7 +235,7 @@ class Checkpoints:
             FileNotFoundError: If a companion is asked for, and there is none.
             ValueError: If what was saved does not fit this run.
         """
-        with run.training(self._loaded.get("trained")):
+        with run.training(self.trained):
             if self.with_replicas:
                 identity = self._loaded.get("identity")
                 companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)

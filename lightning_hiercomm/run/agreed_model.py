@@ -63,7 +63,7 @@ class AgreedModel:
                 scheme.settle()  # may give back memory, before a copy takes some
                 self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
                 scheme.agree()
-            differing = self._differing()
+            differing = self._differing_others()
             self._own_others = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
             self._average(differing)
             self._replicas.have_written()
@@ -83,26 +83,32 @@ class AgreedModel:
         for scheme in self._schemes:
             scheme.agree()
 
-    def _differing(self) -> list[Tensor]:
-        """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it."""
-        others = self._of_no_scheme()
-        if self._topology.world_size == 1 or not others:
+    def average_buffers(self, scheme: Scheme) -> None:
+        """Write the mean of those buffers in which ranks differ: forward passes move them between steps. Collective."""
+        if not self._topology.may_grow:
+            self._average(self._differing(scheme.replica.buffers))
+
+    def _differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those in which ranks differ; collective, if there are any."""
+        if self._topology.world_size == 1 or not tensors:
             return []
         # by their values: `parameter.data = ...`, as most teachers are moved, leaves no trace
-        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in others])
+        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in tensors])
         bounds = torch.cat([prints, ~prints])
         self._topology.world.all_reduce(bounds, op="max").wait()
         most, least = bounds.chunk(2)
-        differing = [t for t, is_equal in zip(others, (most == ~least).tolist(), strict=True) if not is_equal]
+        return [t for t, is_equal in zip(tensors, (most == ~least).tolist(), strict=True) if not is_equal]
+
+    def _differing_others(self) -> list[Tensor]:
+        """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it."""
+        # where schemes have nothing to do, buffers are DDP's
+        others = self._replicas.of_no_scheme(with_buffers=not all(scheme.is_alone for scheme in self._schemes))
+        differing = self._differing(others)
         if not differing:
             return []
         lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
         self._topology.world.all_reduce(lack, op="max").wait()
         return [tensor for tensor, lacks in zip(differing, lack.tolist(), strict=True) if not lacks]
-
-    def _of_no_scheme(self) -> list[Tensor]:
-        # where schemes have nothing to do, buffers are DDP's
-        return self._replicas.of_no_scheme(with_buffers=not all(scheme.is_alone for scheme in self._schemes))
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         if tensors:
@@ -150,13 +156,15 @@ class AgreedModel:
 
     def _average_module(self) -> None:
         ranks_differ = not all(scheme.equal_in_node for scheme in self._schemes)
-        if self._topology.num_nodes > 1 or ranks_differ:
-            whole = self._replicas.whole()
-            whole = whole.of_ranks_that_differ() if ranks_differ else whole
+        if self._topology.num_nodes == 1 and not ranks_differ:
+            return
+        whole = self._replicas.whole()
+        if not whole.shares:
+            self._average(self._differing(whole.tensors))  # a mean of equals may differ from them in the last bit
+        else:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
-            nodes = self._topology.nodes if whole.shares else [[rank] for rank in range(len(prints))]
-            if len({tuple(prints[rank] for rank in ranks) for ranks in nodes}) > 1:
+            if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
                 Average(whole, self._topology)()
                 self._replicas.have_written()
-            self._average(self._differing())
+        self._average(self._differing_others())

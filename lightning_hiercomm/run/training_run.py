@@ -204,6 +204,7 @@ class TrainingRun:
         scheme = self.scheme_of(optimizer)
         if self.replicas.has_changed(scheme.replica, optimizer):
             scheme.agree()
+            self.agreed_model.average_buffers(scheme)  # this step's forward passes are behind them
             scheme.follow(self.replicas.of(optimizer))
         return scheme.step(run, last=last)
 

@@ -321,8 +321,9 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             run = self._run
             for scheme, optimizer in zip(run.schemes, run.optimizers, strict=True):
                 scheme.follow(run.replicas.of(optimizer))
-            load_sharded_state(checkpoint, Path(self.broadcast(checkpoint_path)), run.optimizers)
-            self._checkpoints.restore(run, self.checkpoint_io)
+            with run.training(self._checkpoints.trained):
+                load_sharded_state(checkpoint, Path(self.broadcast(checkpoint_path)), run.optimizers)
+                self._checkpoints.restore(run, self.checkpoint_io)
         return checkpoint
 
     @override

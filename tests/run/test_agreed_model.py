@@ -9,11 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from covering import asked
+from harness import on_ranks
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from problems import one_trainer
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer
 from lightning_hiercomm.schemes.words.graphs import RandomPermutation
 
@@ -264,3 +267,53 @@ def test_a_file_of_averaged_weights_holds_the_mean_of_all_ranks_of_a_node(ranks_
     for rank in ranks_of_one_node:
         torch.testing.assert_close(rank["ema"]["last"], sum(averages) / 2, rtol=1e-12, atol=0)
         assert torch.equal(rank["ema"]["after fit"], rank["ema"]["last"])
+
+
+class Counting(Drifting):
+    """Its forward passes move a buffer, on each rank another way; it thaws in the second epoch, in mid-accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moved", torch.zeros(3))
+        self.after_steps: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        self.moved += self.global_rank + 1
+        return super().training_step(batch, batch_idx) + self.backbone.sum()
+
+    def on_train_epoch_start(self):
+        self.backbone.requires_grad_(self.current_epoch > 0)
+
+    def on_train_batch_end(self, *arguments):
+        super().on_train_batch_end(*arguments)
+        if arguments[2] % 2 or self.trainer.is_last_batch:
+            self.after_steps.append(self.moved.clone())
+
+
+def _counting_program(folder):
+    module = Counting()
+    strategy = HierarchicalStrategy(PeriodicAveraging(1), ranks_per_node=1, wire_dtype="bfloat16")
+    one_trainer(folder, devices=2, strategy=strategy, accumulate_grad_batches=2).fit(module)
+    return module.after_steps
+
+
+def test_buffers_that_batches_move_before_the_step_that_sees_a_thaw_agree_ever_after(launch):
+    one, other = launch(_counting_program, ranks=2)
+    assert len(one) == len(other) == 8
+    for step, (moved, moved_elsewhere) in enumerate(zip(one, other, strict=True)):
+        assert torch.equal(moved, moved_elsewhere), f"after step {step}"
+
+
+def test_what_is_equal_on_all_ranks_keeps_its_bits_when_the_module_is_averaged():
+    equal = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+
+    def work(topology):
+        module = torch.nn.Module()
+        module.equal = torch.nn.Parameter(equal.clone())
+        module.other = torch.nn.Parameter(torch.full((3,), float(topology.rank)))
+        AgreedModel([], Replicas(module, []), topology).average_module()
+        return module.equal.detach(), module.other.detach()
+
+    for kept, averaged in on_ranks(work, nodes=((0,), (1,), (2,))):
+        assert torch.equal(kept, equal)
+        assert averaged.tolist() == [1.0] * 3
