@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 sys.path.append(str(Path(__file__).resolve().parent))
 
 import torch
-from harness import Rank, attached, on_ranks, reloaded
+from harness import Rank, attached, flattened, on_ranks, reloaded
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -554,11 +554,11 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
         if step and c.frozen_at(step) != c.frozen_at(step - 1):
             _thaw(half, c.frozen_at(step))
         names = [name for name, p in half.module.named_parameters() if p.requires_grad]
-        target = torch.cat([_target(topology.rank, name, step) for name in names])
+        target = flattened([_target(topology.rank, name, step) for name in names])
 
         def gradient(x: Tensor, target: Tensor = target, half: Rank = half) -> Tensor:
             flat = x - target.to(x.dtype)
-            if (step, topology.rank) == c.sick:
+            if x.numel() and (step, topology.rank) == c.sick:
                 flat[-1] = math.nan
             if c.buffer == "statistics":
                 shares = half.scheme.gradients != "none"  # then DDP gives a node one value
@@ -627,7 +627,7 @@ class Reference:
     @property
     def x(self) -> Vectors:
         """What is trained, flat, by rank."""
-        return {r: torch.cat([p[n].flatten() for n in self.names]) for r, p in self.parameters.items()}
+        return {r: flattened([p[n] for n in self.names]) for r, p in self.parameters.items()}
 
     def put(self, rank: int, flat: Tensor) -> None:
         """Write what is trained."""
@@ -723,7 +723,7 @@ class Reference:
 
     @staticmethod
     def _towards_targets(rank: int, step: int, names: Sequence[str], x: Tensor) -> Tensor:
-        return x - torch.cat([_target(rank, name, step) for name in names])
+        return x - flattened([_target(rank, name, step) for name in names])
 
     def all_optimizers(self) -> list[Optimizer]:
         """Those that have the user's learning rate."""
@@ -810,7 +810,7 @@ class Averaging(Reference):
                 strict=True,
             )
         )
-        self.places = torch.cat([places[name] for name in self.names])
+        self.places = flattened([places[name] for name in self.names])
         if self.merge in _OUTER:
             for node in range(len(self.nodes) if self.through in _GRAPHS else 1):
                 x = self.x[self.nodes[node][0]]
@@ -1034,7 +1034,7 @@ class Delayed(Reference):
     @property
     def w(self) -> Tensor:
         """The server's weights."""
-        return torch.cat([self.server[name].flatten() for name in self.names])
+        return flattened([self.server[name] for name in self.names])
 
     def agreed(self) -> Tensor:
         return self.mean(self.x) if len(self.nodes) == 1 else self.w

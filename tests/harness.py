@@ -218,7 +218,12 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(parameters: Sequence[Tensor]) -> Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in parameters]).cpu()
+    return flattened([parameter.detach().clone() for parameter in parameters]).cpu()
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All in one; of none, nothing."""
+    return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.zeros(0)
 
 
 @contextmanager
