@@ -103,7 +103,7 @@ class Cluster:
     def signal(self, node: int | str, number: signal.Signals) -> None:
         os.killpg(self._nodes[str(node)].pid, number)
 
-    def watch(self, timeout: float = 60.0, restarts: bool = True, until: Callable[[], bool] | None = None) -> None:
+    def watch(self, timeout: float = 120.0, restarts: bool = True, until: Callable[[], bool] | None = None) -> None:
         """Wait until all nodes have ended well, starting those again that did not, or until `until()` holds."""
         deadline = time.monotonic() + timeout
         while self._nodes and not (until is not None and until()):
