@@ -61,10 +61,10 @@ def move_on_another_device(rank):
     names = ["_all_reduce", "_reduce_scatter", "_all_gather", "_broadcast"]
     with ExitStack() as stack:
         over_torch = {n: stack.enter_context(patch.object(TorchCommunicator, n, return_value=finished)) for n in names}
-        group.all_reduce(part, weight=0.5)
-        group.reduce_scatter(part, whole)
-        group.all_gather(whole, part)
-        group.broadcast(part, 1)
+        group.all_reduce(part, weight=0.5).wait()
+        group.reduce_scatter(part, whole).wait()
+        group.all_gather(whole, part).wait()
+        group.broadcast(part, 1).wait()
     assert [move.call_count for move in over_torch.values()] == [1] * 4
 
 
