@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +32,25 @@ from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.settings import Settings
 
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
+    """A mesh of nodes; the same for all strategies of a process that ask for the same: nobody ends a mesh's groups.
+
+    It spans the world, for making one is collective over the world: one of each node's own ranks would wait for ever.
+
+    Args:
+        device: Its type.
+        ranks: By node, data parallel and tensor parallel place.
+    """
+    world = dist.group.WORLD
+    for other in [key for key in _meshes if key[0] is not world]:  # that world has been left
+        del _meshes[other]
+    key = (world, device, str(ranks.tolist()))
+    if key not in _meshes:
+        _meshes[key] = DeviceMesh(device, ranks, mesh_dim_names=("node", *_DIMENSIONS))
+    return _meshes[key]
 
 
 class NodeModelParallelStrategy(ModelParallelStrategy):
@@ -70,9 +90,7 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
             )
         meshes = torch.tensor(topology.nodes).view(-1, data_parallel, tensor_parallel)
         if self._device_mesh is None:  # parameters of an earlier fit lie on the mesh that was made then
-            # a mesh of each node's own ranks would wait for ever: making one is collective over the world
-            world = DeviceMesh(self.root_device.type, meshes, mesh_dim_names=("node", *_DIMENSIONS))
-            self._device_mesh = world[_DIMENSIONS]
+            self._device_mesh = _mesh_of_world(self.root_device.type, meshes)[_DIMENSIONS]
         module = self.lightning_module
         assert module is not None
         module._device_mesh = self._device_mesh  # what `module.device_mesh` gives in `configure_model`
