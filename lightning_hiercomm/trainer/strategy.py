@@ -81,7 +81,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
             machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
             dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
-        elastic: Nodes may leave and join: see :class:`~lightning_hiercomm.elastic.configuration.Elastic`; a string is
+        elastic: Nodes may leave and join: see ``lightning_hiercomm.Elastic``; a string is
             the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that

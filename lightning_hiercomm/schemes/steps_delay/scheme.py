@@ -154,6 +154,7 @@ class StepsDelay(Scheme):
         self._parts: list[list[Bucket]] = []  # in which the local rule gets the section
         self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
         self._left: Tensor | None = None  # the weights' bits after the last delayed step, as sums
+        self._shown: Tensor | None = None  # of the agreed weights, where those have taken their place
         self._written = torch.tensor(False)  # whether anybody wrote to them since
         self._server: ShardedServer | None = None  # none on one node
         self._holds_final_weights = False
@@ -320,6 +321,7 @@ class StepsDelay(Scheme):
         else:
             self._delayed_steps += 1
             self._left = self._bits()
+        self._shown = None
         if has_arrived:
             self.unagreed_steps = 0
         if is_warming_up or has_arrived:
@@ -335,8 +337,12 @@ class StepsDelay(Scheme):
         if self._left is None:
             if not self._delayed_steps and not self._has_pulled:
                 server.take_over(self._pulled)
-        else:
-            self._written = self._written | (self._left != self._bits()).any()  # nobody waits here to know
+            return
+        bits = self._bits()  # nobody waits here to know what they say
+        written = (self._left != bits).any()
+        if self._shown is not None:
+            written &= (self._shown != bits).any()
+        self._written = self._written | written
 
     def _refuse_what_was_written(self) -> None:
         """Where the server is about to take the place of weights that somebody wrote, say so.
@@ -430,7 +436,7 @@ class StepsDelay(Scheme):
             return
         self._delayed_steps = 0
         self._has_pulled = False
-        self._left, self._written = None, torch.tensor(False)
+        self._left, self._shown, self._written = None, None, torch.tensor(False)
         self._pulled = [section.pack() for section in self._server.sections]
         self._parts = [section.bucket.in_cache_sized() for section in self._server.sections]
         self._rule_state = [[{} for _ in parts] for parts in self._parts]
@@ -456,6 +462,7 @@ class StepsDelay(Scheme):
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
         self.average_exactly(self.replica.buckets_of_buffers)
+        self._shown = self._bits()
 
     @property
     def is_agreed(self) -> bool:
