@@ -44,6 +44,7 @@ class ThreadWorld:
         self.timeout = timeout
         self._lock = threading.Lock()
         self._meetings: dict[Hashable, _Meeting] = defaultdict(_Meeting)
+        self._groups: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
         self._failure: tuple[int, BaseException] | None = None
 
     def run(self, work: Callable[[int, ThreadWorld], T]) -> list[T]:
@@ -80,14 +81,19 @@ class ThreadWorld:
         made: dict[Hashable, int] = defaultdict(int)
 
         def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-            own = None
-            for ranks in map(tuple, groups):
-                made[tier, ranks] += 1
-                if rank in ranks:
-                    own = _ThreadCommunicator(self, ranks, rank, tier, meter, key=(tier, ranks, made[tier, ranks]))
-            return own
+            own = next((ranks for ranks in groups if rank in ranks), None)
+            if own is None:
+                return None
+            number, ranks = self._numbered(tuple(own))
+            made[tier, number] += 1
+            return _ThreadCommunicator(self, ranks, rank, tier, meter, key=(tier, number, made[tier, number]))
 
         return connect
+
+    def _numbered(self, ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """What stands for these ranks in keys, which are hashed at each move; and the ranks, once for all of them."""
+        with self._lock:
+            return self._groups.setdefault(ranks, (len(self._groups), ranks))
 
     def post(self, key: Hashable, rank: int, value: Any, senders: int) -> None:
         """Leave ``value`` for whoever collects ``key``; so do ``senders`` ranks."""
@@ -181,7 +187,7 @@ class _ThreadCommunicator(Communicator):
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         def finish(whole: Tensor) -> None:
-            output.copy_(whole.chunk(self.size)[self.rank])
+            output.copy_(whole.view(self.size, *output.shape)[self.rank])
 
         return self._collective(tensor, self._reduce, finish, borrowed=True)
 

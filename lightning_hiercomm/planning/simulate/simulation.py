@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.predict.cost import predict
@@ -28,6 +29,7 @@ from lightning_hiercomm.schemes import Scheme
 MOST_REPLICAS = 512
 
 _LONGEST_WAIT = 600.0
+_SECONDS_BETWEEN_WAKES = 1e-4
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,10 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
     """
     began = time.perf_counter()
     initial = experiment.task.model(experiment.seed)  # here: threads share one random number generator
-    threads = torch.get_num_threads()
+    threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
+    # a thread that waits for the interpreter's lock wakes up so often to ask for it: thousands do little else
+    sys.setswitchinterval(max(interval, experiment.replicas * _SECONDS_BETWEEN_WAKES))
     try:
         replicas = ThreadWorld(experiment.replicas, _LONGEST_WAIT).run(
             lambda rank, world: _Replica(experiment, initial, rank, world).train(site, evaluations)
@@ -213,6 +217,7 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
         raise PlanningError(str(error)) from error
     finally:
         torch.set_num_threads(threads)
+        sys.setswitchinterval(interval)
     first = replicas[0]
     sent = fmean(replica.sent for replica in replicas) * experiment.ranks_per_node
     parameters = [parameter.detach() for parameter in first.module.parameters()]
@@ -226,8 +231,7 @@ class _Replica:
         torch.set_num_threads(1)  # every thread has a number of its own
         self._experiment = experiment
         self._meter = Meter()
-        size = experiment.ranks_per_node
-        nodes = [list(range(node * size, (node + 1) * size)) for node in range(experiment.nodes)]
+        nodes = nodes_by_count(experiment.ranks_per_node, experiment.replicas)
         weights = experiment.weights or experiment.batches
         self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter, weights)
         self.module = copy.deepcopy(initial)
