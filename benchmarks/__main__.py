@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import gpu, period, prediction, report, scaling
+from benchmarks import gpu, period, prediction, report, scaling, startup
 from benchmarks.contenders import BOUNDS, ROWS, SCANNED
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
@@ -142,6 +142,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     gpu.add_arguments(on_gpu)
     on_gpu.set_defaults(command=gpu.command)
+
+    starting = commands.add_parser(
+        "startup", help="what a run costs before its first step, against its ranks", epilog=startup.__doc__
+    )
+    startup.add_arguments(starting, OUT)
+    starting.set_defaults(command=startup.command)
 
     rows = commands.add_parser("rows", help="list the rows")
     rows.set_defaults(command=lambda _: print(*(f"{key:<24} {row.title}" for key, row in ROWS.items()), sep="\n"))

@@ -19,6 +19,7 @@ from benchmarks.contenders import BOUNDS, IN_NODE, ROWS, is_ours, is_peer
 from benchmarks.measure import Cell
 from benchmarks.palette import colour_of, styles_of
 from benchmarks.report import WORDS, capitalised, layout_words, measured, setting_words
+from benchmarks.startup import OURS, Start, handles_beyond, handles_of_ddp
 
 HEADLINES = (
     ("ddp",),
@@ -162,6 +163,44 @@ def scaling(settings: Sequence[Sequence[Cell]], path: Path) -> None:
     work = WORDS.get(first.workload, first.workload)
     figure.suptitle(f"{capitalised(work)} on {counts} nodes (from top to bottom){rate}", fontsize=12)
     figure.tight_layout()
+    _save(figure, path)
+
+
+def startup(starts: Sequence[Start], path: Path) -> None:
+    """How processor seconds, words through the store and handles grow with the ranks: DDP's own, and ours beyond."""
+    starts = [start for start in starts if not start.lazy_default_group] or list(starts)
+    ranks = [start.ranks for start in starts]
+    figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.6))
+    for where, title, ddp, ours in (
+        (
+            axes[0],
+            "processor seconds of all ranks",
+            [start.processor_seconds["ddp"] for start in starts],
+            [sum(start.processor_seconds[phase] for phase in OURS) for start in starts],
+        ),
+        (
+            axes[1],
+            "words through the store",
+            [start.words["ddp"] for start in starts],
+            [sum(start.words[phase] for phase in (*OURS, "agreements")) for start in starts],
+        ),
+        (
+            axes[2],
+            "open files of a rank",
+            [handles_of_ddp(start) for start in starts],
+            [handles_beyond(start) for start in starts],
+        ),
+    ):
+        where.plot(ranks, ddp, marker="o", color=colour_of("ddp"), label="DDP's process group")
+        where.plot(ranks, ours, marker="o", color=colour_of("periodic"), label="beyond it: ours")
+        where.set_xscale("log", base=2)
+        where.set_yscale("log")
+        where.set_xticks(ranks, [str(number) for number in ranks])
+        where.minorticks_off()
+        where.set_title(title, fontsize=10)
+        where.set_xlabel("ranks", fontsize=9)
+        where.grid(True, alpha=0.25)
+    axes[0].legend(fontsize=8.5, frameon=False)
     _save(figure, path)
 
 

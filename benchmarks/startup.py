@@ -1,0 +1,373 @@
+"""What a run costs before its first step, and how that grows with its ranks: seconds, words through the store, handles.
+
+Forked ranks do what the strategy does, on one machine: they meet and start the control plane, make torch's default
+process group (all that DDP needs), make the topology, and a twin for traffic beside training, and agree twice in their
+lanes. The first and the last two are ours. A machine with fewer processors than ranks is what all of them wait for, so
+processor seconds say more than seconds of the slowest rank, and counts say most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+from benchmarks.crowd import Crowd
+from benchmarks.crowd import measure as measure_crowd
+from lightning_hiercomm.control import rendezvous
+from lightning_hiercomm.control.plane import start_control_plane
+from lightning_hiercomm.nodes.connect import connect_world
+
+PHASES = ("meeting", "ddp", "topology", "twin", "agreements")
+OURS = ("meeting", "topology", "twin")
+TARGET = 0.3
+"""What our own phases may take, as a share of DDP's (issue 31)."""
+
+
+class CountingStore(dist.Store):
+    """Counts the keys that a rank names to a store; apart, how often it asks for one that is not there yet."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.words = self.questions_again = 0
+        self._store = store
+
+    def _named(self, keys: int = 1) -> dist.Store:
+        self.words += keys
+        return self._store
+
+    def set(self, key: str, value: Any) -> None:
+        self._named().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._named().get(key)
+
+    def add(self, key: str, value: int) -> int:
+        return self._named().add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        if self._store.check(keys):
+            self.words += len(keys)
+            return True
+        self.questions_again += 1
+        return False
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=5)) -> None:
+        self._named(len(keys)).wait(keys, timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._named(len(keys)).multi_get(keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+@dataclass
+class Rank:
+    """What one rank has spent, by phase; handles are those that are open when the phase ends."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    processor_seconds: dict[str, float] = field(default_factory=dict)
+    words: dict[str, int] = field(default_factory=dict)
+    handles: dict[str, int] = field(default_factory=dict)
+    questions_again: int = 0
+
+
+@dataclass
+class Start:
+    """The start of a run.
+
+    Attributes:
+        seconds: Of the slowest rank, by phase.
+        processor_seconds: Of all ranks together.
+        words: Keys named to the store, by all ranks together.
+        questions_again: How often they asked for a key that was not there yet: as often as the machine lets them wait.
+        handles: Open files of the rank with most of them, but for rank 0, at the end of each phase; less those that it
+            began with.
+        handles_of_rank_0: The same of rank 0, where the store is.
+        load: Of the machine, before.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    lazy_default_group: bool
+    seconds: dict[str, float]
+    processor_seconds: dict[str, float]
+    words: dict[str, int]
+    handles: dict[str, int]
+    handles_of_rank_0: dict[str, int]
+    questions_again: int
+    load: float = 0.0
+
+    def ratio(self, of: str) -> float:
+        """What ours take of ``of``, as a share of what DDP takes of it."""
+        spent: dict[str, float] = getattr(self, of)
+        return sum(spent[phase] for phase in OURS) / spent["ddp"]
+
+
+def measure(ranks: int, ranks_per_node: int, timeout: float = 300.0, lazy_default_group: bool = False) -> Start:
+    """Start so many ranks, and see what they spend. Whatever happens, none is left afterwards.
+
+    Raises:
+        RuntimeError: If a rank fails, or the start takes longer than ``timeout`` seconds.
+    """
+    port, context, load = find_free_network_port(), multiprocessing.get_context("fork"), os.getloadavg()[0]
+    line, go = context.Pipe(duplex=False)
+    links: list[Connection] = []
+    processes = []
+    try:
+        for rank in range(ranks):
+            own, theirs = context.Pipe(duplex=False)
+            arguments = (rank, ranks, ranks_per_node, port, lazy_default_group, line, go, theirs, list(links))
+            processes.append(context.Process(target=_play, args=arguments, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            links.append(own)
+        deadline = time.monotonic() + timeout
+        _hear(links, deadline)  # all are there
+        go.close()
+        said = _hear(links, deadline)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for link in (*links, line):
+            link.close()
+    found = [Rank(**each) for each in said]
+    others = found[1:] or found
+    return Start(
+        ranks,
+        ranks_per_node,
+        lazy_default_group,
+        seconds={phase: max(rank.seconds[phase] for rank in found) for phase in PHASES},
+        processor_seconds={phase: sum(rank.processor_seconds[phase] for rank in found) for phase in PHASES},
+        words={phase: sum(rank.words[phase] for rank in found) for phase in PHASES},
+        handles={phase: max(rank.handles[phase] for rank in others) for phase in PHASES},
+        handles_of_rank_0={phase: found[0].handles[phase] for phase in PHASES},
+        questions_again=sum(rank.questions_again for rank in found),
+        load=load,
+    )
+
+
+def _hear(links: Sequence[Connection], deadline: float) -> list[Any]:
+    said: dict[Connection, Any] = {}
+    while len(said) < len(links):
+        ready = wait([link for link in links if link not in said], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"{len(links) - len(said)} of {len(links)} ranks are not done in time")
+        for link in ready:
+            assert isinstance(link, Connection)
+            try:
+                said[link] = link.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {links.index(link)} died") from None
+            if isinstance(said[link], str):
+                raise RuntimeError(f"rank {links.index(link)}: {said[link]}")
+    return [said[link] for link in links]
+
+
+def _play(
+    rank: int,
+    size: int,
+    ranks_per_node: int,
+    port: int,
+    lazy: bool,
+    line: Connection,
+    go: Connection,
+    parent: Connection,
+    inherited: Sequence[Connection],
+) -> None:
+    for link in (go, *inherited):  # a handle less each, and the line ends when the parent says so
+        link.close()
+    torch.set_num_threads(1)
+    if lazy:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    spent = Rank()
+    try:
+        parent.send({})
+        select.select([line], [], [])
+        _start(rank, size, ranks_per_node, port, spent)
+        parent.send(asdict(spent))
+    except BaseException as error:
+        parent.send(f"{type(error).__name__}: {error}")
+    time.sleep(60.0)  # the parent ends all at once
+
+
+def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
+    stores: list[CountingStore] = []
+    make = rendezvous.TCPStore
+
+    def counted(*arguments: Any, **settings: Any) -> CountingStore:
+        stores.append(CountingStore(make(*arguments, **settings)))
+        return stores[-1]
+
+    rendezvous.TCPStore = counted  # type: ignore[misc,assignment]
+    handles = _handles()
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        words, seconds, processor_seconds = sum(s.words for s in stores), time.perf_counter(), time.process_time()
+        yield
+        spent.seconds[name] = time.perf_counter() - seconds
+        spent.processor_seconds[name] = time.process_time() - processor_seconds
+        spent.words[name] = sum(s.words for s in stores) - words
+        spent.handles[name] = _handles() - handles
+
+    node = rank // ranks_per_node
+    limit = timedelta(minutes=10)
+    with phase("meeting"):
+        meeting = rendezvous.Rendezvous("127.0.0.1", port, rank, size, limit)
+        about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
+        plane = start_control_plane(rank, size, *about, meeting.broadcast, meeting.gather)
+        if plane is None:
+            raise RuntimeError("no control plane")
+    with phase("ddp"):
+        dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=size, timeout=limit)
+    with phase("topology"):
+        topology = connect_world(rank, size, (node, rank % ranks_per_node), timeout=limit)
+    with phase("twin"):
+        twin = topology.twin()
+    with phase("agreements"):
+        for lane in (topology.inter, twin.inter):
+            if lane is not None:
+                values = torch.full((1000,), float(rank))
+                lane.all_reduce(values).wait()
+                if values[0] != sum(lane.ranks):
+                    raise RuntimeError(f"the sum over the lane is wrong: {values[0]}")
+    spent.questions_again = sum(store.questions_again for store in stores)
+    topology.world.barrier()  # whoever ends now takes nothing away from others
+    plane.close()
+
+
+def _handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
+    """The tables, in Markdown."""
+    lines = [
+        "# Starting\n",
+        "`python -m benchmarks startup`: forked ranks of one machine with"
+        f" {os.cpu_count()} processors, over gloo. The meeting (with the control plane), the topology and a twin of it"
+        " are ours; DDP needs the default process group by itself. Seconds are those of the slowest rank, processor"
+        " seconds those of all ranks together.\n",
+        "| ranks | per node | seconds: meeting | DDP's group | topology | twin | ours / DDP's"
+        " | processor seconds: ours | DDP's | ours / DDP's |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for start in starts:
+        name = f"| {start.ranks}{' (lazy)' if start.lazy_default_group else ''} | {start.ranks_per_node} |"
+        seconds = " | ".join(f"{start.seconds[phase]:.2f}" for phase in ("meeting", "ddp", "topology", "twin"))
+        ours = sum(start.processor_seconds[phase] for phase in OURS)
+        lines.append(
+            f"{name} {seconds} | {start.ratio('seconds'):.2f} | {ours:.1f} | {start.processor_seconds['ddp']:.1f}"
+            f" | {start.ratio('processor_seconds'):.2f} |"
+        )
+    lines += [
+        "\nThe machine's load before each start (other work, too, if it is not near 0; then seconds mean little):"
+        f" {', '.join(f'{start.load:.0f}' for start in starts)}.",
+        "\nWords are keys that ranks name to the store; handles are open files of a rank, and beyond DDP's are those of"
+        " the control plane, the topology and its twin after each has agreed once in its lane.\n",
+        "| ranks | words: ours | per rank | DDP's group | per rank | handles of a rank: DDP's | beyond | of rank 0 |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for start in starts:
+        ours, ddp = sum(start.words[phase] for phase in (*OURS, "agreements")), start.words["ddp"]
+        lines.append(
+            f"| {start.ranks}{' (lazy)' if start.lazy_default_group else ''} | {ours} | {ours / start.ranks:.1f}"
+            f" | {ddp} | {ddp / start.ranks:.1f} | {handles_of_ddp(start)} | {handles_beyond(start)}"
+            f" | {start.handles_of_rank_0['agreements']} |"
+        )
+    if any(start.lazy_default_group for start in starts):
+        lines.append("\nlazy: with `TORCH_GLOO_LAZY_INIT=1`, which spares DDP's group its mesh of sockets as well.")
+    for crowd in crowds:
+        lines.append(
+            f"\nThe control plane's hub with {crowd.ranks} ranks, which one process plays: all had joined after"
+            f" {crowd.joined_seconds:.1f} s; a failure was on all of them after {crowd.failure_seconds:.2f} s; it took"
+            f" {crowd.share_of_core:.1%} of a processor while nothing happened but heartbeats"
+            f" ({crowd.watched_seconds:.0f} s), and {crowd.megabytes:.0f} MB at its most."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def handles_of_ddp(start: Start) -> int:
+    """Handles that torch's own group needs: its sockets, and the one connection to the store."""
+    return start.handles["ddp"] - start.handles["meeting"] + 1
+
+
+def handles_beyond(start: Start) -> int:
+    """All others, at the end."""
+    return start.handles["agreements"] - handles_of_ddp(start)
+
+
+def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
+    """The command's arguments."""
+    parser.add_argument("--ranks", type=int, nargs="*", default=[16, 32, 64])
+    parser.add_argument("--hub", type=int, nargs="*", default=[], metavar="RANKS", help="play so many ranks of a hub")
+    parser.add_argument("--ranks-per-node", type=int, default=4)
+    parser.add_argument("--lazy", action="store_true", help="with TORCH_GLOO_LAZY_INIT=1 for the default group, too")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a start counts as hung")
+    parser.add_argument("--out", type=Path, default=out, help="the folder that gets startup.json, .md and .png")
+    parser.add_argument("--stored", action="store_true", help="only write the table and the picture again")
+
+
+def command(arguments: argparse.Namespace) -> None:
+    """Start as many ranks as asked for; each start is stored when it ends."""
+    path = arguments.out / "startup.json"
+    found, crowds = load(path)
+    starts = {_name(start): start for start in found}
+
+    def save() -> None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        ordered, played = [starts[name] for name in sorted(starts)], sorted(crowds, key=lambda crowd: crowd.ranks)
+        stored = {"starts": [asdict(start) for start in ordered], "hubs": [asdict(crowd) for crowd in played]}
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+        path.with_suffix(".md").write_text(page(ordered, played))
+
+    for ranks in () if arguments.stored else arguments.ranks:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if ranks > most // 2:
+            sys.exit(f"{ranks} ranks want more than the {most} open files that this machine allows")
+        start = measure(ranks, arguments.ranks_per_node, arguments.timeout, arguments.lazy)
+        starts[_name(start)] = start
+        save()
+        print(page([start]), flush=True)
+    for ranks in () if arguments.stored else arguments.hub:
+        crowds = [crowd for crowd in crowds if crowd.ranks != ranks] + [measure_crowd(ranks)]
+        save()
+    if starts:
+        from benchmarks import plots
+
+        save()
+        plots.startup([starts[name] for name in sorted(starts)], path.with_suffix(".png"))
+    print(path.with_suffix(".md"))
+
+
+def load(path: Path) -> tuple[list[Start], list[Crowd]]:
+    """What is stored."""
+    stored = json.loads(path.read_text()) if path.exists() else {"starts": [], "hubs": []}
+    return [Start(**start) for start in stored["starts"]], [Crowd(**crowd) for crowd in stored["hubs"]]
+
+
+def _name(start: Start) -> tuple[int, int, bool]:
+    return start.ranks, start.ranks_per_node, start.lazy_default_group
