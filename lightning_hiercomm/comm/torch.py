@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -245,9 +246,8 @@ class TorchCommunicator(Communicator):
             raise self._failure(error) from error
 
     def _failure(self, error: RuntimeError) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {list(self.ranks)}): {error}"
-        )
+        some = f"{list(self.ranks[:8])}{f' and {self.size - 8} more' if self.size > 8 else ''}"
+        return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {some}): {error}")
 
 
 class _TorchHandle(Handle):
@@ -332,6 +332,9 @@ def connect_torch(
 ) -> Connect:
     """The :data:`~lightning_hiercomm.comm.base.Connect` over the initialised default process group.
 
+    That group itself is the ``world``: another one would be a full mesh of sockets, on gloo, which says nothing that
+    this one cannot. Moves over it belong to the training thread, as those of Lightning and of the user do.
+
     Args:
         meter: Counts the traffic.
         timeout: Of the process groups.
@@ -340,19 +343,83 @@ def connect_torch(
     """
 
     def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-        rank, own = dist.get_rank(), None
-        for ranks in groups:
-            # Lightning binds the default group to its device (device_id), so on GPUs torch connects a group of nccl's
-            # when it is made, not when it is used first (eager_connect_single_device in torch's distributed_c10d.py):
-            # every group costs buffers on the GPU, used or not, and all ranks must make all groups in one order
-            # ("new_group" in https://docs.pytorch.org/docs/stable/distributed.html)
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, **_in_order(ranks))
-            if isinstance(group, dist.ProcessGroup):
-                around = launching if tier == "inter" else nullcontext
-                own = TorchCommunicator(group, ranks, rank, tier, meter, around)
-        return own
+        rank = dist.get_rank()
+        if tier == "world" and backend is None and list(groups[0]) == [*range(dist.get_world_size())]:
+            return TorchCommunicator(None, groups[0], rank, tier, meter)
+        own = next((ranks for ranks in groups if rank in ranks), None)
+        is_lazy = own is not None and len(own) > _MOST_DIRECT_PEERS
+        with _connecting_when_needed() if is_lazy else nullcontext():
+            group = _own_group(groups, own, timeout, backend)
+        if own is None or group is None:
+            return None
+        if is_lazy and "gloo" in dist.get_backend_config(group):
+            dist.all_reduce(torch.zeros(1), group=group)  # whoever is not there, or out of reach, shows now
+        return TorchCommunicator(group, own, rank, tier, meter, launching if tier == "inter" else nullcontext)
 
     return connect
+
+
+def _own_group(
+    groups: Sequence[Sequence[int]], own: Sequence[int] | None, timeout: timedelta | None, backend: str | None
+) -> dist.ProcessGroup | None:
+    """Make the process group that this rank is in, and none of those that it is not in.
+
+    Every rank calls ``new_group`` once, at the same place of the same program; a rank in no group, for one of its own
+    that it gives back at once. Three things depend on it:
+
+    - Names. A group's name comes from its ranks and from how many groups its members have made; members who counted
+      differently would wait for each other in the store for ever. (Before torch 2.14 they counted the groups that they
+      are *in*, pytorch/pytorch#189073: there all ranks make all groups.)
+    - ``ncclCommSplit``. If the default group has a ``device_id``, which Lightning gives it, torch connects a new group
+      at once, used or not (eager_connect_single_device in its distributed_c10d.py), by splitting the default group's
+      communicator, and "all ranks in the communicator must call" that
+      (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclcommsplit). Where all ranks make all
+      groups it is one split of the whole world per group; here it is a single one, with as many colours.
+    - The order of launches. Two communicators of nccl on one device must be used in an order that is the same on all
+      ranks, for each holds the device until its peers are there, too
+      (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html, "Using multiple NCCL
+      communicators concurrently"). So no group is made when it is first needed, which may be in a background thread on
+      one rank and not yet on another: a topology's are made in its constructor, a twin's when a scheme begins. The one
+      group that a topology and its twin share, the world's, is used by the training thread only, in the order of the
+      program; what a background stream launches has a twin's own groups.
+    """
+    if _names_agree() and dist.get_backend() != "mpi":
+        ranks = own or [dist.get_rank()]
+        how = {"use_local_synchronization": True, **_in_order(ranks)}
+        group = dist.new_group(list(ranks), timeout, backend, **how)
+        if own is None:
+            dist.destroy_process_group(group)
+            return None
+        return group if isinstance(group, dist.ProcessGroup) else None
+    made = [(ranks, dist.new_group(list(ranks), timeout, backend, **_in_order(ranks))) for ranks in groups]
+    return next((group for _, group in made if isinstance(group, dist.ProcessGroup)), None)
+
+
+def _names_agree() -> bool:
+    """Whether members of a group give it one name, even if they have been in unequal numbers of groups before."""
+    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
+    return (major, minor) >= (2, 14)
+
+
+@contextmanager
+def _connecting_when_needed() -> Iterator[None]:
+    """Let gloo connect two members of a group when they first have something to say to each other, and not all at once.
+
+    In a large group most never have: its collectives are rings and trees. A new group then costs each member one word
+    in the store and no socket; in a full mesh, one socket and two words per other member. In a small group everyone
+    talks to everyone (see ``_MOST_DIRECT_PEERS``), and a full mesh shows from the beginning who is out of reach.
+
+    gloo reads this variable whenever a group is made (torch 2.8 and newer; before, groups are full meshes). Whoever has
+    set it himself gets what it says.
+    """
+    if "TORCH_GLOO_LAZY_INIT" in os.environ:
+        yield
+        return
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TORCH_GLOO_LAZY_INIT"]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import json
 import math
+import resource
 import secrets
 import selectors
 import signal
@@ -28,11 +29,18 @@ from typing import Any
 Message = dict[str, Any]
 
 MAX_MESSAGE = 16 * 1024  # bytes
-MAX_STRANGERS = 64
+MAX_STRANGERS = 64  # and as many as there are ranks that have not come yet
 STRANGER_BYTES = 4 * 1024
 STRANGER_SECONDS = 5.0
 UNREACHABLE_SECONDS = 30
 AFTERMATH_SECONDS = 60.0
+BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
+ACCEPTED_AT_ONCE = 64
+
+
+def seconds_between_beats(size: int, hang_timeout: float) -> float:
+    """How often each of ``size`` ranks says that it lives: the more there are, the more seldom."""
+    return min(max(1.0, size / BEATS_PER_SECOND), hang_timeout / 10)
 
 
 def proof(token: str, nonce: str, rank: int) -> str:
@@ -148,6 +156,7 @@ class Hub:
         self._token = token
         self._strangers: dict[Channel, Stranger] = {}  # the oldest first
         self._members: dict[Channel, Member] = {}
+        self._joined: dict[int, Channel] = {}
         self._missing = {*range(size)} - {*gone}  # who has not joined yet
         self._hang_timeout = hang_timeout
         self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
@@ -171,30 +180,37 @@ class Hub:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(parent, selectors.EVENT_READ)
         parent_lives = True
+        pause = min(1.0, (self._hang_timeout or 10.0) / 10)
+        looks_at = 0.0  # not after each word of somebody: a look goes over everybody
         while time.monotonic() < self._ends_at and (parent_lives or self._members):
-            for key, _ in self._selector.select(timeout=min(1.0, (self._hang_timeout or 10.0) / 10)):
+            for key, _ in self._selector.select(timeout=pause):
                 if key.fd == parent:
                     parent_lives = False
                     self._selector.unregister(parent)
                 elif key.fileobj is self._listener:
-                    self._accept()
+                    for _ in range(ACCEPTED_AT_ONCE):
+                        if not self._accept():
+                            break
                 elif isinstance(key.fileobj, Channel):
                     self._hear(key.fileobj)
-            self._look_around(time.monotonic())
+            if time.monotonic() >= looks_at:
+                self._look_around(time.monotonic())
+                looks_at = time.monotonic() + pause / 2
         self._tell_all({"kind": "closed"})
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Let somebody in who knocks; whether there may be more."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError:  # most likely there are no file descriptors left
             if self._strangers:
                 self._drop_oldest_stranger()
             else:
                 time.sleep(0.05)
-            return
-        if len(self._strangers) >= MAX_STRANGERS:
+            return False
+        if len(self._strangers) >= MAX_STRANGERS + len(self._missing):
             self._drop_oldest_stranger()
         connection.setblocking(False)  # nobody makes the hub wait
         probe_peer(connection)
@@ -203,6 +219,7 @@ class Hub:
         self._strangers[channel] = stranger
         self._selector.register(channel, selectors.EVENT_READ)
         self._tell(channel, {"kind": "challenge", "nonce": stranger.nonce})
+        return True
 
     def _hear(self, channel: Channel) -> None:
         if channel not in self._members and channel not in self._strangers:
@@ -233,10 +250,11 @@ class Hub:
             and isinstance(place, str)
             and isinstance(shown, str)
             and hmac.compare_digest(shown.encode(), proof(self._token, stranger.nonce, rank).encode())
-            and rank not in [member.rank for member in self._members.values()]
+            and rank not in self._joined
         ):
             del self._strangers[channel]
             self._members[channel] = Member(rank, place, time.monotonic())
+            self._joined[rank] = channel
             self._missing.discard(rank)
             channel.limit = MAX_MESSAGE
             self._tell(channel, {"kind": "welcome"})
@@ -252,9 +270,10 @@ class Hub:
         member = self._members[channel]
         rank = member.rank
         if message["kind"] == "bye":
-            del self._members[channel]
+            del self._members[channel], self._joined[rank]
             self._drop(channel)
-            self._tell_all({"kind": "left", "rank": rank})
+            if 0 in self._joined:  # which would tell a new hub; all others need not know
+                self._tell(self._joined[0], {"kind": "left", "rank": rank})
             if rank == 0:
                 self._ends_at = 0.0
         elif message["kind"] == "beat":
@@ -279,16 +298,18 @@ class Hub:
         member = self._members.pop(channel, None)
         if member is None:
             return
+        del self._joined[member.rank]
         message = f"{member.place} died"
         if self._missing:  # a launcher that ends everybody because of them is quicker than their absence
             message += f" while {_ranks(self._missing)} had not come yet"
         self._fail_of_itself(message)
 
     def _fail(self, failure: Message) -> None:
+        """Tell everybody of the first failure; those that follow, one of each rank perhaps, follow from it."""
         if self._failure is None:
             self._failure = failure
             self._ends_at = time.monotonic() + AFTERMATH_SECONDS  # not with the last of them, which may be frozen
-        self._tell_all(failure)
+            self._tell_all(failure)
 
     def _fail_of_itself(self, message: str, **more: object) -> None:
         """A failure that no rank has reported; nor will one, perhaps, because a launcher ends them all at once."""
@@ -335,7 +356,7 @@ class Hub:
             how = "nothing was heard of it" if channel in silent else f"{member.stuck[0]} has been stopped or stuck"
             reports.append(f"{member.place} is frozen: {how} for {timeout:g} s, and before it was {member.doing}")
         silent_ranks = [self._members[channel].rank for channel in silent]
-        self._fail_of_itself("; ".join(reports[:10]), frozen=True, silent=silent_ranks)
+        self._fail_of_itself("; ".join(reports[:10]), frozen=True, silent=silent_ranks[:1000])
         for channel in silent:
             channel.send_urgently()
 
@@ -345,10 +366,10 @@ class Hub:
         if progress != self._progress:
             self._progress, self._moved_at, self._standstill_told = progress, now, False
             return
+        if self._standstill_told or now - self._moved_at <= timeout or not all(progress.values()):
+            return
         members = sorted(self._members.values(), key=lambda member: member.rank)
-        if any(max(member.stuck[1], now - member.heard_at) > timeout / 2 for member in members):
-            return  # one of them may be frozen
-        if all(progress.values()) and now - self._moved_at > timeout and not self._standstill_told:
+        if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # nobody is frozen
             self._standstill_told = True
             where = "; ".join(f"{member.place} is {member.doing}" for member in members[:20])
             print(f"lightning_hiercomm: no rank got on for {timeout:g} s: {where}", file=sys.stderr, flush=True)
@@ -388,6 +409,8 @@ def main() -> None:
     """Serve, on the listening socket that is inherited."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # meant for the ranks, who end in their own time
         signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one handle per rank
     settings = json.loads(sys.stdin.readline())
     listener = socket.socket(fileno=settings.pop("listener"))
     Hub(listener, **settings).serve(parent=sys.stdin.fileno())

@@ -26,7 +26,7 @@ from lightning_hiercomm.control import hub, process
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 512  # more than one node's ranks come at once
+_BACKLOG = 4096  # all ranks come at once; the kernel takes net.core.somaxconn for more
 _JOIN_SECONDS = 20.0
 _REJOIN_SECONDS = 60.0
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
@@ -76,8 +76,8 @@ class ControlPlane:
         hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
 
     Attributes:
-        processes: The identities of all ranks' processes, as far as they are known. Whoever shares a machine with a
-            frozen rank kills it.
+        processes: The identities of those ranks' processes that share this rank's machine, as far as they are known:
+            it kills one that is frozen. They do not come from the hub, which could name any process.
     """
 
     def __init__(self, rank: int, size: int, place: str, grace: float = 4.0, hang_timeout: float | None = None) -> None:
@@ -342,7 +342,7 @@ class ControlPlane:
                 if self.hang_timeout is not None and time.monotonic() >= next_beat:
                     beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look()}
                     channel.send({"kind": "beat", **beat})
-                    next_beat = time.monotonic() + min(1.0, self.hang_timeout / 10)
+                    next_beat = time.monotonic() + hub.seconds_between_beats(self.size, self.hang_timeout)
                 pause = max(0.0, next_beat - time.monotonic()) if next_beat < math.inf else None
                 ready = [key.fileobj for key, _ in selector.select(pause)]
                 if woken in ready:
@@ -477,7 +477,8 @@ def start_control_plane(
         port: Where rank 0 listens; 0 for any free port.
         hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
         broadcast: Gives all ranks what rank 0 says.
-        gather: Gives all ranks what all say; calls ``alarm``, if it can, while it waits.
+        gather: Gives all ranks what all say, or those that do not say None; if it can, only those that name the same
+            ``among``. Calls ``alarm``, if it can, while it waits.
 
     Returns:
         The plane, joined; None, and a warning on rank 0, if some rank could not join.
@@ -497,14 +498,16 @@ def start_control_plane(
         except OSError as error:
             trouble = f"{place} cannot reach {invitation}: {error}"
     try:
-        everyone = gather([trouble, process.identity()], plane.check)
+        troubles = [trouble for trouble in gather(trouble, plane.check) if trouble is not None]
+        if not troubles:
+            who = process.identity()
+            neighbours = gather([rank, who], plane.check, among=who[0])  # of all ranks it would be too much for each
+            plane.processes = {rank: its for rank, its in neighbours if its[0] == who[0]}
     except BaseException as error:
         plane.report_failure(error)
         plane.close()
         raise
-    troubles = [trouble for trouble, _ in everyone if trouble is not None]
     if not troubles:
-        plane.processes = {rank: who for rank, (_, who) in enumerate(everyone)}
         return plane
     plane.close()
     if rank == 0:

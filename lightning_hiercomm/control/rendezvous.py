@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -31,9 +32,13 @@ class Rendezvous:
     which attempt this is, ranks cannot know, for every agent counts its own. So rank 0 gives each attempt a name, under
     which all its words stand, and tells it to whoever asks with a word of his own that nobody used before.
 
+    Everything goes through one store, in rank 0's process or beside it. So a rank writes a word, asks for one, and
+    knows nothing of the others' words; rank 0 reads them all, and writes one answer. Ranks that each ask for
+    everybody's words give the store the square of that to do.
+
     Args:
         host: Rank 0's address, the ``MASTER_ADDR`` of the process group.
-        port: Its ``MASTER_PORT``; the process group will share the store. Keep this object until there is one.
+        port: Its ``MASTER_PORT``.
         rank: This rank.
         size: Number of ranks.
         timeout: How long to wait for missing ranks. Default: 30 minutes.
@@ -66,33 +71,60 @@ class Rendezvous:
             self._attempt = secrets.token_hex(8) if rank == 0 else None
 
     @property
-    def fresh_store(self) -> Store | None:
-        """Where this attempt's process group can meet; None if nobody met at the usual place before. After a word."""
-        return PrefixStore(f"{self._attempt}/process group", self._store) if self._by_agent else None
+    def store(self) -> Store:
+        """Where this attempt's process group can meet, over this rank's one connection. After a word."""
+        return PrefixStore(f"{self._attempt}/process group", self._store)
 
     def broadcast(self, own: Any) -> Any:
         """What rank 0 says, who has to :meth:`gather` next."""
         key = self._next_word()
         if self._rank == 0:
             self._store.set(key, json.dumps(own))
-        self._wait({0: key}, lambda: None)
-        return json.loads(self._store.get(key))
+        return self._hear(key)
 
-    def gather(self, own: Any, alarm: Callable[[], None] = lambda: None) -> list[Any]:
-        """What each rank says, in the order of the ranks.
+    def gather(self, own: Any, alarm: Callable[[], None] = lambda: None, among: str = "") -> list[Any]:
+        """What those ranks say that have something to say, in the order of the ranks.
 
         Args:
-            own: What this one says; JSON.
+            own: What this one says; JSON. None: nothing.
             alarm: Called while waiting for others, to raise if that makes no sense any more.
+            among: Only what those say is of interest that give the same here.
 
         Raises:
             TimeoutError: If somebody has not come; says who.
         """
         word = self._next_word()
+        answer = f"{word}/answer/{among}"
+        self._store.set(f"{word}/{self._rank}", json.dumps([answer, own]))
+        if self._rank != 0:
+            trouble, said = self._hear(answer, alarm)
+            if trouble:
+                raise TimeoutError(trouble)
+            return list(said)
         keys = {rank: f"{word}/{rank}" for rank in range(self._size)}
-        self._store.set(keys[self._rank], json.dumps(own))
-        self._wait(keys, alarm)
-        return [json.loads(value) for value in self._store.multi_get([*keys.values()])]
+        try:
+            self._wait(keys, alarm)
+        except TimeoutError as error:
+            came = self._store.multi_get([key for key in keys.values() if self._store.check([key])])
+            for asked in {json.loads(words)[0] for words in came}:
+                self._store.set(asked, json.dumps([str(error), []]))
+            time.sleep(2 * self._longest_pause)  # or others find the store gone before they hear it
+            raise
+        answers: dict[str, list[Any]] = defaultdict(list)
+        for asked, said in map(json.loads, self._store.multi_get([*keys.values()])):
+            answers[asked] += [] if said is None else [said]
+        for asked, everyone in answers.items():
+            self._store.set(asked, json.dumps(["", everyone]))
+        return answers[answer]
+
+    def _hear(self, key: str, alarm: Callable[[], None] = lambda: None) -> Any:
+        """What rank 0 says."""
+        self._wait({0: key}, alarm, longer=4 * self._longest_pause)  # it is to give up first, and to say on whom
+        return json.loads(self._store.get(key))
+
+    @property
+    def _longest_pause(self) -> float:
+        return max(0.5, self._size / 2000)  # seconds; the store answers thousands of questions a second, not more
 
     def _next_word(self) -> str:
         if self._attempt is None:
@@ -114,22 +146,29 @@ class Rendezvous:
                 self._store.set(f"answers/{self._store.get(f'asks/{number}').decode()}", self._attempt)
                 self._unanswered.remove(number)
 
-    def _wait(self, keys: dict[int, str], alarm: Callable[[], None]) -> None:
-        warn_at = _WARN_SECONDS
-        while not self._store.check([*keys.values()]):
-            alarm()
-            self._answer()
-            waited = time.monotonic() - self._began
-            if waited > min(warn_at, self._timeout.total_seconds()):
-                missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
-                who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:10])}"
-                if len(missing) > 10:
-                    who += f" and {len(missing) - 10} more"
-                if waited > self._timeout.total_seconds():
-                    raise TimeoutError(
-                        f"{who} of {self._size} did not come within the {waited:.0f} s of timeout=. Look there for what"
-                        " went wrong first: a rank that ended early, or was not started."
-                    )
-                log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
-                warn_at *= 2
-            time.sleep(min(0.01 + waited / 20, 0.5))  # seldom for those who wait long, and soon for those who need not
+    def _wait(self, keys: dict[int, str], alarm: Callable[[], None], longer: float = 0.0) -> None:
+        """Return when all ranks in ``keys`` have written there; asks for one at a time, ever less often.
+
+        (The store's own wait cannot be broken off by an alarm, and prints a warning whenever it ends without success.)
+        """
+        warn_at, patience = _WARN_SECONDS, self._timeout.total_seconds() + longer
+        for key in keys.values():
+            while not self._store.check([key]):
+                alarm()
+                self._answer()
+                waited = time.monotonic() - self._began
+                if waited > min(warn_at, patience):
+                    missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
+                    who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:10])}"
+                    if len(missing) > 10:
+                        who += f" and {len(missing) - 10} more"
+                    if waited > patience:
+                        raise TimeoutError(
+                            f"{who} of {self._size} did not come within the {waited:.0f} s of timeout=. Look there for"
+                            " what went wrong first: a rank that ended early, or was not started."
+                        )
+                    if longer:
+                        who += ", which says who is missing,"
+                    log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
+                    warn_at *= 2
+                time.sleep(min(0.01 + waited / 20, self._longest_pause))  # soon for those who need not wait long

@@ -84,8 +84,9 @@ def check_equal_work(topology: Topology, batches: int | float) -> None:
     """
     everyone = topology.world.all_gather_object(batches)
     if len(set(everyone)) > 1:
+        lengths = f"{everyone} batches" if len(everyone) <= 16 else f"{min(everyone)} to {max(everyone)} batches"
         raise ValueError(
-            f"the ranks' train dataloaders have unequal lengths: {everyone} batches. Every rank must take the same"
+            f"the ranks' train dataloaders have unequal lengths: {lengths}. Every rank must take the same"
             " number of steps: give all ranks dataloaders of one length, or set Trainer(limit_train_batches="
             f"{min(everyone)})."
         )

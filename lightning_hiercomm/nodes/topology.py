@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -65,9 +66,10 @@ class Topology:
             Default: all equal.
         waits_on_host: Whether the host waits where moves of CUDA tensors between nodes are waited for; the same on all
             ranks, also on those that are in no lane.
+        world: All ranks, if somebody has them already. Default: ``connect`` makes them.
 
     Attributes:
-        world: All ranks.
+        world: All ranks; a twin has those of its elder, so only the training thread may use them.
         intra: The ranks of this node.
         inter: The ranks of this rank's lane, or None if this rank is in none.
         holders: Who holds what this rank holds: ``"node"``, all ranks of its node; ``"rank"``, it alone; and the groups
@@ -87,13 +89,12 @@ class Topology:
         meter: Meter,
         weights: Sequence[float] | None = None,
         waits_on_host: bool = False,
+        world: Communicator | None = None,
     ) -> None:
-        self.nodes = tuple(tuple(ranks) for ranks in nodes)
+        self.nodes = _checked(tuple(map(tuple, nodes)))
         self.rank = rank
         self.meter = meter
         self.world_size = sum(map(len, self.nodes))
-        if sorted(r for ranks in self.nodes for r in ranks) != list(range(self.world_size)) or not all(self.nodes):
-            raise ValueError(f"nodes must hold every rank from 0 to {self.world_size - 1} once, not {self.nodes}")
         self.node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
         self.local_rank = self.nodes[self.node].index(rank)
         self.lanes = min(map(len, self.nodes))
@@ -102,7 +103,8 @@ class Topology:
         self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
         self.waits_on_host = waits_on_host
-        self.world = self._require(connect([range(self.world_size)], "world"))
+        self._owns_world = world is None
+        self.world = world or self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
         self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
         self.holders = {"node": Holders(self.intra, self.lanes), "rank": Holders()}
@@ -112,8 +114,7 @@ class Topology:
         """Give the ranks new weights (the same on every rank); they are normalised to sum 1."""
         if len(weights) != self.world_size or min(weights) <= 0:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
-        total = float(sum(weights))
-        self.weights = tuple(weight / total for weight in weights)
+        self.weights, self._node_weights = _shares(tuple(weights), self.nodes)
         for sibling in self._siblings:
             sibling.set_weights(weights)
 
@@ -149,7 +150,7 @@ class Topology:
     @property
     def node_weights(self) -> tuple[float, ...]:
         """Each node's share of the world, W_m: the sum over its ranks."""
-        return self.of_nodes(self.weights)
+        return self._node_weights
 
     @property
     def node_weight(self) -> float:
@@ -158,7 +159,7 @@ class Topology:
 
     def of_nodes(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Each node's sum of what its ranks have."""
-        return tuple(sum(weights[rank] for rank in ranks) for ranks in self.nodes)
+        return _of_nodes(weights, self.nodes)
 
     def in_node(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Each rank's share of what the ranks of this node have, in local order."""
@@ -197,7 +198,8 @@ class Topology:
     def twin(self) -> Topology:
         """The same nodes with communicators of their own, for moves launched beside the training thread. Collective.
 
-        It goes by this topology's weights, and is closed together with it.
+        What joins all ranks is not made anew: it is for the training thread. The twin goes by this topology's weights,
+        and is closed together with it.
         """
         sibling = self._sibling(self.nodes)
         sibling.divide(self._groups)
@@ -208,7 +210,7 @@ class Topology:
         return self._sibling([[rank] for rank in range(self.world_size)])
 
     def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
-        sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights, self.waits_on_host)
+        sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights, self.waits_on_host, self.world)
         self._siblings.append(sibling)
         return sibling
 
@@ -220,7 +222,7 @@ class Topology:
         for sibling in self._siblings:
             sibling.close()
         divided = [self.holders[name].group for name in self._groups]
-        for communicator in (self.world, self.intra, self.inter, *divided):
+        for communicator in (self.world if self._owns_world else None, self.intra, self.inter, *divided):
             if communicator is not None:
                 communicator.close()
 
@@ -229,6 +231,31 @@ class Topology:
         if communicator is None:
             raise RuntimeError("`connect` left this rank out of its world or of its node")
         return communicator
+
+
+# Simulations have topologies for thousands of ranks in one process, which all know the same.
+
+
+@lru_cache(maxsize=8)
+def _checked(nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    world_size = sum(map(len, nodes))
+    if sorted(rank for ranks in nodes for rank in ranks) != list(range(world_size)) or not all(nodes):
+        raise ValueError(f"nodes must hold every rank from 0 to {world_size - 1} once, not {nodes}")
+    return nodes
+
+
+@lru_cache(maxsize=8)
+def _shares(
+    weights: tuple[float, ...], nodes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each rank, and of each node; each sums to 1."""
+    total = float(sum(weights))
+    of_ranks = tuple(weight / total for weight in weights)
+    return of_ranks, _of_nodes(of_ranks, nodes)
+
+
+def _of_nodes(weights: Sequence[float], nodes: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    return tuple(sum(weights[rank] for rank in ranks) for ranks in nodes)
 
 
 class _All(Handle):

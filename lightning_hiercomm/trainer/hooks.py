@@ -134,7 +134,7 @@ class HierarchicalHooks(ParallelStrategy):
                 self._timeout,
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
-            store = rendezvous.fresh_store
+            store = rendezvous.store
         with process_group_meets_at(store, self.global_rank, self.world_size):
             super().setup_environment()
         if self.topology is None or self.topology.is_closed:
@@ -150,7 +150,7 @@ class HierarchicalHooks(ParallelStrategy):
                 self.topology = ElasticTopology(self.topology)
         if not meets_first:
             world = self.topology.world
-            self._start_control(self.broadcast, lambda own, alarm: world.all_gather_object(own))
+            self._start_control(self.broadcast, lambda own, alarm, among="": world.all_gather_object(own))
 
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node

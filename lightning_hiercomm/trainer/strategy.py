@@ -77,7 +77,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; ``"off"`` does not
             look.
         control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
-            say who died and when to stop; every rank must be able to reach it. None (or 0): any free port.
+            say who died and when to stop; every rank must be able to reach it, and is one open file there. None (or 0):
+            any free port.
         hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
             machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
             dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.

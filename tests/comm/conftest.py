@@ -272,7 +272,7 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-CARRIERS = ["threads", "gloo", "shared-memory", "openmpi", "mpich"]
+CARRIERS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
 ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
 
 
@@ -310,6 +310,8 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
         world = Threads()
     elif request.param == "gloo":
         world = Processes([_fork(rank) for rank in range(SIZE)])
+    elif request.param == "gloo-lazy":  # as in groups between more nodes
+        world = Processes([_fork(rank, TORCH_GLOO_LAZY_INIT="1") for rank in range(SIZE)])
     elif request.param == "shared-memory":
         world = Processes([_fork(rank, SHARE_MEMORY="1") for rank in range(SIZE)])
     else:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.torch import TorchCommunicator
+from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
 
 
 @pytest.mark.parametrize("is_nccl", [True, False])
@@ -20,6 +24,79 @@ def test_nccl_meets_once_before_exchanges_of_some_members_only(is_nccl, monkeypa
     lane.expect_exchanges()
     lane.expect_exchanges()
     assert len(meetings) == int(is_nccl)
+
+
+NODES = ([0, 1, 2], [3, 4])
+LANES = ([0, 3], [1, 4])
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The groups that a rank of a pretended world makes, and how."""
+    made: list[tuple[list[int], dict[str, object]]] = []
+    new_group = dist.new_group
+
+    def noted(ranks, *settings, **how):
+        made.append((ranks, {**how, "lazy": os.environ.get("TORCH_GLOO_LAZY_INIT")}))
+        return new_group(ranks, *settings, **how)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    yield made
+    dist.destroy_process_group()
+
+
+def pretend(rank: int, size: int = 5) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made):
+    pretend(rank)
+    connect = connect_torch(Meter())
+    groups = [connect([range(5)], "world"), connect(NODES, "intra"), connect(LANES, "inter")]
+    own = [range(5), NODES[rank // 3], LANES[rank % 3] if rank != 2 else None]
+    assert [group and list(group.ranks) for group in groups] == [ranks and list(ranks) for ranks in own]
+    assert [ranks for ranks, _ in made] == [own[1], own[2] or [2]]  # of one rank alone: all ranks count alike
+    assert all(how["use_local_synchronization"] for _, how in made)
+    assert groups[0].group is None
+    for group in groups:
+        if group is not None:
+            group.close()
+    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+
+
+def test_where_members_may_name_a_group_differently_all_ranks_make_all_groups(made, monkeypatch):
+    for version, agree in (
+        ("2.4.0", False),
+        ("2.13.1+cpu", False),
+        ("2.14.0", True),
+        ("2.15.0a0", True),
+        ("3.0", True),
+    ):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert over_torch._names_agree() == agree
+    monkeypatch.setattr(over_torch, "_names_agree", lambda: False)
+    pretend(4)
+    assert connect_torch(Meter())(NODES, "intra").ranks == (3, 4)
+    assert [ranks for ranks, _ in made] == list(NODES)
+    assert not any("use_local_synchronization" in how for _, how in made)
+
+
+def test_large_groups_connect_when_needed_unless_somebody_says_otherwise(made, monkeypatch):
+    pretend(0, size=40)
+    connect = connect_torch(Meter())
+    connect([range(16)], "inter")
+    connect([range(17)], "inter")
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    connect([range(18)], "inter")
+    assert [how["lazy"] for _, how in made] == [None, "1", "0"]
+
+
+def test_an_error_of_a_large_group_names_a_few_of_its_ranks(made):
+    pretend(0, size=4000)
+    error = TorchCommunicator(None, range(4000), 0, "world", Meter())._failure(RuntimeError("reset by peer"))
+    assert str(error) == "rank 0 lost its world group (ranks [0, 1, 2, 3, 4, 5, 6, 7] and 3992 more): reset by peer"
 
 
 def test_a_device_whose_order_of_work_is_not_known_is_refused():

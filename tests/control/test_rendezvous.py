@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
 import pytest
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lightning_hiercomm.control import rendezvous
 from lightning_hiercomm.control.rendezvous import Rendezvous
@@ -39,8 +40,16 @@ def test_everybody_hears_rank_zero_and_then_all(host):
     def work(rank, meeting):
         return meeting.broadcast({"from": rank}), meeting.gather(f"I am {rank}"), meeting.gather(None)
 
-    expected = ({"from": 0}, ["I am 0", "I am 1", "I am 2"], [None] * 3)
+    expected = ({"from": 0}, ["I am 0", "I am 1", "I am 2"], [])
     assert meet(0, 1, 2, size=3, work=work, host=host) == [expected] * 3
+
+
+def test_ranks_that_name_a_group_hear_of_that_only():
+    def work(rank, meeting):
+        return meeting.gather(rank if rank != 3 else None, among=f"host {rank % 2}"), meeting.gather(rank)
+
+    odd, even = ([1], [0, 1, 2, 3, 4]), ([0, 2, 4], [0, 1, 2, 3, 4])
+    assert meet(*range(5), size=5, work=work) == [even, odd, even, odd, even]
 
 
 def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
@@ -59,6 +68,59 @@ def test_who_waits_for_the_missing_hears_an_alarm():
         meet(0, size=2, work=lambda _, meeting: meeting.gather("", alarm))
 
 
+def test_who_does_not_come_is_named_on_all_ranks():
+    def work(rank, meeting):
+        with pytest.raises(TimeoutError, match=r"rank 1 of 4 did not come within the . s of timeout="):
+            meeting.gather("")
+
+    meet(0, 2, 3, size=4, work=work, seconds=1.0)
+
+
+class CountingStore:
+    """Counts the keys that are named, by rank and by what for; not those that are asked for too early."""
+
+    def __init__(self, prefix, store):
+        self.prefix, self.about = prefix, store if isinstance(store, tuple) else store.about
+        self.rank, self.shared, self.named = self.about
+
+    def _count(self, what, keys):
+        self.named[self.rank, what] += len(keys)
+        return [f"{self.prefix}/{key}" for key in keys]
+
+    def set(self, key, value):
+        self.shared.set(*self._count("set", [key]), value)
+
+    def get(self, key):
+        return self.shared.get(*self._count("get", [key]))
+
+    def multi_get(self, keys):
+        return [self.shared.get(key) for key in self._count("get", keys)]
+
+    def check(self, keys):
+        assert len(keys) == 1  # however often a rank has to ask
+        is_there = self.shared.check([f"{self.prefix}/{key}" for key in keys])
+        self.named[self.rank, "check"] += is_there
+        return is_there
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_the_store_has_as_much_to_do_as_there_are_ranks(size, monkeypatch):
+    shared, named, ranks = HashStore(), Counter(), iter(range(size))
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: (next(ranks), shared, named))
+    monkeypatch.setattr(rendezvous, "PrefixStore", CountingStore)
+    everyone = [Rendezvous("host", 1, rank, size, timedelta(seconds=20)) for rank in range(size)]
+
+    def work(meeting):
+        assert meeting.broadcast("hello") == "hello"
+        assert meeting.gather(f"I am {meeting._rank}") == [f"I am {rank}" for rank in range(size)]
+
+    with ThreadPoolExecutor(size) as threads:
+        [*threads.map(work, everyone)]
+    assert [named[rank, "set"] for rank in range(size)] == [3, *[1] * (size - 1)]  # an answer is set once
+    assert [named[rank, "get"] for rank in range(size)] == [1 + size, *[2] * (size - 1)]
+    assert [named[rank, "check"] for rank in range(size)] == [1 + size, *[2] * (size - 1)]
+
+
 @pytest.fixture
 def agents_store(monkeypatch):
     """Torchrun's agent keeps a store while it starts ranks again and again."""
@@ -72,7 +134,7 @@ def test_ranks_that_are_started_again_hear_nothing_of_earlier_attempts(agents_st
         if rank == 0:
             time.sleep(0.1)  # others come first, and find what is left of the attempt before
         said = meeting.broadcast(f"attempt {attempt}"), meeting.gather([attempt, rank])
-        return said, meeting.fresh_store
+        return said, meeting.store
 
     for attempt, size in enumerate((3, 2, 4)):
         said = meet(*range(size), size=size, work=partial(work, attempt), port=agents_store.port)

@@ -82,12 +82,26 @@ def test_a_twin_has_communicators_of_its_own():
         assert (twin.nodes, twin.rank, twin.weights) == (topology.nodes, topology.rank, topology.weights)
         first, second = torch.ones(1), torch.full((1,), 10.0)
         pair = [(topology, first), (twin, second)]
-        handles = [t.world.all_reduce(x) for t, x in (pair if topology.rank % 2 else reversed(pair))]
+        handles = [t.intra.all_reduce(x) for t, x in (pair if topology.rank % 2 else reversed(pair))]
         for handle in handles:
             handle.wait()
         return first.item(), second.item()
 
-    assert on_ranks(work, [[0, 1], [2, 3]]) == [(4.0, 40.0)] * 4
+    assert on_ranks(work, [[0, 1], [2, 3]]) == [(2.0, 20.0)] * 4
+
+
+def test_what_joins_all_ranks_is_there_once_and_closed_once():
+    def work(topology):
+        closed = []
+        topology.world.close = lambda: closed.append(topology.rank)
+        siblings = topology.twin(), topology.ranks_as_nodes()
+        assert all(sibling.world is topology.world for sibling in siblings)
+        siblings[0].close()
+        assert not closed
+        topology.close()
+        return closed
+
+    assert on_ranks(work, [[0, 1], [2, 3]]) == [[0], [1], [2], [3]]
 
 
 def test_every_rank_may_be_a_node_of_its_own():
