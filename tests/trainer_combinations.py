@@ -222,6 +222,8 @@ _AFTER = ("save", "validate", "pickle")
 
 def goes_together(fit: Fit) -> bool:
     """Whether no stated rule forbids it."""
+    if fit.averages == "swa" and fit.resume is not None:
+        return False  # a resumed run of Lightning's own strategies, too, keeps the learning rate that SWA would change
     if not combinations.goes_together(fit) or fit.total < 1 or fit.batches < 1 or not 0 <= fit.cut < fit.steps:
         return False
     if fit.two and not fit.manual:
