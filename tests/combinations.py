@@ -810,7 +810,7 @@ class Averaging(Reference):
                 strict=True,
             )
         )
-        self.places = flattened([places[name] for name in self.names])
+        self.places = flattened([places[name] for name in self.names]).long()
         if self.merge in _OUTER:
             for node in range(len(self.nodes) if self.through in _GRAPHS else 1):
                 x = self.x[self.nodes[node][0]]

@@ -43,3 +43,14 @@ def test_a_server_counts_the_steps_of_every_parameter_by_itself_when_some_are_th
     arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False), ("shard_on", shard_on))
     check(Combination("steps_delay", arguments, nodes, optimizer="adam", thaw=3, resume=resume))
     check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))
+
+
+def test_steps_delay_takes_steps_with_an_optimizer_all_of_whose_parameters_are_frozen_for_a_while():
+    arguments = (
+        ("delay", 4),
+        ("warmup_steps", 4),
+        ("local_update", "glu"),
+        ("hold", False),
+        ("shard_on", "parameters"),
+    )
+    check(Combination("steps_delay", arguments, two=True, thaw=7, freeze=3))

@@ -364,7 +364,7 @@ class StepsDelay(Scheme):
             parameter.detach().view(_INTEGERS[parameter.element_size()]).sum(dtype=_INTEGERS[parameter.element_size()])
             for parameter in self.replica.parameters
         ]
-        return torch.stack([each.long() for each in sums])
+        return torch.stack([each.long() for each in sums]) if sums else torch.zeros(0)  # all may be frozen
 
     def _update_locally(
         self, index: int, section: Section, has_gradient: bool, arrived: Tensor | None, spares: Spares
