@@ -120,8 +120,6 @@ class Timeline:
         while has_ended:
             has_ended = False
             for name, tasks in waiting.items():
-                if name in running:
-                    continue
                 while tasks and name not in running and self._may_begin(name, tasks[0], now):
                     task = tasks.popleft()
                     task.start = now
