@@ -1,14 +1,16 @@
 """What only a GPU shows: ``python -m benchmarks gpu`` runs the tests that need one, and times every scheme on it.
 
-It takes about ten minutes, no network, and nothing but torch, lightning and this checkout (pytest for the tests). Two
-processes share the GPU as two nodes of one rank. So what they do to each other is part of every number: compare rows
-with ``none``, two processes side by side that exchange nothing, and not with another machine's. ``--stand-in`` plays
-all of it on the CPU, to see that it runs.
+It takes at most ten minutes (``--seconds``; what they do not suffice for is left out, and named), no network, and
+nothing but torch, lightning and this checkout. The tests also need pytest and hypothesis: without them they are left
+out, and what short fits end with is compared with the CPU's all the same. Two processes share the GPU as two nodes of
+one rank. So what they do to each other is part of every number: compare rows with ``none``, two processes side by side
+that exchange nothing, and not with another machine's. ``--stand-in`` plays all of it on the CPU, to see that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -41,6 +43,18 @@ BESIDE = {  # short runs without warm-up, so that exchanges are in flight
 ROWS = ["none", "ddp", *SCHEMES, *(f"{name}, staged" for name in SCHEMES)]
 RANKS = 2
 ROW_SECONDS = 120.0
+TEST_FOLDERS = [
+    "tests/gpu",
+    "tests/comm",
+    "tests/nodes",
+    "tests/run",
+    "tests/batches",
+    "tests/checkpoints",
+    "tests/schemes",
+]
+NEEDED_BY_TESTS = ["pytest", "hypothesis"]
+TOLERANCE = 1e-3
+"""Of weights after twelve steps, relative to the largest: sums have other orders on a GPU."""
 
 
 class Layers(L.LightningModule):
@@ -109,57 +123,106 @@ def work(row: str, accelerator: str, width: int, depth: int, steps: int) -> dict
     )
     trainer.fit(module)
     measured = {"milliseconds": 1e3 * module.seconds}
+    topology = getattr(trainer.strategy, "topology", None)
+    if topology is not None:  # what of the exchanges did not lie beside the computation
+        waited = topology.meter.snapshot()
+        measured["waited_milliseconds"] = 1e3 * waited["inter_exposed_seconds"] / steps
     if accelerator == "gpu":
         model = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         measured["models_of_memory"] = torch.cuda.max_memory_allocated() / model
     return measured
 
 
-def time_row(row: str, accelerator: str, width: int, depth: int, steps: int) -> dict[str, Any]:
-    """Let two processes train a row."""
+def run_ranks(commands: Sequence[Sequence[str]], seconds: float, folder: Path, alone: bool = False) -> str | None:
+    """Let processes run as ranks of a world, each a node; None, or what went wrong.
+
+    Args:
+        commands: One for each rank.
+        seconds: For all of them.
+        folder: Where they run, and log.
+        alone: Whether each is a world of its own.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        shared |= {"TORCHELASTIC_RUN_ID": "gpu", "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    both = {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "gpu"}
+    world |= {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    ranks = []
+    for rank, command in enumerate(commands):
+        own = {} if alone else world | {name: str(rank) for name in ("RANK", "GROUP_RANK", "NODE_RANK")}
+        with open(folder / f"{rank}.log", "w") as log:
+            ranks.append(
+                subprocess.Popen(command, env={**os.environ, **both, **own}, cwd=folder, stdout=log, stderr=log)
+            )
+    deadline = time.monotonic() + seconds
+    try:
+        codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        return f"did not end within {seconds:.0f} s"
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    if not any(codes):
+        return None
+    said = (folder / f"{codes.index(next(filter(None, codes)))}.log").read_text().strip().splitlines()
+    return said[-1] if said else f"exit codes {codes}"
+
+
+def time_row(
+    row: str, accelerator: str, width: int, depth: int, steps: int, seconds: float = ROW_SECONDS
+) -> dict[str, Any]:
+    """Let two processes train a row, in as many seconds."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         command = [sys.executable, "-m", "benchmarks.gpu", row, accelerator, *map(str, (width, depth, steps))]
-        ranks = []
-        for rank in range(RANKS):
-            own = {"RANK": str(rank), "GROUP_RANK": str(rank), "NODE_RANK": str(rank)} | shared
-            if row == "none":
-                own = {name: own[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-            with open(Path(folder) / f"{rank}.log", "w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [*command, str(Path(folder) / f"{rank}.json")],
-                        env={**os.environ, **own},
-                        cwd=folder,
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
-        deadline = time.monotonic() + ROW_SECONDS
-        try:
-            codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            return {"row": row, "error": f"did not end within {ROW_SECONDS:.0f} s"}
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if any(codes):
-            said = (Path(folder) / f"{codes.index(next(filter(None, codes)))}.log").read_text().strip().splitlines()
-            return {"row": row, "error": said[-1] if said else f"exit codes {codes}"}
-        measured = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        commands = [[*command, str(folder / f"{rank}.json")] for rank in range(RANKS)]
+        said = run_ranks(commands, seconds, folder, alone=row == "none")
+        if said is not None:
+            return {"row": row, "error": said}
+        measured = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {"row": row, **{name: max(each[name] for each in measured) for name in measured[0]}}
+
+
+def compare_fits(accelerator: str, seconds: float) -> dict[str, Any]:
+    """Short fits of two ranks, by name: how far their weights end from the CPU's, relative to the largest.
+
+    They are those of ``tests/jobs/on_a_device.py``: every scheme over torch's groups and by way of the host, FSDP2,
+    and an exhausted memory; mixed precision is fitted, and not compared.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ended: dict[str, Any] = {}
+        for where in (accelerator, "cpu"):
+            if where in ended:
+                continue
+            command = [sys.executable, "-m", "jobs.on_a_device", where, str(Path(folder) / where)]
+            said = run_ranks([[*command, str(rank)] for rank in range(RANKS)], seconds, Path(folder))
+            if said is not None:
+                return {"error": f"on the {where}: {said}"}
+            ended[where] = torch.load(Path(folder) / f"{where}.0", weights_only=False)
+    differences = {}
+    for name, fit in ended[accelerator].items():
+        if "mixed" in name or name == "memory is short":  # whose division follows from measured speeds
+            continue
+        expected = ended["cpu"][name]["state"]
+        largest = max(float(value.double().abs().max()) for value in expected.values())
+        away = max(float((value.double() - expected[key].double()).abs().max()) for key, value in fit["state"].items())
+        differences[name] = away / largest
+    return {"differences": differences, "fitted": len(ended[accelerator])}
 
 
 def run_tests(marker: str, seconds: float, paths: Sequence[str] = ("tests",)) -> dict[str, Any]:
     """Run tests of a marker; how many passed, failed and were skipped, by room, and which failed."""
+    if missing := [name for name in NEEDED_BY_TESTS if importlib.util.find_spec(name) is None]:
+        return {"error": f"left out: they need {' and '.join(missing)} (pip install {' '.join(missing)})"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", *paths]
+        if importlib.util.find_spec("pytest_timeout") is None:  # whose option pyproject.toml sets, and strictly
+            command += ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
+        command += ["--continue-on-collection-errors"]  # of modules that need more packages
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         try:
             subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, check=False)
@@ -198,23 +261,36 @@ def page(found: dict[str, Any]) -> str:
             cells = [str(counts.get(outcome, 0)) for outcome in ("passed", "failed", "skipped")]
             lines.append(f"| {room} | {' | '.join(cells)} |")
         lines += ["", *(f"- failed: `{name}`" for name in tests["failed"]), ""]
+    lines += _page_of_fits(found["fits"])
     none = next((row["milliseconds"] for row in found["rows"] if row["row"] == "none" and "milliseconds" in row), None)
-    lines += ["| two processes | ms per step | against none | peak memory, in models |", "|---|---|---|---|"]
+    lines += ["| two processes | ms per step | against none | waited for nodes, ms per step | peak memory, in models |"]
+    lines += ["|---|---|---|---|---|"]
     for row in found["rows"]:
         if "error" in row:
-            lines.append(f"| {row['row']} | {row['error']} | | |")
+            lines.append(f"| {row['row']} | {row['error']} | | | |")
             continue
         ratio = f"{row['milliseconds'] / none:.2f}" if none else ""
         memory = f"{row['models_of_memory']:.2f}" if "models_of_memory" in row else ""
-        lines.append(f"| {row['row']} | {row['milliseconds']:.2f} | {ratio} | {memory} |")
+        waited = f"{row['waited_milliseconds']:.2f}" if "waited_milliseconds" in row else ""
+        lines.append(f"| {row['row']} | {row['milliseconds']:.2f} | {ratio} | {waited} | {memory} |")
     return "\n".join(lines) + "\n"
+
+
+def _page_of_fits(fits: dict[str, Any]) -> list[str]:
+    if "error" in fits:
+        return [f"Fits beside the CPU's: {fits['error']}.", ""]
+    apart = {name: away for name, away in fits["differences"].items() if not away <= TOLERANCE}
+    count = len(fits["differences"])
+    said = f"{count - len(apart)} of {count} fits end with the CPU's weights, within {TOLERANCE:g} of the largest."
+    return [said, "", *(f"- apart: {name} by {away:.2g}" for name, away in apart.items()), *[""] * bool(apart)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stand-in", action="store_true", help="on the CPU, small, to see that it runs")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW")
-    parser.add_argument("--tests", nargs="*", default=["tests"], help="where tests are looked for; none: no tests")
-    parser.add_argument("--test-seconds", type=float, default=300.0)
+    parser.add_argument("--tests", nargs="*", default=TEST_FOLDERS, help="where tests are looked for; none: no tests")
+    parser.add_argument("--no-fits", action="store_true", help="leave out the fits beside the CPU's")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for all of it: fits, then rows, then tests")
     parser.add_argument("--out", type=Path, default=None, help=f"default: {RESULTS.relative_to(ROOT)}")
 
 
@@ -226,14 +302,25 @@ def command(arguments: argparse.Namespace) -> None:
     device = "the CPU" if is_stand_in else torch.cuda.get_device_name()
     cuda = "" if is_stand_in else f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
     about = f"`python -m benchmarks gpu`, torch {torch.__version__}{cuda}, lightning {L.__version__}."
-    marker = "not gpu" if is_stand_in else "gpu"
-    tests = run_tests(marker, arguments.test_seconds, arguments.tests) if arguments.tests else {"error": "left out"}
+    deadline = time.monotonic() + arguments.seconds
     accelerator, *sizes = ("cpu", 64, 2, 24) if is_stand_in else ("gpu", 2048, 8, 200)
+    fits: dict[str, Any] = {"error": "left out"}
+    if not arguments.no_fits:
+        fits = compare_fits(str(accelerator), arguments.seconds / 3)
+        print(fits, flush=True)
     rows = []
     for row in arguments.rows:
-        rows.append(time_row(row, str(accelerator), *map(int, sizes)))
+        if (left := deadline - time.monotonic()) > 0:
+            limit = left if is_stand_in else min(left, ROW_SECONDS)  # a busy CPU may take its time
+            rows.append(time_row(row, str(accelerator), *map(int, sizes), seconds=limit))
+        else:
+            rows.append({"row": row, "error": "left out: the time was up"})
         print(rows[-1], flush=True)
-    found = {"device": device, "is_stand_in": is_stand_in, "about": about, "tests": tests, "rows": rows}
+    left = deadline - time.monotonic()
+    tests = {"error": "left out: the time was up" if arguments.tests else "left out"}
+    if arguments.tests and left > 0:
+        tests = run_tests("not gpu" if is_stand_in else "gpu", left, arguments.tests)
+    found = {"device": device, "is_stand_in": is_stand_in, "about": about, "tests": tests, "fits": fits, "rows": rows}
     out.mkdir(parents=True, exist_ok=True)
     name = device.lower().replace(" ", "-")
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def run(*arguments: str) -> None:
 
 
 def test_a_stand_in_measures_rows_and_says_that_it_is_one(tmp_path):
-    run("--stand-in", "--tests", "--rows", "periodic, staged", "--out", str(tmp_path))
+    run("--stand-in", "--no-fits", "--tests", "--rows", "periodic, staged", "--out", str(tmp_path))
     found = json.loads((tmp_path / "the-cpu.json").read_text())
     assert [row["row"] for row in found["rows"]] == ["periodic, staged"]
     assert all(row["milliseconds"] > 0 for row in found["rows"]), found["rows"]
@@ -40,9 +42,45 @@ def test_tests_are_counted_by_room_and_failures_named(tmp_path):
         "failed": ["tests.schemes.test_a::two[cuda]"],
     }
     rows = [{"row": "none", "milliseconds": 2.0}, {"row": "ddp", "milliseconds": 3.0}, {"row": "daso", "error": "lost"}]
-    page = gpu.page({"device": "X", "about": "", "is_stand_in": False, "tests": counted, "rows": rows})
-    for line in ("| tests.schemes | 1 | 1 | 0 |", "| ddp | 3.00 | 1.50 |  |", "| daso | lost | | |", "two[cuda]"):
+    rows[1]["waited_milliseconds"] = 0.25
+    fits = {"differences": {"daso, torch": 1e-6, "gossip, torch": 0.5}, "fitted": 3}
+    page = gpu.page({"device": "X", "about": "", "is_stand_in": False, "tests": counted, "fits": fits, "rows": rows})
+    for line in (
+        "| tests.schemes | 1 | 1 | 0 |",
+        "| ddp | 3.00 | 1.50 | 0.25 |  |",
+        "| daso | lost | | | |",
+        "two[cuda]",
+    ):
         assert line in page
+    assert "1 of 2 fits end with the CPU's weights" in page
+    assert "- apart: gossip, torch by 0.5" in page
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path):
+    run("--stand-in", "--no-fits", "--seconds", "0", "--rows", "ddp", "--out", str(tmp_path))
+    page = (tmp_path / "the-cpu.md").read_text()
+    assert "| ddp | left out: the time was up |" in page
+    assert "Tests: left out: the time was up." in page
+
+
+def test_tests_that_need_a_package_that_is_not_there_are_left_out_by_name(monkeypatch):
+    monkeypatch.setattr(gpu, "NEEDED_BY_TESTS", ["pytest", "no_such_package"])
+    assert gpu.run_tests("gpu", 1.0) == {"error": "left out: they need no_such_package (pip install no_such_package)"}
+
+
+# what torch and lightning do without; they import matplotlib and the like by themselves where these are installed
+WITHOUT = """
+import runpy, sys
+for name in ("pytest", "hypothesis", "sklearn", "mpi4py", "mnist1d"):
+    sys.modules[name] = None
+sys.argv = ["benchmarks", "gpu", "--help"]
+runpy.run_module("benchmarks", run_name="__main__")
+"""
+
+
+def test_it_needs_torch_and_lightning_only():
+    ended = subprocess.run([sys.executable, "-c", WITHOUT], cwd=gpu.ROOT, capture_output=True, text=True)
+    assert "two processes" in ended.stdout.lower(), ended.stderr[-2000:]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch):
