@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import CommunicationError, Handle
+from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
@@ -132,3 +132,23 @@ def test_a_future_of_a_job_that_ended_with_no_ordinary_error_has_not_succeeded(b
     for future in (before, after.future(torch.ones(1))):
         with pytest.raises(CommunicationError, match=r"KeyboardInterrupt.*Ctrl-C"):
             future.wait()
+
+
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(meter, puts_off, pretended, monkeypatch):
+    completed: list[object] = []
+
+    def noted(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:  # torch's records the streams of now
+        completed.append(pretended.current())
+        return completed_future(value)
+
+    monkeypatch.setattr("lightning_hiercomm.comm.background.completed_future", noted)
+    with pretended.watching():
+        background, value = Background(CPU, meter, puts_off=puts_off), torch.zeros(1)
+        background.uses(value)
+        training = pretended.current()
+        job = background.submit(lambda: value.fill_(3))
+        done = job.future(value)
+        assert completed != [training]
+        training.wait_stream(*completed)
+        assert done.wait().item() == 3

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from forked import ForkedPython
+from pretended_streams import PretendedDevice
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.mpi import connect_mpi
+from lightning_hiercomm.comm.mpi import _is_cuda_aware, _Progress, connect_mpi
 
 CONSTRUCT = "from lightning_hiercomm import HierarchicalStrategy; HierarchicalStrategy(inter_node='mpi')"
 INSTALL = "pip install 'lightning-hiercomm[mpi]'"
@@ -57,3 +59,21 @@ def test_a_program_that_mpiexec_did_not_start_is_told_how_to():
 def test_only_torch_and_mpi_carry_traffic():
     with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"):
         HierarchicalStrategy(inter_node="pigeon")
+
+
+def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(pretended: PretendedDevice, monkeypatch):
+    communicator = connect_mpi(Meter(), rank=0, world_size=1)([[0]], "inter")
+    if _is_cuda_aware():
+        pytest.skip("this MPI library takes a GPU's memory as it is")
+    progress = _Progress()  # of which the thread ends with the test
+    monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
+    with pretended.watching():
+        sent, received = torch.arange(3.0) + 1, torch.zeros(3)
+        moved = communicator._exchange([(sent, 0)], [(received, 0)])  # with itself, as MPI allows
+        moved.wait()
+        assert pretended.waits == []  # for the GPU; that MPI is done is asked on a thread of its own
+        assert received.tolist() == [1.0, 2.0, 3.0]
+        again = communicator._exchange([(sent + 1, 0)], [(received, 0)]).future(received)
+        assert again.wait().tolist() == [2.0, 3.0, 4.0]
+    communicator.close()
+    progress.close()

@@ -10,6 +10,7 @@ import torch
 from harness import on_ranks, place
 from torch import Tensor, nn
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
@@ -123,3 +124,20 @@ def test_what_accumulates_before_the_last_pass_is_averaged_with_it():
         return [p.grad.item() for p in layers.parameters()]
 
     assert on_two_nodes(work) == [[3.0] * 3] * 2
+
+
+def test_what_left_during_a_backward_pass_on_another_stream_is_kept_for_the_one_that_hands_it_out(pretended):
+    def work(layers, gradients, said):
+        of_training, of_backward = pretended.current(), streams.new(place.device)
+        for _ in range(2):  # from the second on, buckets leave during the pass
+            layers.zero_grad()
+            with gradients.backward():
+                of_backward.wait_stream(of_training)
+                with pretended.within(of_backward):
+                    layers(torch.tensor([[own(gradients)]])).sum().backward()
+                of_training.wait_stream(of_backward)  # as autograd has it, and its allocator knows of both
+                for parameter in layers.parameters():
+                    pretended.keep(of_training, parameter.grad)
+        return [p.grad.item() for p in layers.parameters()]
+
+    assert on_two_nodes(work) == [[2.0] * 3] * 2

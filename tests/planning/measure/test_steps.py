@@ -7,6 +7,7 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -128,6 +129,18 @@ def test_a_step_that_averages_in_its_node_is_timed_for_as_many_steps_as_were_agr
         times = time_steps(module, None, CPU, seconds=60.0, average_in=ranks.topology, steps=9)
     assert times.seconds > 0
     assert module.taken == 9
+
+
+def test_where_there_are_gpus_ranks_are_connected_over_nccl_each_with_one_of_its_machine(monkeypatch):
+    chosen, connect = [], torch.distributed.init_process_group
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _, **rest: connect("gloo", **rest))
+    monkeypatch.setattr(LightningEnvironment, "local_rank", lambda self: 3)
+    with connected() as ranks:
+        assert (ranks.backend, ranks.device) == ("nccl", torch.device("cuda", 1))
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_a_run_that_ends_at_once_cannot_be_timed():
