@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import on_cpu, on_ranks, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Share
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.carriers.mean import Average
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NODES = [[[0, 1], [2, 3]], [[0], [1]], [[0, 1, 2], [3]], [[1], [2, 0]], [[0], [1], [2]], [[0, 1]]]
@@ -25,16 +28,17 @@ bucket_sizes = st.one_of(st.integers(1, 64), st.just(4 * 2**20))
 
 
 def make(kind) -> torch.Tensor:
-    """An empty tensor of a shape, dtype and memory layout."""
+    """An empty tensor of a shape, dtype and memory layout, where the ranks compute."""
     shape, dtype, layout = kind
+    empty = partial(torch.empty, dtype=dtype, device=place.device)
     if layout == "transposed":
-        return torch.empty(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+        return empty(shape[::-1]).permute(tuple(reversed(range(len(shape)))))
     if layout == "strided" and shape:
-        return torch.empty((*shape[:-1], 2 * shape[-1]), dtype=dtype)[..., ::2]
+        return empty((*shape[:-1], 2 * shape[-1]))[..., ::2]
     if layout == "offset":
         numel = torch.Size(shape).numel()
-        return torch.empty(numel + 3, dtype=dtype)[3:].view(shape)
-    tensor = torch.empty(shape, dtype=dtype)
+        return empty(numel + 3)[3:].view(shape)
+    tensor = empty(shape)
     return tensor.to(memory_format=torch.channels_last) if layout == "channels_last" and len(shape) == 4 else tensor
 
 
@@ -112,7 +116,7 @@ def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact
         (Average(replica, topology) if exact else average)()
         return before, replica.snapshot(), replica.fingerprint()
 
-    return on_ranks(work, nodes, weights)
+    return on_cpu(on_ranks(work, nodes, weights))
 
 
 def filled_without_empty(kinds, seed):
@@ -173,15 +177,15 @@ def test_a_fingerprint_changes_with_any_bit_and_with_nothing_else(kinds, data):
     if not tensors:
         return
     tensor = data.draw(st.sampled_from(tensors))
-    place = tuple(data.draw(st.integers(0, extent - 1)) for extent in tensor.shape)
-    bits = tensor[place].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    tensor[place] = (bits ^ 1).view(tensor.dtype)
+    where = tuple(data.draw(st.integers(0, extent - 1)) for extent in tensor.shape)
+    bits = tensor[where].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    tensor[where] = (bits ^ 1).view(tensor.dtype)
     assert replica.fingerprint() != before
 
 
 def test_tied_tensors_count_once_and_unpacking_keeps_parameters_trainable():
-    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
-    replica = Replica([weight, weight, torch.nn.Parameter(torch.zeros(0))])
+    weight = torch.nn.Parameter(torch.arange(6.0, device=place.device).view(2, 3))
+    replica = Replica([weight, weight, torch.nn.Parameter(torch.zeros(0, device=place.device))])
     assert replica.numel == 6
     (bucket,) = replica.buckets
     bucket.unpack(bucket.pack().mul_(2))
@@ -200,7 +204,7 @@ def test_an_empty_replica_has_no_buckets():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_survive_packing_even_of_nan_and_negative_zero(dtype):
-    tensor = torch.tensor([float("nan"), -0.0, float("inf"), torch.finfo(dtype).tiny / 2]).to(dtype)
+    tensor = torch.tensor([float("nan"), -0.0, float("inf"), torch.finfo(dtype).tiny / 2]).to(place.device, dtype)
     before = tensor.clone().view(torch.uint8)
     (bucket,) = Replica([tensor]).buckets
     bucket.unpack(bucket.pack())
@@ -212,7 +216,7 @@ def sharded(draw):
     """Whole tensors, and for each of a node's ranks its shares of them: whole rows, as FSDP2 deals them."""
     ranks = draw(st.integers(1, 4))
     shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=5))
-    wholes = [torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) for rows, columns in shapes]
+    wholes = [torch.arange(float(rows * columns), device=place.device).view(rows, columns) for rows, columns in shapes]
     offset = 0
     for whole in wholes:
         whole += offset
@@ -240,7 +244,7 @@ def test_a_cut_by_number_is_the_same_however_the_tensors_are_sharded(case, into)
 
 
 def test_shares_without_a_run_are_cut_in_proportion_and_holders_are_kept_apart():
-    columns, everywhere = torch.arange(8.0), torch.arange(100.0, 104.0)
+    columns, everywhere = torch.arange(8.0, device=place.device), torch.arange(100.0, 104.0, device=place.device)
     shares = {id(columns): Share("rank", 16)}
     replica = Replica([columns, everywhere], shares=shares)
     assert [bucket.held_by for bucket in replica.buckets] == ["node", "rank"]
@@ -252,7 +256,7 @@ def test_shares_without_a_run_are_cut_in_proportion_and_holders_are_kept_apart()
 
 
 def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
-    first, second = torch.ones(2), torch.empty(0)
+    first, second = torch.ones(2, device=place.device), torch.empty(0, device=place.device)
     shares = {id(first): Share("rank", 4, 0), id(second): Share("rank", 1, 1)}
     replica = Replica([first, second], named=[("a.x", first), ("b.x", second)], shares=shares)
     by_name = replica.cut(["b"])
@@ -262,9 +266,9 @@ def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_a_fragment_of_one_dtype_on_two_devices_counts_every_tensor_once(is_sharded):
-    here, there = torch.ones(4), torch.ones(6, device="meta")
+    here, there = torch.ones(4, device=place.device), torch.ones(6, device="meta")
     shares = {id(here): Share("rank", 8, 0), id(there): Share("rank", 12, 0)} if is_sharded else None
     replica = Replica([here, there], named=[("a.x", here), ("a.y", there)], shares=shares)
     (part,) = (buckets for buckets in replica.cut(["a"]) if buckets)
-    assert [(bucket.device.type, bucket.numel) for bucket in part] == [("cpu", 4), ("meta", 6)]
+    assert [(bucket.device.type, bucket.numel) for bucket in part] == [(place.device.type, 4), ("meta", 6)]
     assert all(piece.tensor.device == bucket.device for bucket in part for piece in bucket.pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import on_ranks, place
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,11 +76,12 @@ def test_lane_parts_tile_a_tensor_and_sharing_them_gives_everyone_all(nodes, ele
         assert torch.equal(flat, whole)
 
 
+@pytest.mark.usefixtures("device")
 def test_a_twin_has_communicators_of_its_own():
     def work(topology):
         twin = topology.twin()
         assert (twin.nodes, twin.rank, twin.weights) == (topology.nodes, topology.rank, topology.weights)
-        first, second = torch.ones(1), torch.full((1,), 10.0)
+        first, second = torch.ones(1, device=place.device), torch.full((1,), 10.0, device=place.device)
         pair = [(topology, first), (twin, second)]
         handles = [t.intra.all_reduce(x) for t, x in (pair if topology.rank % 2 else reversed(pair))]
         for handle in handles:
@@ -161,6 +162,7 @@ def test_weights_must_be_positive_and_one_per_rank(weights):
         on_ranks(lambda topology: topology, [[0], [1]], weights)
 
 
+@pytest.mark.usefixtures("device")
 def test_groups_inside_the_nodes_hold_values_of_their_own():
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7]]
     pairs = {"pair": [[0, 1], [2, 3], [4, 5], [6, 7]]}
@@ -168,7 +170,7 @@ def test_groups_inside_the_nodes_hold_values_of_their_own():
     def work(topology):
         topology.divide(pairs)
         assert topology.twin().holders["pair"].group is not topology.holders["pair"].group
-        flat = torch.arange(4.0) + 10 * topology.rank
+        flat = torch.arange(4.0, device=place.device) + 10 * topology.rank
         pair, alone = topology.holders["pair"], topology.holders["rank"]
         assert (pair.lanes, pair.place, pair.size) == (2, topology.rank % 2, 2)
         assert (alone.lanes, alone.place, alone.size) == (1, 0, 1)
