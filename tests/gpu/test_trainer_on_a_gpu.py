@@ -64,6 +64,9 @@ def check(found: Found) -> None:
     sizes = [own["memory is short"]["report"][-1] for own in found]
     assert sum(sizes) == 2 * BATCH + 8
     for name in SCHEMES:
+        for own in found:
+            whole, resumed = own[f"{name}, whole"]["state"], own[f"{name}, resumed"]["state"]
+            assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
         for rank, own in enumerate(found):
             scales = own[f"{name}, 16-mixed"]["report"]
             skips = rank == 1 or name == "all_reduce"  # whose nodes share their gradients
@@ -71,20 +74,20 @@ def check(found: Found) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.long("28 fits of two ranks")
+@pytest.mark.long("40 fits of two ranks")
 def test_the_fits_run_on_the_cpu(launch):
     """The stand-in of what follows."""
-    found = launch(lambda folder: as_nodes_of_one(), ranks=2)
+    found = launch(as_nodes_of_one, ranks=2)
     check(found)
-    assert len(found[0]) == 6 * 4 + 3 + 1
+    assert len(found[0]) == 6 * 6 + 3 + 1
     assert all(fit["devices"] == ["cpu"] for own in found for fit in own.values())
 
 
-def as_nodes_of_one() -> dict[str, dict[str, Any]]:
+def as_nodes_of_one(folder: Path) -> dict[str, dict[str, Any]]:
     rank = os.environ["LOCAL_RANK"]
     os.environ.update(TORCHELASTIC_RUN_ID="cpu", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     os.environ.update(RANK=rank, GROUP_RANK=rank, NODE_RANK=rank)
-    return fits("cpu")
+    return fits("cpu", folder)
 
 
 @pytest.mark.gpu

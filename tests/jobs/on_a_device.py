@@ -1,6 +1,7 @@
 """Fits of two ranks, each a node of its own, that share a GPU or the CPU: ``python -m jobs.on_a_device cpu FILE RANK``.
 
-Every rank writes what :func:`fits` returns to ``FILE.RANK``; ``tests/gpu/test_trainer_on_a_gpu.py`` compares them.
+Every rank writes what :func:`fits` returns to ``FILE.RANK``, and checkpoints beside it;
+``tests/gpu/test_trainer_on_a_gpu.py`` compares them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,6 +89,28 @@ class Overflowing(Net):
         return loss * torch.inf if self.global_rank == 1 and batch_idx == 1 else loss
 
 
+class Dropping(Net):
+    """Draws random numbers where it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.Dropout(0.2))  # type: ignore[operator]
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+
+
+class SaveAfter(pl.Callback):
+    """Saves what a fit can be resumed from to the bit."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self._step, self._path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self._step:
+            trainer.save_checkpoint(self._path)
+
+
 class Greedy(Net):
     """Has no memory for more than :data:`ROOM` samples on rank 0."""
 
@@ -99,19 +123,20 @@ class Greedy(Net):
         return super().training_step(batch, batch_idx)
 
 
-def fit(module: pl.LightningModule, strategy: Any, accelerator: str, **arguments: Any) -> dict[str, Any]:
-    """Weights on the CPU, the report, and where the weights lay."""
+def fit(
+    module: pl.LightningModule, strategy: Any, accelerator: str, path: Path | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """Weights on the CPU, the report, and where the weights lay; resumed from a path if there is one."""
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=1,
         num_nodes=2,
         strategy=strategy,
-        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **arguments,
+        **{"max_epochs": 1, **arguments},
     )
     devices: set[str] = set()
 
@@ -120,7 +145,7 @@ def fit(module: pl.LightningModule, strategy: Any, accelerator: str, **arguments
             devices.update(tensor.device.type for tensor in pl_module.state_dict().values())
 
     trainer.callbacks.append(Looks())
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=path)
     state = {name: whole(tensor).cpu() for name, tensor in module.state_dict().items()}
     return {"state": state, "report": getattr(module, "report", []), "devices": sorted(devices)}
 
@@ -130,8 +155,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def fits(accelerator: str) -> dict[str, dict[str, Any]]:
-    """All of them, by name."""
+def fits(accelerator: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """All of them, by name.
+
+    Args:
+        accelerator: ``"cpu"`` or ``"gpu"``.
+        folder: For checkpoints; that of both ranks.
+    """
     warnings.filterwarnings("ignore")
     speed._BLOCK_SECONDS = 0.005
     found = {}
@@ -148,6 +178,11 @@ def fits(accelerator: str) -> dict[str, dict[str, Any]]:
         scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=100)
         plugin = MixedPrecision("16-mixed", device, scaler)
         found[f"{name}, 16-mixed"] = fit(Overflowing(), over_gloo(scheme()), accelerator, plugins=[plugin])
+        path, kept = folder / f"{name}.ckpt", {"checkpoint_replicas": True}
+        saves = [SaveAfter(STEPS, path)]
+        whole = fit(Dropping(), over_gloo(scheme(), **kept), accelerator, max_epochs=2, callbacks=saves)
+        found[f"{name}, whole"] = whole
+        found[f"{name}, resumed"] = fit(Dropping(), over_gloo(scheme(), **kept), accelerator, path, max_epochs=2)
     for name in ("all_reduce", "periodic", "diloco"):
         sharded = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=1, process_group_backend="gloo")
         found[f"{name}, FSDP2"] = fit(Sharded(), sharded, accelerator)
@@ -159,4 +194,4 @@ def fits(accelerator: str) -> dict[str, dict[str, Any]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where, path, rank = sys.argv[1:]
-    torch.save(fits(where), f"{path}.{rank}")
+    torch.save(fits(where, Path(path).parent), f"{path}.{rank}")
