@@ -37,7 +37,7 @@ SCHEMES = ["all_reduce", "periodic", "daso", "diloco", "gossip", "steps_delay"]
 BESIDE = {  # short runs without warm-up, so that exchanges are in flight
     "periodic": {"sync_every": 8},
     "daso": {"sync_every": 8, "staleness": 4, "warmup_epochs": 0, "cooldown_epochs": 0},
-    "diloco": {"sync_every": 8, "staleness": 4, "fragments": 2},
+    "diloco": {"sync_every": 8, "staleness": 3, "fragments": 2},
     "steps_delay": {"warmup_steps": 0},
 }
 ROWS = ["none", "ddp", *SCHEMES, *(f"{name}, staged" for name in SCHEMES)]

@@ -34,6 +34,11 @@ def test_a_stand_in_measures_rows_and_says_that_it_is_one(tmp_path):
     assert "| periodic, staged | " in page
 
 
+@pytest.mark.parametrize("row", gpu.ROWS)
+def test_every_row_has_a_strategy_that_can_be_made(row):
+    assert gpu.strategy_of(row) is not None
+
+
 def test_tests_are_counted_by_room_and_failures_named(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     counted = gpu.count_tests(tmp_path / "report.xml")
