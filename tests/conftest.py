@@ -6,6 +6,7 @@ import faulthandler
 import fcntl
 import gc
 import multiprocessing.connection
+import multiprocessing.spawn
 import os
 import resource
 import shutil
@@ -30,6 +31,7 @@ from tqdm import tqdm
 from lightning_hiercomm import HierarchicalStrategy
 
 os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
+os.environ.update(OMPI_MCA_btl="^ofi")  # it sleeps for a second where Lightning asks MPI whether that started us
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 _HERE = Path(__file__).parent
 _STARTUP = str(_HERE / "startup")
@@ -39,8 +41,16 @@ settings.load_profile("unhurried")
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
+from pretended_gpu import is_wanted, pretended_gpu  # noqa: E402
 
+HAS_GPU = torch.cuda.is_available() or is_wanted()
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_report_header() -> str:
+    if HAS_GPU:
+        return "GPU: tests that compute with tensors run there, too"
+    return "GPU: none that torch can use, so tests that compute run on the CPU only; PRETENDED_GPU=1 plays one"
 
 
 def pytest_collection_finish() -> None:
@@ -139,9 +149,8 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """A GPU on which the ranks of a test compute, each on a stream of its own; ``PRETENDED_GPU=1`` plays one."""
     from harness import place  # found once this file has told Python where
-    from pretended_gpu import is_wanted, pretended_gpu
 
-    if not torch.cuda.is_available() and not is_wanted():
+    if not HAS_GPU:
         pytest.skip("there is no GPU that torch can use")
     if {"fit", "launch"} & set(request.fixturenames):
         pytest.skip("forked processes cannot use CUDA")
@@ -157,7 +166,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
             yield device
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * HAS_GPU])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the ranks of a test compute: the CPU, and a GPU where there is one.
 
@@ -316,6 +325,17 @@ def fit(tmp_path: Path) -> Fit:
         return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
 
     return run
+
+
+@pytest.fixture
+def spawns_forks() -> Iterator[None]:
+    """What multiprocessing spawns is a fork that has imported Lightning, and nothing of the tests, already."""
+    from forked import stand_in_for_python  # found once this file has told Python where
+
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(stand_in_for_python())
+    yield
+    multiprocessing.set_executable(before)
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 TWO_BY_TWO: Nodes = ((0, 1), (2, 3))
 TARGETS = (0.0, 2.0, 4.0, 10.0)
 """Of the four ranks of the oracle problem; the two nodes' means are 1 and 7, that of all is 4."""
+_TRACED = 10_000
+"""Elements; to make numbers of more takes longer than the step."""
 SGD_AT_HALF: MakeOptimizer = partial(torch.optim.SGD, lr=0.5)
 
 
@@ -93,7 +95,7 @@ class Rank:
 
     Attributes:
         target: Of all parameters, flat.
-        trace: All values after every step.
+        trace: All values after every step, but of large models, whose bytes are counted.
         looks: All agreed values, whenever :meth:`agreed` was called.
     """
 
@@ -171,7 +173,8 @@ class Rank:
                 self.optimizer.step()
 
         self.scheme.step(run, last=last)
-        self.trace.append(self.values.tolist())
+        if len(seen[0]) <= _TRACED:
+            self.trace.append(self.values.tolist())
         return seen[0]
 
     def agreed(self) -> Tensor:

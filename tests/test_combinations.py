@@ -6,9 +6,12 @@ import pytest
 from combinations import Combination, check, drawn
 
 BATCH = 20
+BY_DAY = 100
 
 
-@pytest.mark.parametrize("first", range(0, 200, BATCH))
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= BY_DAY)) for n in range(0, 200, BATCH)]
+)
 def test_random_combinations_are_what_an_independent_calculation_gives(first):
     for number in range(first, first + BATCH):
         try:

@@ -1,8 +1,8 @@
 """Launches of several processes: on two nodes, with ranks that die, raise, lag, or are told to stop.
 
 Python itself starts only where Lightning or MPICH do that: importing Lightning takes seconds. Otherwise processes are
-forked, for Open MPI behind a program that stands for Python; the commands that people type are run in
-examples/test_clusters.py.
+forked, for Open MPI, and where multiprocessing spawns them, behind a program that stands for Python; the commands that
+people type are run in examples/test_clusters.py.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Launch:
     def mpiexec(self, library: str, *ranks: Sequence[str]) -> None:
         """One rank per list of arguments."""
         (program, *options, _, _), environment = self._mpiexec(library, len(ranks))
+        # MPICH kills a stand-in whose fork has ended, before it can say so itself
         python = stand_in_for_python() if library == "openmpi" else sys.executable
         job = [python, str(JOB), "--out", str(self.folder)]
         sections = [argument for own in ranks for argument in (":", "-n", "1", *job, *own)]
@@ -474,7 +475,7 @@ def test_nothing_of_a_launch_goes_on_while_the_next_one_forks(fit):
 
 
 def test_a_spawned_rank_that_leaves_too_early_is_named(launch):
-    options = ["--devices", "2", "--ranks-per-node", "1", "--start-method", "spawn"]
+    options = ["--devices", "2", "--ranks-per-node", "1", "--start-method", "spawn", "--python", stand_in_for_python()]
     launch.python(str(JOB), "--out", str(launch.folder), *options, *("--victim", "1", "--accident", "leave"))
     codes, output = launch.end()
     assert codes == [1]

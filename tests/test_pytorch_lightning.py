@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import lightning_hiercomm as first
 import lightning_hiercomm.pytorch_lightning as second
 from lightning_hiercomm._lightning.other_tree import of_second_tree
+from lightning_hiercomm.batches import speed
 from lightning_hiercomm.pytorch_lightning import _second_tree
 from lightning_hiercomm.trainer.settings import register_schemes
 
@@ -100,11 +101,13 @@ def test_both_train_to_the_same_bits(tmp_path, capfd, scheme):
         assert torch.equal(mine["layer.weight"], theirs["layer.weight"])
 
 
-def test_batches_are_measured_and_divided(tmp_path, capfd):
+def test_batches_are_measured_and_divided(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.005)  # what comes out does not matter
     trained(pytorch_lightning, second, tmp_path, batches=second.HeterogeneousBatches(16))
     assert "A global batch of 16 samples on 4 ranks" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("spawns_forks")
 def test_a_spawned_process_finds_the_second_tree():
     strategy = second.HierarchicalStrategy(ranks_per_node=1, start_method="spawn")
     trainer = pytorch_lightning.Trainer(**QUIET, devices=2, strategy=strategy, max_steps=2)

@@ -6,7 +6,7 @@ import pytest
 from trainer_combinations import check, drawn, ranks
 
 BATCH = 5
-BY_DAY = 10
+BY_DAY = 5
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import stand_in_for_python
 
 from benchmarks import gpu
 from benchmarks.__main__ import make_parser
@@ -24,7 +25,8 @@ def run(*arguments: str) -> None:
     parsed.command(parsed)
 
 
-def test_a_stand_in_measures_rows_and_says_that_it_is_one(tmp_path):
+def test_a_stand_in_measures_rows_and_says_that_it_is_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.sys, "executable", stand_in_for_python())
     run("--stand-in", "--no-fits", "--tests", "--rows", "periodic, staged", "--out", str(tmp_path))
     found = json.loads((tmp_path / "the-cpu.json").read_text())
     assert [row["row"] for row in found["rows"]] == ["periodic, staged"]

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("benchmarks")
 
+from forked import stand_in_for_python
+
 from benchmarks import launch, network
 from benchmarks.job import Job
 
@@ -89,7 +91,9 @@ def test_a_peer_that_does_not_install_is_a_row_that_says_so(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_a_failing_row_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+def test_a_failing_row_does_not_take_the_next_one_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(launch, "interpreter", lambda venv: stand_in_for_python())
+    monkeypatch.setenv("PYTHON_EXEC", stand_in_for_python())  # what torchrun starts
     broken = Job("broken.0", "no such row", "mlp85k", 1, 2)
     works = Job("hand.0", "hand1", "mlp85k", 1, 2)
     launch.ROWS[broken.row] = launch.ROWS["hand1"]  # known here, unknown to the worker

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import ForkedPython
+from forked import ForkedPython, stand_in_for_python
 from torch import Tensor
 from torch.futures import Future
 
@@ -246,21 +246,18 @@ del sys.path[0], sys.argv[0]
 sys.modules["lightning_hiercomm"] = importlib.util.module_from_spec(importlib.util.find_spec("lightning_hiercomm"))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+_PYTHON = (sys.executable, "-c", _ONLY_COMM)
 
 
 def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Start:
     def start(arguments: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [*command, sys.executable, "-c", _ONLY_COMM, *arguments],
+            [*command, *arguments],
             env={**environment, **own},
             start_new_session=True,
         )
 
     return start
-
-
-def _with(command: tuple[list[str], dict[str, str]], **variables: str) -> tuple[list[str], dict[str, str]]:
-    return command[0], {**command[1], **variables}
 
 
 def _terminate(process: subprocess.Popen[bytes] | ForkedPython) -> None:
@@ -274,6 +271,7 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
 
 CARRIERS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
 ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
+HAS_GPU = torch.cuda.is_available() or os.environ.get("PRETENDED_GPU") == "1"
 
 
 @pytest.fixture(scope="session")
@@ -290,7 +288,7 @@ def gpu_of_processes() -> Iterator[torch.device]:
             yield device
 
 
-@pytest.fixture(scope="session", params=[*CARRIERS, *ON_A_GPU])
+@pytest.fixture(scope="session", params=[*CARRIERS, *ON_A_GPU * HAS_GPU])
 def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
     """Four ranks, over each carrier; with tensors of a GPU where there is one."""
     world: World
@@ -299,13 +297,14 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
         if request.param == "threads, gpu":
             world = Threads(device)
         elif request.param == "openmpi, gpu":
-            world = Processes([_execute(*_with(mpiexec("openmpi", SIZE), DEVICE=device.type))])
+            command, environment = mpiexec("openmpi", SIZE)
+            world = Processes([_execute([*command, *_PYTHON], {**environment, "DEVICE": device.type})])
         elif request.param == "gloo, gpu" and device.type != "cuda":
             pytest.skip("gloo moves no tensors of a GPU that is played")
         else:  # not forked: CUDA cannot be used in a fork of a process that has used it
             carrier = {"DEVICE": device.type, "STAGED": str(int(request.param == "staged, gpu"))}
             ranks = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **carrier} for rank in range(SIZE)]
-            world = Processes([_execute([], environment) for environment in ranks])
+            world = Processes([_execute(_PYTHON, environment) for environment in ranks])
     elif request.param == "threads":
         world = Threads()
     elif request.param == "gloo":
@@ -315,7 +314,8 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
     elif request.param == "shared-memory":
         world = Processes([_fork(rank, SHARE_MEMORY="1") for rank in range(SIZE)])
     else:
-        world = Processes([_execute(*mpiexec(request.param, SIZE))])
+        command, environment = mpiexec(request.param, SIZE)
+        world = Processes([_execute([*command, stand_in_for_python()], environment)])
     yield world
     world.close()
 

@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -142,6 +143,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     sys.executable = arguments.python
+    multiprocessing.set_executable(arguments.python)
     if arguments.host_name:
         socket.gethostname = lambda: arguments.host_name
     if arguments.cut_off == int(os.environ.get("RANK", 0)):

@@ -507,6 +507,7 @@ def test_two_nodes_of_processes_average_at_every_step(fit):
     assert [report["report"] for report in reports] == [[2.0, 3.0, 3.5, 3.75]] * 4
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("hierarchical", [True, False])
 @pytest.mark.parametrize(
     "options",

@@ -74,7 +74,7 @@ def steps(scheme: Scheme, optimizer: torch.optim.Optimizer, number: int) -> None
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_200_thaws_open_no_group_and_start_no_thread(name):
+def test_50_thaws_open_no_group_and_start_no_thread(name):
     def work(topology: Topology) -> tuple[int, int, int]:
         parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -84,7 +84,7 @@ def test_200_thaws_open_no_group_and_start_no_thread(name):
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 4)
         groups, backgrounds = topology._connect.groups, len(scheme._backgrounds)
-        for _ in range(200):
+        for _ in range(50):
             thawed = nn.Parameter(torch.zeros(2, device=place.device))
             if len(parameters) < 3:
                 parameters.append(thawed)

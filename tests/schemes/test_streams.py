@@ -11,6 +11,7 @@ from functools import partial
 import harness
 import pytest
 import torch
+from covering import leaving_to_the_night
 from harness import TWO_BY_TWO, Rank, on_nodes, on_ranks
 from pretended_streams import PretendedDevice
 
@@ -71,7 +72,7 @@ def of_four_ranks(name: str, wire: str, nodes: harness.Nodes = TWO_BY_TWO) -> li
 CASES = [(name, wire) for name in SCHEMES for wire in WIRES if (name, wire) != ("steps_delay", "int8")]
 
 
-@pytest.mark.parametrize(("name", "wire"), CASES)
+@pytest.mark.parametrize(("name", "wire"), leaving_to_the_night(CASES))
 def test_what_streams_do_is_ordered_and_gives_the_bits_of_the_cpu(name, wire, request):
     nodes = ANY_NODES if name in ("all_reduce", "mean, alone") else TWO_BY_TWO
     on_cpu = of_four_ranks(name, wire, nodes)

@@ -81,14 +81,16 @@ class ForkedPython:
 def stand_in_for_python() -> str:
     """A program that does what ``python script *arguments`` does, in a fork; for launchers that start programs.
 
-    With options before the script, but for ``-u``, it is Python itself.
+    Also with ``-m module`` and ``-c program``. With other options, but for ``-u`` and ``-B``, it is Python itself.
     """
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     address, program = folder / "server", folder / "python"
     client = Path(__file__).with_name("client.py")
     fork = f"{sys.executable} -I -S {client} {address}"
-    options = f'case "$1" in -*) exec {sys.executable} "$@" ;; esac'  # nothing to fork for such as the hub
-    program.write_text(f'#!/bin/sh\n[ "$1" = -u ] && shift\n{options}\nexec {fork} "$@"\n')
+    options = f'case "$1" in -c | -m) ;; -*) exec {sys.executable} "$@" ;; esac'  # nothing to fork for such as the hub
+    program.write_text(
+        f'#!/bin/sh\nwhile [ "$1" = -u ] || [ "$1" = -B ]; do shift; done\n{options}\nexec {fork} "$@"\n'
+    )
     program.chmod(0o755)
     _server.Process(target=_serve, args=(str(address),), daemon=True).start()
     deadline = time.monotonic() + 60
@@ -179,11 +181,13 @@ def _run(
             os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
     os.chdir(folder)
     if arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = [*arguments]

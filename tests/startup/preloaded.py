@@ -9,6 +9,7 @@ for name in (
     "lightning_hiercomm",
     "lightning.pytorch.cli",
     "matplotlib.pyplot",
+    "pytest",
     "pytorch_optimizer",
     "sklearn.datasets",
     "torch.distributed.launcher",

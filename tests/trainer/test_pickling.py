@@ -20,7 +20,8 @@ def _pickled(thing):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])  # spawn: 7 s, as it imports torch anew
+@pytest.mark.usefixtures("spawns_forks")
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_a_trainer_can_be_pickled_after_a_run_of_a_strategy_that_was_pickled_before(tmp_path, start_method):
     strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, start_method=start_method)
     trainer = one_trainer(tmp_path, devices=2, max_epochs=1, strategy=pickle.loads(pickle.dumps(strategy)))

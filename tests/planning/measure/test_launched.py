@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from forked import ForkedPython
+from forked import ForkedPython, stand_in_for_python
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_hiercomm.planning.measure.profile import Profile
@@ -123,7 +122,7 @@ def test_a_doctor_under_slurm_sees_nodes_and_ports(tmp_path):
 def test_a_doctor_under_mpiexec_sees_one_node(mpiexec, tmp_path):
     command, environment = mpiexec("openmpi", 2)
     done = subprocess.run(
-        [*command, sys.executable, "-m", "lightning_hiercomm", "doctor"],
+        [*command, stand_in_for_python(), "-m", "lightning_hiercomm", "doctor"],
         env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
         cwd=tmp_path,
         capture_output=True,

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, on_nodes, reloaded, run_to_end
+from harness import TWO_BY_TWO, Rank, on_nodes, reloaded, run_to_end
 from torch.optim import SGD, Adam
 
 from lightning_hiercomm.nodes.replica import Replica
@@ -95,7 +95,7 @@ def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
 
 @pytest.mark.parametrize("scheme", ALL)
 def test_so_it_does_where_looking_would_mean_to_wait(scheme, pretended):
-    train = partial(run_to_end, nodes=PAIRS, shapes=SHAPES, inner=partial(SGD, lr=0.1))
+    train = partial(run_to_end, nodes=TWO_BY_TWO, shapes=SHAPES, inner=partial(SGD, lr=0.1))
     for rank in train(ill_at_four, with_policy(ALL[scheme](), "skip")):
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0
