@@ -9,6 +9,7 @@ BATCH = 20
 BY_DAY = 100
 
 
+@pytest.mark.long("twenty runs on threads, and a calculation of its own for each")
 @pytest.mark.parametrize(
     "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= BY_DAY)) for n in range(0, 200, BATCH)]
 )

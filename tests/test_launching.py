@@ -238,6 +238,7 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
     assert "Trainer(devices=1), but 2 ranks were started on this node: give devices=2" in output
 
 
+@pytest.mark.long("where Lightning or MPICH start Python, it imports Lightning")
 @pytest.mark.covering
 @pytest.mark.parametrize("accident", ["raise", "kill"])
 @pytest.mark.parametrize(
@@ -273,6 +274,7 @@ def test_a_lost_rank_ends_the_run_within_seconds_and_is_named(launch, start: Sta
     assert seconds < SOON, output
 
 
+@pytest.mark.long("the slow node takes 0.6 s for each of its ten steps")
 @pytest.mark.alone
 def test_a_fast_node_does_not_wait_for_a_slow_one_between_agreements(launch):
     _with_fork(launch, 1, ["--steps", "10", "--sync-every", "5", "--slow-rank", "1", "--slow-seconds", "0.6"])
@@ -322,6 +324,7 @@ def _completed(launch: Launch, steps: int) -> str:
     return output
 
 
+@pytest.mark.long("the run lasts while strangers come: 200 steps of 0.02 s")
 def test_strangers_at_the_control_port_change_nothing(launch):
     port = find_free_network_port()
     launch.ranks_of_torchrun(*SLOWLY, "--steps", "200", "--control-port", str(port), ranks=1)
@@ -504,6 +507,7 @@ def _ends(process: int) -> bool:
     return True
 
 
+@pytest.mark.long("four seconds of silence are what makes a rank frozen")
 @pytest.mark.parametrize("accident", FROZEN)
 def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(launch, accident):
     launch.ranks_of_torchrun(
@@ -526,6 +530,7 @@ def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(launch, accident)
     assert float(HANG) <= seconds < SOON
 
 
+@pytest.mark.long("a step lasts longer than the four seconds of silence that are asked about")
 def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(launch):
     launch.ranks_of_torchrun(
         *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "40", "--sync-every", "10"),
@@ -537,6 +542,7 @@ def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(launch):
     assert output.count("lightning_hiercomm: what rank 1 (node 1) does, which is training batch 20 of epoch 0") == 1
 
 
+@pytest.mark.long("four seconds of silence are what makes a rank frozen")
 def test_a_forked_rank_that_is_stopped_leaves_nothing_behind(launch):
     _with_fork(
         launch,

@@ -94,6 +94,7 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
     return [json.loads((folder / f"{name}-{i}").read_text()) for i in range(len([*folder.glob(f"{name}-*")]))]
 
 
+@pytest.mark.long("two runs of several epochs on four ranks, one of which starts anew after every kill")
 @pytest.mark.parametrize(("times", "epochs"), [(2, 3), pytest.param(5, 5, marks=pytest.mark.nightly)])
 def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs):
     short = f"--trainer.max_epochs={epochs}"
@@ -115,6 +116,7 @@ def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs):
         assert torch.equal(other[name], expected), name
 
 
+@pytest.mark.long("torchrun misses a lost node after ten seconds only, and starts the other's ranks anew")
 def test_a_run_that_loses_a_node_goes_on_with_the_other(train, tmp_path):
     short = "--trainer.max_epochs=-1", "--trainer.max_steps=96", "--trainer.callbacks.times=0"
     agreed = "--trainer.strategy.init_args.checkpoint_replicas=false"

@@ -38,6 +38,7 @@ def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"soak-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.long("at least 22 fits, one after the other, in one process")
 @pytest.mark.parametrize("fits", [22, pytest.param(50, marks=pytest.mark.nightly)])
 def test_many_fits_leave_no_handle_thread_or_process_group_behind(tmp_path, fits):
     for said in soak(tmp_path, 2, "--fits", str(fits)):
@@ -48,6 +49,7 @@ def test_many_fits_leave_no_handle_thread_or_process_group_behind(tmp_path, fits
             assert at_the_end[name] <= after_every_scheme[name]
 
 
+@pytest.mark.long("200 steps of each of four schemes on four ranks, in the last half of which nothing may grow")
 @pytest.mark.timeout(SECONDS + 60)
 def test_steps_of_asynchronous_schemes_add_no_memory_handle_or_thread(tmp_path):
     for rank, said in enumerate(soak(tmp_path, 4, "--steps", str(STEPS))):

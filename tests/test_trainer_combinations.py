@@ -15,6 +15,7 @@ def ranks_that_stay_for_the_next_fit():
     ranks.close()
 
 
+@pytest.mark.long("five fits, and a calculation of its own for each")
 @pytest.mark.parametrize(
     "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= BY_DAY)) for n in range(0, 100, BATCH)]
 )

@@ -40,6 +40,7 @@ def test_a_missing_mpi4py_gives_the_install_line(tmp_path):
     assert INSTALL in output
 
 
+@pytest.mark.long("Python itself starts and imports Lightning: what it imports is the point")
 def test_without_mpi_nothing_needs_mpi4py():
     program = "import sys; sys.modules['mpi4py'] = None; import lightning_hiercomm as h; h.HierarchicalStrategy()"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -57,6 +57,7 @@ def test_every_scheme_has_a_card_and_a_row_in_both_tables_of_choice():
         assert f"| `{scheme.__name__}(" in README.read_text()
 
 
+@pytest.mark.long("Sphinx reads the whole site")
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-d", str(tmp_path / "trees")]

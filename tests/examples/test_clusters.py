@@ -70,6 +70,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
+@pytest.mark.long("two torchruns import torch, as people start them, and four ranks train")
 def test_torchrun(checkout):
     first = f"{command('torchrun', '.venv/bin/torchrun')} {SHORT}"
     second = first.replace("--node-rank 0", "--node-rank 1")
@@ -77,6 +78,7 @@ def test_torchrun(checkout):
     assert "on 4 ranks" in run(checkout, first, second, PYTHON_EXEC=stand_in_for_python())
 
 
+@pytest.mark.long("eight ranks, as many as the script asks for, read the configuration and train")
 def test_slurm(checkout):
     """``srun`` is played by this test; what it does to the environment is what SLURM's documentation says."""
     srun = checkout / "srun"

@@ -5,6 +5,7 @@ import re
 import pytest
 
 
+@pytest.mark.long("two epochs of the main job on four ranks, with all that it writes and prints")
 def test_short_run_trains_tests_and_reports(folder):
     out = folder.fit_digits("--trainer.max_epochs=2")
     assert folder.accuracy(out) > 50

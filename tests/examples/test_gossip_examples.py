@@ -25,12 +25,14 @@ def test_spectra_show_what_the_paper_says_and_draw_the_plot(folder):
     assert (folder.path / "gossip_spectra.png").stat().st_size > 10_000
 
 
+@pytest.mark.long("two epochs of the main job on four ranks, which have to learn")
 @pytest.mark.parametrize("config", ["gossip.yaml", "sgp.yaml"])
 def test_digits_train_with_gossip(folder, config):
     out = folder.fit_digits("--config", folder.digits / config, "--trainer.max_epochs=2")
     assert folder.accuracy(out) > 50
 
 
+@pytest.mark.long("five schemes train one after the other")
 @pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "accuracy"), [(1, 10), pytest.param(3, 70, marks=pytest.mark.nightly)])
 def test_the_comparison_prints_one_row_per_scheme(folder, epochs, accuracy):

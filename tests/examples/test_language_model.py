@@ -13,6 +13,7 @@ def bits(output):
     return float(found[1])
 
 
+@pytest.mark.long("two runs of 60 steps on four ranks, the model whole and sharded, which have to learn the same")
 @pytest.mark.slow
 def test_both_ways_inside_the_node_learn_the_same(folder):
     example = folder.examples / "language_model"

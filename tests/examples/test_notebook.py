@@ -1,6 +1,7 @@
 """The notebook, executed."""
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 WITHOUT_A_SCRIPT = """
@@ -11,6 +12,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.long("a Jupyter kernel imports everything, and four ranks take the notebook's 640 steps")
 def test_two_nodes_train_in_a_notebook_and_the_wrong_start_names_the_right_one(folder):
     notebook = nbformat.read(folder.examples / "notebook.ipynb", as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(WITHOUT_A_SCRIPT))

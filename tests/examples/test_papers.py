@@ -77,6 +77,7 @@ def fit(folder, config, *arguments):
 CONFIGS = {path.name: re.search(r"dataset: (\w+)", path.read_text())[1] for path in sorted(PAPERS.glob("*.yaml"))}
 
 
+@pytest.mark.long("a program imports torchvision, and two ranks train a network of it")
 @pytest.mark.parametrize(("config", "dataset"), [*CONFIGS.items(), ("001-cifar10.yaml", "mnist")])
 def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, dataset):
     text = (PAPERS / config).read_text()
@@ -126,6 +127,7 @@ print(found)
 """
 
 
+@pytest.mark.long("makes ten networks of torchvision, nearly all of them twice")
 def test_all_models_have_the_classes_that_are_asked_for_and_keep_small_pictures_whole(folder):
     small = [(name, 32, True) for name in ("resnet18", "resnet50", "densenet121")]
     others = [("resnet20", 32, False), ("resnet34", 64, False), ("vgg11", 32, False), ("vgg16_bn", 32, False)]

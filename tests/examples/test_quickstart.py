@@ -5,6 +5,7 @@ import re
 import pytest
 
 
+@pytest.mark.long("all 320 steps of the README's program on four ranks")
 @pytest.mark.slow
 def test_the_quickstart_trains_and_says_what_it_saved(folder):
     out = folder.run("quickstart.py")

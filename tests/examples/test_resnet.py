@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pytest
 from PIL import Image
 
 
@@ -12,6 +13,7 @@ def fit(folder, config, *arguments):
     return folder.run("resnet/main.py", "fit", "--config", folder.examples / "resnet" / config, *arguments)
 
 
+@pytest.mark.long("four epochs of a residual network on four ranks, which have to learn")
 def test_a_short_run_learns_coloured_digits(folder):
     out = fit(folder, "config.yaml", "--trainer.max_epochs=4")
     assert "on 4 ranks, 2 nodes" in out
@@ -23,6 +25,7 @@ def test_the_large_configurations_are_valid(folder):
     assert "architecture: resnet50" in fit(folder, "imagenet.yaml", "--data.root=/data", "--print_config")
 
 
+@pytest.mark.long("three epochs, one for each of DASO's phases, of a network of torchvision")
 def test_the_imagenet_configuration_trains_on_folders_of_pictures(folder):
     for split, count in (("train", 8), ("val", 4)):
         for kind in ("dark", "light"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import pytest
 from PIL import Image
 
 SCHEME = "--trainer.strategy.init_args.scheme.init_args"
@@ -20,6 +21,7 @@ def mean_iou(out):
     return float(re.search(r"Mean IoU of the agreed model: ([\d.]+)%", out)[1])
 
 
+@pytest.mark.long("four epochs on four ranks, through all phases of DASO, which have to learn")
 def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
     out = fit(
         folder,
@@ -32,6 +34,7 @@ def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
     assert mean_iou(out) > 50  # knowing sky and road alone, the two largest of five classes, gives less than 40
 
 
+@pytest.mark.long("four epochs on four ranks, through all phases of DASO, which have to learn")
 def test_the_same_program_trains_on_cityscapes_as_it_lies_on_disk(folder):
     make_cityscapes(folder.path / "cityscapes", {"train": 48, "val": 4})
     out = fit(

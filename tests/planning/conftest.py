@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from lightning_hiercomm.planning import commands
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
+from lightning_hiercomm.planning.predict.candidates import Plan
+from lightning_hiercomm.planning.predict.candidates import plan as make_plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def equal_plans_are_made_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One takes more than a second of a processor, and several tests of a module look at the same."""
+    made: dict[str, Plan] = {}
+
+    def plan(*arguments: Any, **named: Any) -> Plan:
+        key = repr((arguments, named))
+        if key not in made:
+            made[key] = make_plan(*arguments, **named)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((commands, "make_plan"), (request.module, "plan")):
+            if getattr(module, name, None) is make_plan:
+                patch.setattr(module, name, plan)
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from lightning_hiercomm import __main__ as program
-from lightning_hiercomm.planning import commands
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.measure.profile import Profile
 
@@ -16,21 +15,6 @@ FLAGS = [
     *("--params", "1.3e9", "--step-time", "0.4", "--nodes", "64", "--ranks-per-node", "8"),
     *("--inter", "10gbit", "--intra", "300gbyte", "--latency", "50us"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def equal_plans_are_made_once():
-    made, make_plan = {}, commands.make_plan
-
-    def plan(*arguments):
-        key = repr(arguments)
-        if key not in made:
-            made[key] = make_plan(*arguments)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "make_plan", plan)
-        yield
 
 
 def run(*arguments: str) -> int:

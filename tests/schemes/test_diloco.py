@@ -164,6 +164,7 @@ OUTER = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize(
     ("sync_every", "fragments", "staleness", "keep_local"),
@@ -415,6 +416,7 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
         torch.testing.assert_close(agreed, x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "scheme",

@@ -58,6 +58,7 @@ def bits(values):
     return values.view(torch.int16)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("nodes_of", "dtype"), [*((nodes_of, torch.bfloat16) for nodes_of in NODES), ("3 nodes", torch.float16)], ids=str
 )

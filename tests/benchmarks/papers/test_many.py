@@ -49,6 +49,7 @@ SAME = {
 }
 
 
+@pytest.mark.long("two runs of 40 steps by the scheme itself beside the three that are trained at once")
 @pytest.mark.parametrize("name", SAME)
 def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]

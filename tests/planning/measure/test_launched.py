@@ -84,6 +84,7 @@ def slurm(nodes: int, ranks: int) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.long("four ranks time every move between nodes and inside them")
 def test_a_probe_under_torchrun_writes_a_profile_that_can_be_planned_with(tmp_path):
     (tmp_path / "model_of_a_person.py").write_text(MODULE)
     module = ("--module", "model_of_a_person:Model", "--module-args", '{"width": 32}')

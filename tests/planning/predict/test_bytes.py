@@ -46,6 +46,7 @@ def on(nodes: int, ranks_per_node: int) -> Cluster:
     return Cluster(nodes, ranks_per_node, Link(1e10), Link(1e9))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_a_scheme_sends_what_is_predicted(name, nodes, ranks_per_node):

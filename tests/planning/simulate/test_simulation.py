@@ -226,6 +226,7 @@ def test_batches_are_a_replicas_own():
 # ---- presets and the command -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("simulates every run of a preset, which may be dozens")
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_answers_with_a_table(name, capsys):
     pytest.importorskip("sklearn")

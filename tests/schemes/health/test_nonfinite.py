@@ -79,6 +79,7 @@ def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math
 ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
