@@ -97,6 +97,7 @@ _RANDOM_GRAPHS = ("permutation", "cyclic", "roulette", "unfair")
 _DTYPES = {"mixed": ("float32", "float64", "float64"), "mixed and narrow": ("float32", "float64", "bfloat16")}
 """Of the parameters, where they are not all of one."""
 _SHAPES = {"a": (3,), "b": (2, 2), "c": (4,)}
+_SAID_EVERY = 250
 _HANGS = 20.0  # seconds; a run takes milliseconds, but not on a busy machine
 _HALVES = (("a", "b"), ("c",))
 
@@ -1354,6 +1355,8 @@ def tell(
     for number in arguments.only or range(first, first + arguments.random):
         if time.monotonic() - began > arguments.seconds:
             break
+        if done and done % _SAID_EVERY == 0:
+            print(f"{done} in {time.monotonic() - began:.0f} s: {failed} failed", flush=True)
         done += 1
         combination = drawn(number)
         message = failure(combination, check)

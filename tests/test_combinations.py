@@ -58,3 +58,9 @@ def test_steps_delay_takes_steps_with_an_optimizer_all_of_whose_parameters_are_f
         ("shard_on", "parameters"),
     )
     check(Combination("steps_delay", arguments, two=True, thaw=7, freeze=3))
+
+
+def test_replicas_that_gossip_have_the_same_weights_after_a_resume_to_the_last_bit():
+    arguments = (("graph", "roulette"), ("segments", 3), ("hierarchical", False), ("overlap", False))
+    arguments += (("push_sum", True),)
+    check(Combination("gossip", arguments, "2x2", weights=(1.0, 1.0, 1.0, 3.0), reweight=0, resume=2))

@@ -114,7 +114,8 @@ class Topology:
         """Give the ranks new weights (the same on every rank); they are normalised to sum 1."""
         if len(weights) != self.world_size or min(weights) <= 0:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
-        self.weights, self._node_weights = _shares(tuple(weights), self.nodes)
+        self._given_weights = tuple(weights)
+        self.weights, self._node_weights = _shares(self._given_weights, self.nodes)
         for sibling in self._siblings:
             sibling.set_weights(weights)
 
@@ -210,7 +211,9 @@ class Topology:
         return self._sibling([[rank] for rank in range(self.world_size)])
 
     def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
-        sibling = Topology(nodes, self.rank, self._connect, self.meter, self.weights, self.waits_on_host, self.world)
+        # what was given, for shares divided by their sum once more may have another last bit
+        given = self._given_weights
+        sibling = Topology(nodes, self.rank, self._connect, self.meter, given, self.waits_on_host, self.world)
         self._siblings.append(sibling)
         return sibling
 

@@ -156,6 +156,17 @@ def test_nodes_must_hold_every_rank_once(nodes):
         Topology(nodes, 0, lambda groups, tier: None, Meter())
 
 
+def test_the_same_ranks_have_the_same_weights_to_the_last_bit_whenever_they_were_told_them():
+    def work(topology):
+        earlier = topology.twin(), topology.ranks_as_nodes()
+        topology.set_weights([0.5, 1 / 6, 1 / 6, 1 / 6])  # whose sum is not quite 1
+        later = topology.twin(), topology.ranks_as_nodes()
+        return [each.weights for each in (topology, *earlier, *later, later[0].twin())]
+
+    for weights in on_ranks(work):
+        assert len(set(weights)) == 1
+
+
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
 def test_weights_must_be_positive_and_one_per_rank(weights):
     with pytest.raises(ValueError, match="2 positive numbers"):
