@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _CALLABLE = typing.get_origin(Callable[..., Any])
 _WORDS: dict[Any, str] = {
@@ -40,13 +41,17 @@ def checked_arguments(function: F) -> F:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        is_constructor = function.__name__ == "__init__"
+        owner = type(args[0]).__name__ if is_constructor else function.__name__
         for name in kwargs:
             if name not in known:
-                owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
                 raise unknown_argument(name, owner, known)
+        values = args[is_constructor:]
+        if len(values) > len(known):
+            raise TypeError(f"{owner} takes {', '.join(known) or 'no arguments'}, not {', '.join(map(repr, values))}")
         try:
             given = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # too many, or too few, which Python says itself
+        except TypeError:  # too few, or one twice, which Python says itself
             return function(*args, **kwargs)
         check_types(given, typing.get_type_hints(function))
         return function(*args, **kwargs)
@@ -83,9 +88,10 @@ def unknown_argument(name: str, owner: str, known: Sequence[str]) -> TypeError:
     return TypeError(f"{owner} has no argument {name!r}. {hint}")
 
 
-def check_fields(instance: object) -> None:
-    """The same for a dataclass, in its ``__post_init__``."""
-    check_types(vars(instance), typing.get_type_hints(type(instance)))
+def checked_fields(cls: type[T]) -> type[T]:
+    """Decorate a dataclass, from outside, so that its fields are :func:`checked_arguments`."""
+    cls.__init__ = checked_arguments(cls.__init__)  # type: ignore[misc]
+    return cls
 
 
 def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -153,11 +152,25 @@ def test_what_is_wrong_with_a_type_is_said_in_words(given, message):
         make(**given)
 
 
-@pytest.mark.parametrize("cls", [c for c in CLASSES if inspect.signature(c).parameters and not is_dataclass(c)])
+@pytest.mark.parametrize("cls", [*(c for c in CLASSES if inspect.signature(c).parameters), hiercomm.Elastic])
 def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(cls):
     name = next(iter(inspect.signature(cls).parameters))
     with pytest.raises(TypeError, match=rf"^{cls.__name__} has no argument '{name[:-1]}'\. Did you mean '{name}'\?$"):
         cls(**{**REQUIRED.get(cls.__name__, {}), name[:-1]: 2})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hiercomm.AllReduce(4), "AllReduce takes no arguments, not 4"),
+        (lambda: hiercomm.AllReduce(sync_every=4), r"AllReduce has no argument 'sync_every'. It takes none\."),
+        (lambda: hiercomm.PeriodicAveraging(1, True, "none", *"abcdef"), r"PeriodicAveraging takes .*, not 1, True, "),
+        (lambda: Every(3, "run", 4), "Every takes period, of, not 3, 'run', 4"),
+    ],
+)
+def test_arguments_that_are_too_many_are_refused_in_the_name_of_what_one_called(make, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        make()
 
 
 def test_what_is_of_a_wrong_type_is_the_error_that_python_raises_for_it():

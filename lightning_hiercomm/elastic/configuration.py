@@ -7,10 +7,11 @@ import math
 import os
 from dataclasses import dataclass
 
-from lightning_hiercomm.arguments import check_fields
+from lightning_hiercomm.arguments import checked_fields
 from lightning_hiercomm.schemes import Agreement, DiLoCo, PeriodicAveraging, Scheme
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Elastic:
     """Nodes may leave a run and join it, and the others go on.
@@ -36,7 +37,6 @@ class Elastic:
     lighthouse: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.min_nodes < 1:
             raise ValueError(f"min_nodes={self.min_nodes} must be a positive number of nodes")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from lightning_hiercomm.comm.base import Communicator, Connect
@@ -63,6 +65,36 @@ def _between_nodes(inter: Connect, others: Connect) -> Connect:
         return inter(groups, tier) if tier == "inter" else others(groups, tier)
 
     return connect
+
+
+def check_backend(backend: str | None, devices: Sequence[torch.device]) -> None:
+    """See that torch has a backend, and that it moves tensors of some devices, before any process asks for it.
+
+    Args:
+        backend: Its name, or those of several, ``"cpu:gloo,cuda:nccl"``. None: the devices' own.
+        devices: Where ranks compute.
+
+    Raises:
+        ValueError: If not, naming the remedy.
+    """
+    if not backend:
+        return
+    said = f"process_group_backend={backend!r}"
+    by_device = dict(part.split(":", 1) for part in backend.lower().split(",") if ":" in part)
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    for name in by_device.values() if by_device else [backend.lower()]:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Use {', '.join(map(repr, known))}, or leave it out."
+            raise ValueError(f"{said}: torch has no backend {name!r}. {hint}")
+        if not dist.is_backend_available(name):
+            raise ValueError(f"{said}: this torch was built without {name!r}. Leave it out, or use 'gloo'.")
+    for kind in {device.type for device in devices}:
+        name = by_device.get(kind) if by_device else backend.lower()
+        if name is None or kind not in dist.Backend.backend_capability.get(name, [kind]):
+            raise ValueError(
+                f"{said} moves no tensors of {kind}, where the ranks compute. Leave it out, or use 'gloo'."
+            )
 
 
 def process_group(communicator: Communicator) -> dist.ProcessGroup | None:

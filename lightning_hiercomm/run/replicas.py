@@ -16,6 +16,9 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.shards import local, reshard, share_out, shares_of, whole
 from lightning_hiercomm.schemes.health.verification import print_of
 
+_BUFFERS_IN_A_SUM = 2**16
+"""Whether something is finite is seen by its sum, of which all buffers may be a part."""
+
 
 class Replicas:
     """A module's trainable parameters and float buffers, cut into one :class:`Replica` per optimizer.
@@ -25,8 +28,8 @@ class Replicas:
 
     Where the module is sharded over the node, a replica holds this rank's shards.
 
-    A float buffer that holds infinities, NaN, or a number beyond half of what its type can hold, when this is made and
-    all ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not travel in training. Once
+    A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when this is made and all
+    ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not travel in training. Once
     it has become finite on all ranks (the best loss so far), what is seen and saved holds its mean.
 
     Args:
@@ -180,10 +183,11 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def has_mean(buffer: Tensor) -> bool:
-    """Whether it is floating, and all of it so far from infinity that two of them can be added."""
+    """Whether it is floating, and so far from infinity that two of them can be added, and all that is looked at."""
     if not buffer.is_floating_point():
         return False
-    return bool((buffer.double().abs() <= torch.finfo(buffer.dtype).max / 2).all())
+    sizes, widest = buffer.double().abs(), torch.finfo(torch.promote_types(buffer.dtype, torch.float32)).max
+    return bool((sizes <= torch.finfo(buffer.dtype).max / 2).all() and sizes.sum() <= widest / _BUFFERS_IN_A_SUM)
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor]:

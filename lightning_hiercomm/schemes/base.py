@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.arguments import as_call
+from lightning_hiercomm.arguments import as_call, checked_arguments
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
@@ -92,6 +92,7 @@ class Scheme(ABC):
     optimizer: Optimizer | None
     wire: Wire
 
+    @checked_arguments
     def __init__(self) -> None:
         self.averages_optimizer_state = False
         self.on_nonfinite: OnNonfinite = "ignore"

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.ddp import FabricSyncControl, check_ddp_arguments, register_bucket_hook
 from lightning_hiercomm._lightning.launcher import leave_garbage_of_parent
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.nodes.connect import connect_world, process_group
+from lightning_hiercomm.nodes.connect import check_backend, connect_world, process_group
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
@@ -220,6 +220,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         for device in self.parallel_devices or ():
             streams.check_known(device)
+        check_backend(self._process_group_backend, self.parallel_devices or ())
         if self._settings.ranks_per_node is not None:  # here, where no process has been started
             nodes_by_count(self._settings.ranks_per_node, self.world_size)
         super()._configure_launcher()

@@ -40,7 +40,7 @@ from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.control.rendezvous import Rendezvous
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
-from lightning_hiercomm.nodes.connect import check_equal_work, connect_world
+from lightning_hiercomm.nodes.connect import check_backend, check_equal_work, connect_world
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
@@ -70,6 +70,7 @@ class HierarchicalHooks(ParallelStrategy):
     topology: Topology | None
     set_world_ranks: Callable[[], None]
     _timeout: timedelta | None
+    _process_group_backend: str | None
 
     def _configure(self, settings: Settings) -> None:
         self._settings = settings
@@ -111,6 +112,7 @@ class HierarchicalHooks(ParallelStrategy):
     def _configure_launcher(self) -> None:
         for device in self.parallel_devices or ():
             streams.check_known(device)
+        check_backend(self._process_group_backend, self.parallel_devices or ())
         if self._environment.creates_processes_externally:
             check_ranks_of_node(self._environment)
             if isinstance(self._environment, MPIEnvironment):

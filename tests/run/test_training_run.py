@@ -10,10 +10,11 @@ import torch
 from harness import on_ranks, place
 from torch import nn
 
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import DiLoCo, Gossip, PeriodicAveraging, Scheme
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -119,6 +120,57 @@ def test_a_buffer_that_was_infinite_is_part_of_the_agreed_model_once_it_is_finit
 
     inf = torch.inf
     assert on_ranks(body, [[0], [1]]) == [[3.0, 3.0, 1.5, 1.0, 1.5], [inf, inf, 1.5, 2.0, 1.5]]
+
+
+LOWEST = torch.finfo(torch.float32).min
+MASKS = {
+    "infinite": torch.full((6, 6), -torch.inf).triu(1),
+    "lowest": torch.full((6, 6), LOWEST).triu(1),
+    "half": torch.full((6, 6), 0.49 * LOWEST).triu(1),  # whose sum overflows
+    "lowest of bfloat16": torch.full((6, 6), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16).triu(1),
+    "float64": torch.full((6, 6), -1e308, dtype=torch.float64).triu(1),
+}
+
+
+def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[dict[str, float]]:
+    """Bytes of four steps on two nodes, with a buffer and a look at the agreed model."""
+
+    def body(topology: Topology) -> dict[str, float]:
+        module = nn.BatchNorm1d(50).to(place.device)
+        module.register_buffer("mask", None if mask is None else mask.to(place.device, copy=True))
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, wire, on_nonfinite="raise")
+
+        def step() -> None:
+            module.running_mean += topology.rank
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, 0.25 * (topology.rank + 1))
+            optimizer.step()
+
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            for _ in range(4):
+                run.step(optimizer, step)
+            with run.agreed_model():
+                assert mask is None or torch.equal(module.mask.cpu(), mask)
+            run.finish()
+            assert mask is None or torch.equal(module.mask.cpu(), mask)
+            return topology.meter.snapshot()
+        finally:
+            run.close(timeout=5.0)
+
+    return on_ranks(body, [[0], [1]])
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), DiLoCo(2), Gossip(segments=2)], ids=repr)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_travels_on_no_wire_and_makes_nothing_travel_twice(mask, scheme, wire):
+    plain, masked = (_sent_with(each, scheme, Wire.named(wire)) for each in (None, MASKS[mask]))
+    for own, with_mask in zip(plain, masked, strict=True):
+        assert with_mask["inter_bytes"] == own["inter_bytes"]
+        assert 0 <= with_mask["world_bytes"] - own["world_bytes"] <= 64  # one number of it is compared at a look
 
 
 def test_leaving_the_agreed_model_without_having_entered_changes_nothing():

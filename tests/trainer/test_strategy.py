@@ -8,11 +8,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import TARGETS
+from lightning.fabric import Fabric
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import (
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalFabricStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+)
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
 
@@ -320,6 +328,28 @@ def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_me
 def test_ranks_per_node_must_fit_the_world_before_processes_are_started(ranks_per_node, message):
     with pytest.raises(ValueError, match=message):
         pl.Trainer(accelerator="cpu", devices=4, strategy=HierarchicalStrategy(ranks_per_node=ranks_per_node))
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("glo", r"torch has no backend 'glo'\. Did you mean 'gloo'\?"),
+        ("cpu:gloo,cuda:ncl", r"torch has no backend 'ncl'\. Did you mean 'nccl'\?"),
+        ("telepathy", r"no backend 'telepathy'\. Use 'gloo', .*, or leave it out\."),
+        ("cuda:gloo", "moves no cpu tensors"),
+        ("nccl", "moves no cpu tensors|built without 'nccl'"),
+    ],
+)
+def test_a_backend_that_cannot_be_had_is_refused_before_processes_are_started(backend, message):
+    with pytest.raises(ValueError, match=f"^process_group_backend={backend!r}.*{message}"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=HierarchicalStrategy(process_group_backend=backend))
+    with pytest.raises(ValueError, match=f"^process_group_backend={backend!r}.*{message}"):
+        Fabric(accelerator="cpu", devices=2, strategy=HierarchicalFabricStrategy(process_group_backend=backend))
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "GLOO", "cpu:gloo,cuda:nccl"])
+def test_a_backend_that_torch_has_is_taken(backend):
+    pl.Trainer(accelerator="cpu", devices=2, strategy=HierarchicalStrategy(process_group_backend=backend))
 
 
 def test_dataloaders_of_unequal_length_are_refused(fit):

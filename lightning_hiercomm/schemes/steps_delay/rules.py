@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import check_fields
+from lightning_hiercomm.arguments import checked_fields
 
 
 @dataclass
@@ -95,6 +95,7 @@ def sgd(update: LocalUpdate) -> None:
     update.weights.sub_(direction, alpha=update.local_learning_rate)
 
 
+@checked_fields
 @dataclass(frozen=True)
 class DelayCompensation:
     """Local SGD with the delay compensation of DC-ASGD-a, the paper's second comparison (Section 4.4).
@@ -119,7 +120,6 @@ class DelayCompensation:
     strength: float = 2.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be from 0 to less than 1")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from lightning_hiercomm.arguments import check_fields
+from lightning_hiercomm.arguments import checked_fields
 
 
 class When(ABC):
@@ -33,6 +33,7 @@ class When(ABC):
         """The most steps that an exchange may take and still end before the next one starts."""
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Every(When):
     """All parts at every ``period``-th step.
@@ -49,7 +50,6 @@ class Every(When):
     of: str = "run"
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.period is not None and self.period < 1:
             raise ValueError(f"period={self.period} must be a positive number of steps")
         if self.of not in ("epoch", "run"):
@@ -65,6 +65,7 @@ class Every(When):
         return self.period or 0
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Staggered(When):
     """Each part once in a period, the parts evenly spread over it.
@@ -80,7 +81,6 @@ class Staggered(When):
     period: int
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.period < 1:
             raise ValueError(f"period={self.period} must be a positive number of steps")
 
