@@ -64,3 +64,8 @@ def test_replicas_that_gossip_have_the_same_weights_after_a_resume_to_the_last_b
     arguments = (("graph", "roulette"), ("segments", 3), ("hierarchical", False), ("overlap", False))
     arguments += (("push_sum", True),)
     check(Combination("gossip", arguments, "2x2", weights=(1.0, 1.0, 1.0, 3.0), reweight=0, resume=2))
+
+
+def test_fragments_of_an_optimizer_all_of_whose_parameters_are_frozen_for_a_while_are_none():
+    arguments = (("sync_every", 3), ("outer_optimizer", "momentum"), ("fragments", 2), ("staleness", 0))
+    check(Combination("diloco", (*arguments, ("gradients", "node")), two=True, thaw=5, freeze=1))

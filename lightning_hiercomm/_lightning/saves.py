@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,13 +10,57 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import Tensor, nn
 
-__all__ = ["METADATA_FILENAME", "after_saves", "holds_averaged_weights", "wait_for_saves", "with_base_io"]
+__all__ = [
+    "METADATA_FILENAME",
+    "after_saves",
+    "entries_of_rank",
+    "holds_averaged_weights",
+    "take_entries",
+    "wait_for_saves",
+    "with_base_io",
+]
+
+_OF_ALL_RANKS = {"epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "optimizer_states"}
+_OF_ALL_RANKS |= {"state_dict", "current_model_state", "hparams_name", "hyper_parameters", "hparams_type"}
+_OF_ALL_RANKS |= {"datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type", "hiercomm"}
 
 
 def holds_averaged_weights(checkpoint: Mapping[str, Any]) -> bool:
     """Whether the ``WeightAveraging`` callback put its average, made of one node's weights, into the ``state_dict``."""
     return "current_model_state" in checkpoint
+
+
+def entries_of_rank(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What callbacks, the module and its data put into a checkpoint: every rank something else; a file has rank 0's.
+
+    All ranks make a checkpoint, with the same keys. What is in the way of ``weights_only`` loading is left out.
+    """
+    entries = {key: value for key, value in checkpoint.items() if key not in _OF_ALL_RANKS and _is_plain(value)}
+    callbacks = {key: state for key, state in checkpoint.get("callbacks", {}).items() if _is_plain(state)}
+    if callbacks:
+        entries["callbacks"] = callbacks
+    if holds_averaged_weights(checkpoint):
+        entries["state_dict"] = dict(checkpoint["state_dict"])
+    return entries
+
+
+def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Put :func:`entries_of_rank` in the place of rank 0's, before anybody restores from the checkpoint."""
+    callbacks = {**checkpoint.get("callbacks", {}), **entries.get("callbacks", {})}
+    checkpoint.update(entries)
+    if callbacks:
+        checkpoint["callbacks"] = callbacks
+
+
+def _is_plain(value: object) -> bool:
+    """Whether it is made of tensors and primitives."""
+    if type(value) in (dict, OrderedDict):
+        return all(_is_plain(part) for item in value.items() for part in item)  # type: ignore[attr-defined]
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    return value is None or type(value) in (bool, int, float, str, bytes, Tensor, nn.Parameter)
 
 
 def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:

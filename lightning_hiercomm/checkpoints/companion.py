@@ -48,6 +48,7 @@ def companion_state(
     mid_epoch: bool,
     loss: Mapping[str, Any] | None = None,
     precision: Mapping[str, Any] | None = None,
+    entries: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """This rank's own parameters, buffers, optimizer and scheme state, and random streams.
 
@@ -62,6 +63,7 @@ def companion_state(
         mid_epoch: Whether more batches of the epoch follow.
         loss: What this rank knows of the epoch's loss so far.
         precision: State of the precision plugin: every node's gradient scaler goes its own way.
+        entries: Of the checkpoint, what callbacks and the module say on this rank.
     """
     state = {
         "identity": identity,
@@ -76,32 +78,28 @@ def companion_state(
         "mid_epoch": mid_epoch,
         "loss": dict(loss or {}),
         "precision": dict(precision or {}),
+        "entries": dict(entries or {}),
     }
     return {**state, "checksum": checksum(state)}
 
 
 def load_companion(
-    checkpoint_io: CheckpointIO,
-    checkpoint_path: Any,
-    identity: str | None,
-    topology: Topology,
-    module: nn.Module,
-    schemes: Sequence[Scheme],
+    checkpoint_io: CheckpointIO, checkpoint_path: Any, identity: str | None, topology: Topology
 ) -> dict[str, Any]:
-    """Read this rank's companion; see that it is whole, and belongs to the checkpoint, this rank and this run.
+    """Read this rank's companion; see that it is whole, and belongs to the checkpoint and to this rank.
 
     Args:
         checkpoint_io: Reads the file.
         checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
         identity: What the checkpoint says; None if it says that there are no companions.
         topology: The nodes.
-        module: What trains.
-        schemes: Of the optimizers.
+
+    Returns:
+        What :func:`companion_state` took, and the ``"path"`` of the file.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes,
-            parameters, schemes, buckets or wires.
+        ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes.
     """
     if identity is None:
         raise ValueError(f"{checkpoint_path} was saved without checkpoint_replicas=True. {_REMEDY}")
@@ -127,13 +125,27 @@ def load_companion(
     nodes = [list(ranks) for ranks in topology.nodes]
     if state["nodes"] != nodes:
         raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
+    return {**state, "path": path}
+
+
+def check_companion(state: Mapping[str, Any], module: nn.Module, schemes: Sequence[Scheme]) -> None:
+    """See that a companion belongs to a run like this one.
+
+    Args:
+        state: As :func:`load_companion` returns it.
+        module: What trains.
+        schemes: Of the optimizers.
+
+    Raises:
+        ValueError: If it belongs to a run with other parameters, schemes, buckets or wires.
+    """
+    path = state["path"]
     saved, own = ({name: tuple(t.shape) for name, t in ts.items()} for ts in (state["tensors"], _tensors(module)))
     if saved != own:
         other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
     if state["layouts"] != _layouts(schemes):
         raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {_REMEDY}")
-    return state
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
-from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, wait_for_saves
+from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, take_entries, wait_for_saves
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.checkpoints.companion import (
+    check_companion,
     companion_path,
     companion_prefix,
     companion_state,
@@ -46,6 +47,7 @@ class Checkpoints:
         self._loaded: Mapping[str, Any] = {}
         self._loaded_from: Any = None
         self._resumed_from: tuple[str, str | None] | None = None
+        self._companion: dict[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
         self._written: dict[str, str] = {}  # the identity of this rank's newest companion, by the checkpoint's path
 
@@ -86,6 +88,7 @@ class Checkpoints:
         filepath: Any,
         storage_options: Any | None = None,
         precision: Mapping[str, Any] | None = None,
+        entries: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
         """Write what each rank alone knows beside a checkpoint that is written inside; after :meth:`add_to`.
 
@@ -102,6 +105,7 @@ class Checkpoints:
             filepath: Of the checkpoint.
             storage_options: For ``io``.
             precision: State of this rank's precision plugin.
+            entries: What callbacks and the module say on this rank.
 
         Raises:
             OSError: On every rank, if one could not write its companion.
@@ -121,6 +125,7 @@ class Checkpoints:
             mid_epoch,
             run.loss_so_far(),
             precision,
+            entries,
         )
         rank = run.topology.rank
         try:
@@ -210,35 +215,52 @@ class Checkpoints:
                     with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
                         io.remove_checkpoint(file_system.unstrip_protocol(path) if "://" in str(filepath) else path)
 
-    def take(self, checkpoint: Mapping[str, Any], filepath: Any, batches: HeterogeneousBatches | None) -> None:
-        """Remember what was read, until there are schemes to restore; ``batches`` is restored now."""
+    def take(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        batches: HeterogeneousBatches | None,
+        io: CheckpointIO | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        """Remember what was read, until there are schemes to restore; ``batches``, and what callbacks get, now.
+
+        Args:
+            checkpoint: As it was read; gets this rank's own entries where they were kept.
+            filepath: Of the checkpoint.
+            batches: Restored.
+            io: Reads the companion.
+            topology: The nodes of a run that goes on. None: somebody only wants to read.
+        """
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
         self._loaded_from = filepath
+        self._companion = None
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
+        if self.with_replicas and io is not None and topology is not None:
+            self._companion = load_companion(io, filepath, self._loaded.get("identity"), topology)
+            take_entries(checkpoint, self._companion.pop("entries", {}))
 
     @property
     def trained(self) -> list[str] | None:
         """Names of the parameters that were trained when what was read was saved; None if it does not say."""
         return self._loaded.get("trained")
 
-    def restore(self, run: TrainingRun, io: CheckpointIO, precision: Precision | None = None) -> None:
+    def restore(self, run: TrainingRun, precision: Precision | None = None) -> None:
         """Put back what was taken: this rank's own state, or else the schemes' schedules.
 
         Args:
             run: Gets it.
-            io: Reads the companion.
             precision: Has got rank 0's state from the checkpoint, and gets this rank's own where that was kept.
 
         Raises:
-            FileNotFoundError: If a companion is asked for, and there is none.
             ValueError: If what was saved does not fit this run.
         """
         with run.training(self.trained):
-            if self.with_replicas:
-                identity = self._loaded.get("identity")
-                companion = load_companion(io, self._loaded_from, identity, run.topology, run.module, run.schemes)
+            companion, self._companion = self._companion, None
+            if companion is not None:
+                check_companion(companion, run.module, run.schemes)
                 restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
                 run.load_loss(companion.get("loss", {}))
                 if precision is not None and companion.get("precision"):

@@ -92,9 +92,7 @@ def check_backend(backend: str | None, devices: Sequence[torch.device]) -> None:
     for kind in {device.type for device in devices}:
         name = by_device.get(kind) if by_device else backend.lower()
         if name is None or kind not in dist.Backend.backend_capability.get(name, [kind]):
-            raise ValueError(
-                f"{said} moves no tensors of {kind}, where the ranks compute. Leave it out, or use 'gloo'."
-            )
+            raise ValueError(f"{said} moves no {kind} tensors, which the ranks have. Leave it out, or use 'gloo'.")
 
 
 def process_group(communicator: Communicator) -> dist.ProcessGroup | None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.launcher import check_ranks_of_node, process_group_meets_at
-from lightning_hiercomm._lightning.saves import with_base_io
+from lightning_hiercomm._lightning.saves import entries_of_rank, with_base_io
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
     put_callback_first,
@@ -356,6 +356,7 @@ class HierarchicalHooks(ParallelStrategy):
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
+        entries = entries_of_rank(checkpoint)
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         checkpoints.add_to(checkpoint, run, self.batches, together)
@@ -375,6 +376,7 @@ class HierarchicalHooks(ParallelStrategy):
                         filepath,
                         storage_options,
                         self.precision_plugin.state_dict(),
+                        entries,
                     )
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -389,7 +391,10 @@ class HierarchicalHooks(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._checkpoints.take(checkpoint, checkpoint_path, self.batches)
+        trainer = self._trainer_or_none
+        is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        topology = self._topology if is_fitting else None
+        self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology)
         return checkpoint
 
     @override
@@ -401,7 +406,7 @@ class HierarchicalHooks(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._checkpoints.restore(self._run, self.checkpoint_io, self.precision_plugin)
+        self._checkpoints.restore(self._run, self.precision_plugin)
         if self._elastic_node is not None:
             self._elastic_node.end_if_over(self._module.trainer)
 

@@ -341,7 +341,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
                 scheme.follow(run.replicas.of(optimizer))
             with run.training(self._checkpoints.trained):
                 load_sharded_state(checkpoint, Path(self.broadcast(checkpoint_path)), run.optimizers)
-                self._checkpoints.restore(run, self.checkpoint_io)
+                self._checkpoints.restore(run)
         return checkpoint
 
     @override

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from problems import one_trainer
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.checkpoints.companion import (
+    check_companion,
     checksum,
     companion_path,
     companion_state,
@@ -150,6 +151,71 @@ def test_a_resume_after_parameters_were_thawed_is_bit_identical(launch):
             assert steps == 2 * 2 * STEPS
             if replicas:
                 assert resumed == whole[2 * STEPS :], name
+
+
+class KeepsAverage(pl.Callback):
+    """An average of the weights that its author saves: in the callback's state, and in an entry of its own."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.squares = torch.zeros(())
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        for name, value in pl_module.named_parameters():
+            self.average[name] = self.average.get(name, value.detach()).lerp(value.detach(), 0.1)
+        self.squares = self.squares * 0.5 + pl_module.layers[0].weight.detach().square().sum()
+
+    def state_dict(self):
+        return {"average": {name: value.clone() for name, value in self.average.items()}}
+
+    def load_state_dict(self, state):
+        self.average = state["average"]
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["squares of the author's"] = self.squares
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.squares = checkpoint["squares of the author's"]
+
+
+class Tells(pl.Callback):
+    """Reports what callbacks hold after every batch; each rank its own."""
+
+    def __init__(self, ema: EMAWeightAveraging, own: KeepsAverage) -> None:
+        self.of = ema, own
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        ema, own = self.of
+        averages = [*ema._average_model.module.parameters(), *ema._average_model.module.buffers()]
+        told = torch.cat([value.flatten().double() for value in (*averages, *own.average.values(), own.squares)])
+        pl_module.report.append(told.tolist())
+
+
+def _resumed_with_averages(folder):
+    reports = {}
+    for name in ("periodic", "diloco_int4", "gossip_overlap"):
+        path = folder / f"{name}.ckpt"
+        scheme = schemes()[name] if name != "periodic" else PeriodicAveraging(5, at_epoch_end=False)
+        whole, resumed = Net(), Net()
+        for module in (whole, resumed):
+            strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=True)
+            averages = EMAWeightAveraging(decay=0.7), KeepsAverage()
+            callbacks = [*averages, Tells(*averages), *([SaveAfter(2 * STEPS, path)] if module is whole else [])]
+            trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks)
+            trainer.fit(module, ckpt_path=None if module is whole else path)
+        ends = [[value.tolist() for value in module.state_dict().values()] for module in (whole, resumed)]
+        reports[name] = whole.report, resumed.report, ends
+    return reports
+
+
+def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(launch):
+    one, other = launch(_resumed_with_averages, ranks=2)
+    for name in one:
+        assert one[name][0][: 2 * STEPS] != other[name][0][: 2 * STEPS], "nodes differ"
+        for whole, resumed, ends in (one[name], other[name]):
+            assert len(resumed) == 2 * STEPS * 2  # after every batch the module reports, and a callback
+            assert resumed == whole[-len(resumed) :], name
+            assert ends[0] == ends[1], name
 
 
 def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
@@ -406,7 +472,9 @@ def load(tmp_path):
     def run(rank, identity="good", nodes=((0,), (1,)), module=None):
         module = module or torch.nn.Linear(2, 2)
         topology, scheme = attached(rank, nodes, module)
-        return load_companion(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology, module, [scheme])
+        state = load_companion(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology)
+        check_companion(state, module, [scheme])
+        return state
 
     for identity in ("good", "other"):
         for rank in range(2):
