@@ -241,8 +241,6 @@ def goes_together(fit: Fit) -> bool:
         return False
     if fit.finetuning and (fit.thaw is None or fit.thaw % fit.steps or fit.thaw >= fit.total or fit.two):
         return False
-    if fit.sick is not None and fit.averages == "ema":
-        return False  # the sick node's average stays sick
     if fit.finetuning and fit.resume is not None and fit.resume >= fit.thaw:
         return False  # Lightning freezes anew, and does not thaw again
     if "noise" in fit.module and fit.resume is not None and fit.validate is not None:

@@ -25,10 +25,8 @@ from lightning_hiercomm.checkpoints.companion import (
     restore_companion,
     set_random_state,
 )
-from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes.carriers.mean import Average
 
 _KEY = "hiercomm"
 
@@ -74,7 +72,7 @@ class Checkpoints:
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
         ranks_are_equal = all(scheme.equal_in_node for scheme in run.schemes)
-        Average(Replica((), floats, run.replicas.bucket_bytes, equal_in_node=ranks_are_equal), run.topology)()
+        run.agreed_model.average(floats, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
 
     @contextmanager

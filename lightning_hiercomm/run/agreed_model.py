@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
@@ -65,7 +65,10 @@ class AgreedModel:
                 scheme.agree()
             differing = self._differing_others()
             self._own_others = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
-            self._average(differing)
+            self.average(differing)
+            if self._skips_sick:  # a teacher that followed a sick student is healed
+                own = self._own_others.items()
+                self._own_others = {key: (tensor, values) for key, (tensor, values) in own if has_mean(values)}
             self._replicas.have_written()
 
     def _enter_together(self) -> None:
@@ -86,7 +89,7 @@ class AgreedModel:
     def average_buffers(self, scheme: Scheme) -> None:
         """Write the mean of those buffers in which ranks differ: forward passes move them between steps. Collective."""
         if not self._topology.may_grow:
-            self._average(self._differing(scheme.replica.buffers))
+            self.average(self._differing(scheme.replica.buffers))
 
     def _differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Those in which ranks differ; collective, if there are any."""
@@ -108,11 +111,43 @@ class AgreedModel:
             return []
         lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
         self._topology.world.all_reduce(lack, op="max").wait()
-        return [tensor for tensor, lacks in zip(differing, lack.tolist(), strict=True) if not lacks]
+        left_out = [bool(lacks) for lacks in lack.tolist()]
+        if self._skips_sick:  # the healthy ones of parameters have a mean
+            left_out = [out and not isinstance(t, nn.Parameter) for out, t in zip(left_out, differing, strict=True)]
+        return [tensor for tensor, out in zip(differing, left_out, strict=True) if not out]
 
-    def _average(self, tensors: Sequence[Tensor]) -> None:
-        if tensors:
-            Average(Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=False), self._topology)()
+    @property
+    def _skips_sick(self) -> bool:
+        return any(scheme.on_nonfinite == "skip" for scheme in self._schemes)
+
+    def average(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
+        """Write to tensors that no scheme knows their mean (of the healthy, where schemes skip the sick); collective.
+
+        Args:
+            tensors: The same on all ranks.
+            equal_in_node: Whether those of a node's ranks are known to be equal.
+        """
+        if not tensors:
+            return
+        weights = self._weights_of_healthy(tensors)
+        replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
+        Average(replica, self._topology, weights=None if weights is None else lambda _: weights)()
+
+    @torch.no_grad()
+    def _weights_of_healthy(self, tensors: Sequence[Tensor]) -> list[float] | None:
+        """Weights of all ranks, with none for those whose tensors are not finite: these are set to zero. Collective."""
+        topology = self._topology
+        if not self._skips_sick:
+            return None
+        is_healthy = all(bool(tensor.isfinite().all()) for tensor in tensors)
+        healthy = topology.world.all_gather_object(is_healthy)
+        if all(healthy) or not any(healthy):
+            return None
+        if not is_healthy:
+            for tensor in tensors:
+                tensor.zero_()
+        weights = [weight * is_one for weight, is_one in zip(topology.weights, healthy, strict=True)]
+        return [weight / sum(weights) for weight in weights]
 
     def leave(self) -> None:
         """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
@@ -160,11 +195,11 @@ class AgreedModel:
             return
         whole = self._replicas.whole()
         if not whole.shares:
-            self._average(self._differing(whole.tensors))  # a mean of equals may differ from them in the last bit
+            self.average(self._differing(whole.tensors))  # a mean of equals may differ from them in the last bit
         else:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
             if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
                 Average(whole, self._topology)()
                 self._replicas.have_written()
-        self._average(self._differing_others())
+        self.average(self._differing_others())

@@ -43,6 +43,7 @@ class TrainingRun:
         schemes: One per optimizer, in their order.
         gradients: The way of the module's gradients, whichever optimizer uses them.
         agreed_model: What all ranks agree on, while they differ.
+        after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick.
         is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
@@ -68,6 +69,7 @@ class TrainingRun:
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._last_schedules: list[dict[str, Any]] | None = None
+        self.after_healing: Callable[[], None] = lambda: None
         self.is_closed = False
         for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
             own.averages_optimizer_state = average_optimizer_state
@@ -206,7 +208,9 @@ class TrainingRun:
             scheme.agree()
             self.agreed_model.average_buffers(scheme)  # this step's forward passes are behind them
             scheme.follow(self.replicas.of(optimizer))
-        return scheme.step(run, last=last)
+        result = scheme.step(run, last=last)
+        self._tell_of_healing()
+        return result
 
     def end_epoch(self) -> None:
         """The epoch's last batch is done; validation and checkpoints come next."""
@@ -219,9 +223,16 @@ class TrainingRun:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         for scheme in self.schemes:
             scheme.finish()
+        self._tell_of_healing()
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()
+
+    def _tell_of_healing(self) -> None:
+        if any(scheme.has_healed for scheme in self.schemes):
+            for scheme in self.schemes:
+                scheme.has_healed = False
+            self.after_healing()
 
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""

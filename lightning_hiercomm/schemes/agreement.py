@@ -455,6 +455,8 @@ class Agreement(Scheme):
         return [index for part in parts for index in self._parts[part]]
 
     def _check_staleness(self, parts: int) -> None:
+        if not parts:  # all parameters are frozen for a while
+            return
         longest = self.when.longest_staleness(parts)
         if self.staleness > longest:
             raise ValueError(

@@ -83,6 +83,8 @@ class Scheme(ABC):
         epoch: Epochs begun before this one.
         unagreed_steps: Steps since the nodes last held the same parameters.
         agreements: How often they came to do so.
+        has_healed: Whether this rank has gone on from healthy parameters, where its own may have been sick, since
+            somebody last asked, who also clears it.
     """
 
     gradients: Gradients = "node"
@@ -104,6 +106,7 @@ class Scheme(ABC):
         self.epoch = 0
         self.unagreed_steps = 0
         self.agreements = 0
+        self.has_healed = False
         self._backgrounds: list[Background] = []
 
     def __repr__(self) -> str:
@@ -573,6 +576,7 @@ class Scheme(ABC):
 
     def begin_optimizer_anew(self) -> None:
         """This rank was sick and has got healthy parameters: let go of what its optimizer remembers of the sickness."""
+        self.has_healed = True
         if self.optimizer is not None:
             begin_state_anew(self.optimizer)
 

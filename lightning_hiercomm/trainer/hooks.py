@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hiercomm._lightning.averages import heal_averages
 from lightning_hiercomm._lightning.launcher import check_ranks_of_node, process_group_meets_at
 from lightning_hiercomm._lightning.saves import entries_of_rank, with_base_io
 from lightning_hiercomm._lightning.trainer import (
@@ -173,6 +174,7 @@ class HierarchicalHooks(ParallelStrategy):
         super().setup(trainer)
         if is_fitting:
             self._run_or_none = self._new_run()
+            self._run.after_healing = lambda: heal_averages(trainer)
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
@@ -316,6 +318,8 @@ class HierarchicalHooks(ParallelStrategy):
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.agreed_model.enter()
+            if self._settings.on_nonfinite == "skip":
+                heal_averages(self._module.trainer)  # which may take their place, before this rank is healed itself
 
     def on_validation_end(self) -> None:  # callbacks have heard of it, and put back what they took out
         if self._run_or_none is not None and self._settings.evaluate == "consensus":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm import AllReduce, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.schemes import SCHEMES
 
 
@@ -178,3 +180,90 @@ class Sick(Quadratic):
 def test_a_buffer_that_becomes_sick_is_named(fit):
     with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)"):
         fit(Sick(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2)
+
+
+class KeepsSecond(pl.Callback):
+    """An average of the weights in a dictionary, put in their place for validation, as most people write it."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.trained: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        for name, value in pl_module.named_parameters():
+            self.average[name] = self.average.get(name, value.detach()).lerp(value.detach(), 0.1)
+
+    def on_validation_start(self, trainer, pl_module):
+        self.trained = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+        for name, value in pl_module.named_parameters():
+            value.data.copy_(self.average.get(name, value))
+
+    def on_validation_end(self, trainer, pl_module):
+        for name, value in pl_module.named_parameters():
+            value.data.copy_(self.trained[name])
+
+
+class SickForAWhile(Quadratic):
+    """Rank 1's loss is NaN in the fourth step; a teacher follows the head, and ``seen`` is what validations log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(2, 1).requires_grad_(False)
+        self.seen: list[float] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0], self.backbone, self.head)
+        return loss * math.nan if (self.global_rank, self.trainer.global_step) == (1, 3) else loss
+
+    def on_train_batch_end(self, *_):
+        for own, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+            own.data = 0.5 * (own.data + other.data)
+
+    def validation_step(self, batch, batch_idx):
+        everything = torch.cat([p.flatten() for p in self.parameters()])
+        self.log("val_loss", everything.square().sum(), sync_dist=True)
+
+    def on_validation_end(self):
+        self.seen.append(float(self.trainer.callback_metrics["val_loss"]))
+
+
+SICK = {
+    "periodic": (PeriodicAveraging, {"sync_every": 3}),
+    "diloco": (DiLoCo, {"sync_every": 3}),
+    "daso": (DASO, {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0}),
+    "gossip": (Gossip, {"segments": 2, "graph": "ring"}),
+}
+
+
+def _sick_with_averages(folder):
+    reports = {}
+    for name, (scheme, arguments) in SICK.items():
+        both = EMAWeightAveraging(decay=0.5), KeepsSecond()
+        for callback in {"periodic": both, "daso": both[1:]}.get(name, both[:1]):
+            strategy = HierarchicalStrategy(scheme(**arguments), ranks_per_node=1, on_nonfinite="skip")
+            module = SickForAWhile()
+            saves = ModelCheckpoint(folder / f"{name} {type(callback).__name__}", save_last=True, every_n_train_steps=3)
+            report = fitted(
+                folder,
+                module,
+                strategy,
+                devices=2,
+                max_epochs=3,
+                val_check_interval=2,
+                callbacks=[callback, saves],
+                enable_checkpointing=True,
+                num_sanity_val_steps=0,
+            )
+            saved = torch.load(saves.last_model_path, weights_only=True)["state_dict"]
+            reports[name, type(callback).__name__] = report, module.seen, saved
+    return reports
+
+
+def test_averages_of_a_node_that_was_sick_and_is_healed_are_healthy_and_so_is_all_that_is_seen_and_saved(launch):
+    one, other = launch(_sick_with_averages, ranks=2)
+    assert len(one) == len(SICK) + 1
+    for how, (report, seen, saved) in one.items():
+        same_bits([report, other[how][0]])
+        assert all(map(math.isfinite, seen)), (how, seen)
+        for state in (report["state_dict"], saved):
+            assert all(value.isfinite().all() for value in state.values()), how

@@ -90,4 +90,4 @@ class Staggered(When):
 
     @override
     def longest_staleness(self, parts: int) -> int:
-        return -(-self.period // max(1, parts)) - 1  # there are none while all parameters are frozen
+        return -(-self.period // parts) - 1
