@@ -90,7 +90,7 @@ def unknown_argument(name: str, owner: str, known: Sequence[str]) -> TypeError:
 
 def checked_fields(cls: type[T]) -> type[T]:
     """Decorate a dataclass, from outside, so that its fields are :func:`checked_arguments`."""
-    cls.__init__ = checked_arguments(cls.__init__)  # type: ignore[misc]
+    setattr(cls, "__init__", checked_arguments(cls.__init__))  # noqa: B010
     return cls
 
 

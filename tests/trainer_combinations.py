@@ -500,7 +500,8 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
         module.saves_to = file
     arguments: dict[str, Any] = {"precision": fit.precision}
     if fit.precision == "scaled":
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        # of two optimizers, the second one's gradients were scaled before the first one's step let the scale grow
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000 if fit.two else 3)
         arguments = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     if fit.clip:
         arguments |= {"gradient_clip_val": _CLIP, "gradient_clip_algorithm": fit.clip}

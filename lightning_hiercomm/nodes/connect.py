@@ -90,8 +90,8 @@ def check_backend(backend: str | None, devices: Sequence[torch.device]) -> None:
         if not dist.is_backend_available(name):
             raise ValueError(f"{said}: this torch was built without {name!r}. Leave it out, or use 'gloo'.")
     for kind in {device.type for device in devices}:
-        name = by_device.get(kind) if by_device else backend.lower()
-        if name is None or kind not in dist.Backend.backend_capability.get(name, [kind]):
+        own = by_device.get(kind) if by_device else backend.lower()
+        if own is None or kind not in dist.Backend.backend_capability.get(own, [kind]):
             raise ValueError(f"{said} moves no {kind} tensors, which the ranks have. Leave it out, or use 'gloo'.")
 
 

@@ -14,7 +14,7 @@ from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.schemes import SCHEMES
 
 
@@ -232,6 +232,7 @@ SICK = {
     "diloco": (DiLoCo, {"sync_every": 3}),
     "daso": (DASO, {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0}),
     "gossip": (Gossip, {"segments": 2, "graph": "ring"}),
+    "steps_delay": (StepsDelay, {"delay": 2, "warmup_steps": 1}),
 }
 
 
