@@ -232,7 +232,7 @@ SICK = {
     "diloco": (DiLoCo, {"sync_every": 3}),
     "daso": (DASO, {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0}),
     "gossip": (Gossip, {"segments": 2, "graph": "ring"}),
-    "steps_delay": (StepsDelay, {"delay": 2, "warmup_steps": 1}),
+    "steps_delay": (StepsDelay, {"delay": 2, "warmup_steps": 2}),
 }
 
 
