@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trainer_combinations import check, drawn, ranks
+from trainer_combinations import Fit, check, drawn, ranks
 
 BATCH = 5
 BY_DAY = 5
@@ -26,3 +26,11 @@ def test_random_fits_are_what_an_independent_calculation_gives(first):
         except Exception as error:
             error.add_note(f"python -m tests.trainer_combinations --only {number}\n{drawn(number)}")
             raise
+
+
+PERIODIC = (("sync_every", 4), ("at_epoch_end", True), ("order", "after_step"), ("gradients", "node"))
+
+
+@pytest.mark.parametrize("how", [{"accumulate": 2}, {"manual": True}], ids=["accumulated", "manual"])
+def test_gradients_of_a_step_before_which_parameters_are_thawed_are_those_of_the_nodes_agreement(how):
+    check(Fit("periodic", PERIODIC, "1+1", thaw=2, **how))

@@ -752,7 +752,7 @@ def _tolerance(fit: Fit) -> float | None:
         return None
     if fit.averages == "swa":
         return None
-    if (fit.thaw is not None or fit.freeze is not None) and (fit.accumulate > 1 or fit.manual):
+    if fit.freeze is not None and (fit.accumulate > 1 or fit.manual):
         return None  # nodes agree when the optimizer is asked to step, and have gradients of their own values by then
     parts = next((value for name, value in fit.arguments if name in ("what", "fragments", "segments")), 1)
     if fit.finetuning and parts != 1:

@@ -54,7 +54,7 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes
     check_types(arguments, {"bucket_cap_mb": float | None})
 
 
-_FIND_UNUSED = "`strategy=HierarchicalStrategy(find_unused_parameters=True)`"
+_FIND_UNUSED = "`strategy={}(find_unused_parameters=True)`"
 
 
 def unused_parameters(module: nn.Module | None) -> list[str]:
@@ -64,12 +64,18 @@ def unused_parameters(module: nn.Module | None) -> list[str]:
     return unused if len(unused) < len(trained) else []
 
 
-def warning_of_unused_parameters(unused: Sequence[str]) -> str:
-    """What a run of which DDP takes no part says of parameters that would end the same run on larger nodes."""
+def warning_of_unused_parameters(unused: Sequence[str], strategy: type, loss: str = "training_step") -> str:
+    """What a run of which DDP takes no part says of parameters that would end the same run on larger nodes.
+
+    Args:
+        unused: Their names.
+        strategy: What has the argument that lets them be.
+        loss: Where the loss comes from.
+    """
     return (
-        f"{_were_not_used(unused)} They are not trained. With one rank per node that is all, but nodes of several ranks"
-        f" would wait for their gradients, and end with an error: set {_FIND_UNUSED}, or freeze them with"
-        " `requires_grad_(False)`."
+        f"{_were_not_used(unused, loss)} They are not trained. With one rank per node that is all, but nodes of several"
+        f" ranks would wait for their gradients, and end with an error: set {_FIND_UNUSED.format(strategy.__name__)},"
+        " or freeze them with `requires_grad_(False)`."
     )
 
 
@@ -81,16 +87,17 @@ def explain_unused_parameters(exception: BaseException, module: nn.Module | None
     if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         exception.args = (
             f"{_were_not_used(unused_parameters(module))} If this is intentional, you must enable the detection of"
-            f" unused parameters in DDP, by setting the flag in the strategy with {_FIND_UNUSED}.",
+            f" unused parameters in DDP, by setting the flag in the strategy with"
+            f" {_FIND_UNUSED.format('HierarchicalStrategy')}.",
         )
 
 
-def _were_not_used(unused: Sequence[str]) -> str:
+def _were_not_used(unused: Sequence[str], loss: str = "training_step") -> str:
     more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
     names = f": {', '.join(unused[:5])}{more}" if unused else ""
     return (
-        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
-        f" training_step{names}."
+        f"It looks like your {'LightningModule' if loss == 'training_step' else 'module'} has parameters that were not"
+        f" used in producing the loss returned by {loss}{names}."
     )
 
 

@@ -108,6 +108,11 @@ class Replicas:
         known = replica.parameters
         return len(trained) != len(known) or any(a is not b for a, b in zip(trained, known, strict=True))
 
+    def has_grown(self, replica: Replica, optimizer: Optimizer) -> bool:
+        """Whether the optimizer trains parameters by now that ``replica`` does not hold."""
+        known = set(map(id, replica.parameters))
+        return any(tensor.numel() and id(tensor) not in known for tensor in map(local, trained_by(optimizer)))
+
     def checksum(self) -> list[int]:
         """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
         self.have_written()  # or the module's parameters may be gathered ones

@@ -204,10 +204,7 @@ class TrainingRun:
         """
         self._last_schedules = None
         scheme = self.scheme_of(optimizer)
-        if self.replicas.has_changed(scheme.replica, optimizer):
-            scheme.agree()
-            self.agreed_model.average_buffers(scheme)  # this step's forward passes are behind them
-            scheme.follow(self.replicas.of(optimizer))
+        self._follow(scheme, optimizer)
         result = scheme.step(run, last=last)
         self._tell_of_healing()
         return result
@@ -227,6 +224,23 @@ class TrainingRun:
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()
+
+    def follow_thawed(self) -> None:
+        """A forward pass comes: let nodes agree before it if parameters were thawed, so that gradients are theirs.
+
+        What was frozen is seen by the next :meth:`step`: programs freeze and thaw whole parts between two steps of one
+        batch.
+        """
+        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
+            if self.replicas.has_grown(scheme.replica, optimizer):
+                self._follow(scheme, optimizer)
+
+    def _follow(self, scheme: Scheme, optimizer: Optimizer) -> None:
+        """Begin anew from an agreement, if other parameters are trained by now. Collective."""
+        if self.replicas.has_changed(scheme.replica, optimizer):
+            scheme.agree()
+            self.agreed_model.average_buffers(scheme)  # forward passes since the last step are behind them
+            scheme.follow(self.replicas.of(optimizer))
 
     def _tell_of_healing(self) -> None:
         if any(scheme.has_healed for scheme in self.schemes):

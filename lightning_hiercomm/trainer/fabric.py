@@ -11,14 +11,22 @@ import torch
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hiercomm._lightning.ddp import FabricSyncControl, check_ddp_arguments, register_bucket_hook
+from lightning_hiercomm._lightning.ddp import (
+    FabricSyncControl,
+    check_ddp_arguments,
+    register_bucket_hook,
+    unused_parameters,
+    warning_of_unused_parameters,
+)
 from lightning_hiercomm._lightning.launcher import leave_garbage_of_parent
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import check_backend, connect_world, process_group
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
@@ -149,12 +157,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self.topology: Topology | None = None
         self._runs: list[TrainingRun] = []
         self._without_optimizer: list[nn.Module] = []
+        self._without_ddp: list[nn.Module] = []
+        self._once_frozen: list[tuple[nn.Module, nn.Module, list[nn.Parameter]]] = []
         self._losses: list[Tensor] = []
         self._losses_have_stepped = False
         self._has_begun = False
         self._is_saving = False
         self._steps_of_epoch: int | None = None
         self._loaded: list[list[dict[str, Any]]] = []
+        self._loaded_trained: list[list[str] | None] = []
 
     def __repr__(self) -> str:
         """The strategy as one would write it, and the nodes, where they are known."""
@@ -287,11 +298,18 @@ class HierarchicalFabricStrategy(DDPStrategy):
         """The module in DDP over whoever shares gradients, if DDP has anything to do."""
         topology = self._topology
         group = {"node": topology.intra, "world": topology.world, "none": None}[self._settings.scheme.gradients]
-        if group is None or group.size == 1 or not any(p.requires_grad for p in module.parameters()):
+        if group is None:
             return module
-        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
-        wrapped = super().setup_module(module)
-        register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
+        if group.size == 1:
+            if not any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph")):
+                self._without_ddp.append(module)
+            return module
+        wrapped = module
+        if any(p.requires_grad for p in module.parameters()):
+            self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
+            wrapped = super().setup_module(module)
+            register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
+        self._once_frozen.append((module, wrapped, [p for p in module.parameters() if not p.requires_grad]))
         return wrapped
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -303,6 +321,31 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 self._losses, self._losses_have_stepped = [], False
             self._losses.append(tensor.detach())
         super().backward(tensor, module, *args, **kwargs)
+        self._reduce_thawed()
+        self._look_for_unused_parameters()
+
+    def _reduce_thawed(self) -> None:
+        """Average gradients of parameters that were frozen when DDP was made, and which it therefore does not know."""
+        for module, wrapped, frozen in self._once_frozen:
+            thawed = [p for p in frozen if p.requires_grad]
+            if not thawed or not getattr(wrapped, "require_backward_grad_sync", True):
+                continue
+            gradients = self._run_with(module).gradients
+            for parameter in thawed:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            for place, bucket in enumerate(Replica([p.grad for p in thawed if p.grad is not None]).buckets):
+                flat = bucket.pack()
+                gradients.reduce(flat, index=-2 - place).wait()
+                bucket.unpack(flat)
+
+    def _look_for_unused_parameters(self) -> None:
+        """After a module's first backward pass, say what DDP would say after it on nodes of several ranks."""
+        for module in list(self._without_ddp):
+            if any(p.grad is not None for p in module.parameters()):
+                self._without_ddp.remove(module)
+                if unused := unused_parameters(module):
+                    rank_zero_warn(warning_of_unused_parameters(unused, type(self), "the forward pass"))
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -355,8 +398,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
                     f"the checkpoint holds the schedules of {len(self._loaded)} modules, but {len(self._runs)} are set"
                     " up: call fabric.setup(module, optimizer) for the same ones before fabric.load"
                 )
-            for run, schedules in zip(self._runs, self._loaded, strict=True):
-                run.load_schedules(schedules)
+            for run, schedules, trained in zip(self._runs, self._loaded, self._loaded_trained, strict=True):
+                with run.training(trained):
+                    run.load_schedules(schedules)
             self._loaded = []
         for run in self._runs:
             run.remember_values()
@@ -364,12 +408,16 @@ class HierarchicalFabricStrategy(DDPStrategy):
         return rest
 
     def state_dict(self) -> dict[str, Any]:
-        """The schemes' schedules, which are the same on every rank. Collective."""
-        return {"schedules": [run.schedules() for run in self._runs]}
+        """The schemes' schedules, which are the same on every rank, and what they train. Collective."""
+        return {
+            "schedules": [run.schedules() for run in self._runs],
+            "trained": [run.trained() for run in self._runs],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well."""
         self._loaded = list(state["schedules"])
+        self._loaded_trained = list(state.get("trained") or [None] * len(self._loaded))
 
     # ---- what is there from some moment on -----------------------------------------------------------------------
 

@@ -270,6 +270,7 @@ class HierarchicalHooks(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
             self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
+        self._run.follow_thawed()
         self._checkpoints.restore_random_state()
 
     @override

@@ -290,7 +290,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         if self._expects_all_used:
             self._expects_all_used = False
             if unused := unused_parameters(self._module):
-                rank_zero_warn(warning_of_unused_parameters(unused))
+                rank_zero_warn(warning_of_unused_parameters(unused, type(self)))
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
         return self._topology.meter.waiting("intra", self.root_device)

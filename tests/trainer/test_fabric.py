@@ -231,6 +231,107 @@ def test_weights_that_are_loaded_after_the_setup_are_trained(scheme):
     launched(scheme, pretrained)
 
 
+def thawing(fabric, strategy, folder):
+    """The bias is thawed after three steps; on nodes of three ranks and one, in float64, with a reference."""
+    module = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        module.bias.fill_(0.0)
+    module.bias.requires_grad_(False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    target, seen = float(fabric.global_rank), []
+    for step in range(6):
+        module.bias.requires_grad_(step >= 3)
+        fabric.backward(0.5 * (model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight - target).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((module.weight.item(), module.bias.item()))
+    strategy.finish()
+    torch.save([*seen, (module.weight.item(), module.bias.item())], folder / f"{fabric.global_rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(1, gradients="none")], ids=repr
+)
+def test_parameters_thawed_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(scheme, tmp_path):
+    launched(scheme, thawing, tmp_path)
+    weight, bias, expected = 1.0, 0.0, []
+    for step in range(6):  # of all ranks the mean, whose targets' mean is 1.5
+        gradient = weight + bias - 1.5
+        weight, bias = weight - 0.1 * gradient, bias - 0.1 * gradient * (step >= 3)
+        expected.append((weight, bias))
+    for rank in range(4):
+        seen = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor([*expected, expected[-1]]), rtol=1e-9, atol=1e-9)
+
+
+def thawed_half(fabric, strategy, path, resumes):
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+        module.bias.fill_(0.0)
+    module.bias.requires_grad_(False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.01))
+
+    def train(steps):
+        for step in steps:
+            if step >= 2:
+                module.bias.requires_grad_(True)
+            fabric.backward((model(torch.full((2, 3), step + 1.0)) - fabric.global_rank).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    everything = {"model": model, "optimizer": optimizer, "schedule": strategy}
+    if resumes:
+        fabric.load(path, everything)
+    else:
+        train(range(4))
+        fabric.save(path, everything)
+    train(range(4, 8))
+    strategy.finish()
+    torch.save(module.state_dict(), path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
+
+
+@pytest.mark.parametrize(
+    "scheme", [AllReduce(), PeriodicAveraging(2), DiLoCo(2), DiLoCo(2, torch.optim.Adam), StepsDelay(2, 8)], ids=repr
+)
+def test_a_loop_resumes_after_parameters_were_thawed(scheme, tmp_path):
+    for resumes in (False, True):
+        launched(scheme, thawed_half, tmp_path / "half.ckpt", resumes)
+    for rank in range(4):
+        whole, resumed = (torch.load(tmp_path / f"{which}-{rank}.pt") for which in (False, True))
+        for name, value in whole.items():
+            torch.testing.assert_close(resumed[name], value, msg=name)
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize(("arguments", "warned"), [({}, 1), ({"find_unused_parameters": True}, 0)])
+def test_at_one_rank_per_node_unused_parameters_are_warned_of_as_they_would_end_larger_nodes(
+    recwarn, arguments, warned
+):
+    strategy = HierarchicalFabricStrategy(**arguments)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = PartlyUsed()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    for _ in range(3):
+        fabric.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    said = [str(warning.message) for warning in recwarn if "not used" in str(warning.message)]
+    assert len(said) == warned
+    for text in said:
+        assert "by the forward pass: unused.weight, unused.bias. They are not trained." in text
+        assert "`strategy=HierarchicalFabricStrategy(find_unused_parameters=True)`" in text
+
+
 def turns(fabric, strategy):
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     one, sgd = fabric.setup(first, torch.optim.SGD(first.parameters(), 0.1))
