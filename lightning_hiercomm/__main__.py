@@ -29,6 +29,19 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="check versions, network and processes; also under a launcher")
     doctor.add_argument("--ranks-per-node", type=int, help="let ranks play nodes of this size")
+    doctor.add_argument(
+        "--elastic",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT",
+        help="check what nodes that come and go need, at this lighthouse; default: HIERCOMM_LIGHTHOUSE",
+    )
+    doctor.add_argument(
+        "--dead-after",
+        type=float,
+        metavar="SECONDS",
+        help="of the elastic run: also see that the lighthouse counts a node as gone after as long",
+    )
 
     probe = commands.add_parser(
         "probe", help="measure links and training steps; start it with torchrun, mpiexec or srun, one process per rank"

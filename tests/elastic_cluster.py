@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 JOB = Path(__file__).parent / "jobs" / "elastic_node.py"
+LIGHTHOUSE = Path(__file__).parent / "jobs" / "elastic_lighthouse.py"
 
 
 class Process(Protocol):
@@ -33,17 +34,31 @@ class Cluster:
         start: Starts `python *arguments` in a session of its own, given its environment and a file for its output.
         dead_after: Seconds.
         min_nodes: Of the lighthouse.
+        lives: How often a node is started again at most.
+        namespaces: By node, the network namespace in which it is; the lighthouse's is under ``"lighthouse"``.
+        address: Of the lighthouse.
         settings: Of all nodes, see `elastic_node.Node`.
     """
 
     def __init__(
-        self, folder: Path, start: Start, dead_after: float = 1.5, min_nodes: int = 2, **settings: Any
+        self,
+        folder: Path,
+        start: Start,
+        dead_after: float = 1.5,
+        min_nodes: int = 2,
+        lives: int = 5,
+        namespaces: Mapping[str, str] | None = None,
+        address: str = "127.0.0.1",
+        **settings: Any,
     ) -> None:
         self.folder = folder
         self.settings = settings
         self.min_nodes = min_nodes
         self.dead_after = dead_after
         self.lives: dict[str, int] = {}
+        self._most_lives = lives
+        self._namespaces = namespaces or {}
+        self._address = address
         self.ended: list[tuple[str, int, float]] = []
         self.started: dict[str, list[float]] = {}
         self._start = start
@@ -69,9 +84,10 @@ class Cluster:
                 time.sleep(0.01)
 
     def start_lighthouse(self) -> None:
-        bind = ["--bind", f"127.0.0.1:{self.port}", "--min-nodes", str(self.min_nodes)]
-        command = ["-m", "lightning_hiercomm", "lighthouse", *bind, "--dead-after", str(self.dead_after)]
-        self._lighthouse = self._start(command, dict(os.environ), self.folder / "lighthouse.log")
+        bind = ["--bind", f"{self._address}:{self.port}", "--min-nodes", str(self.min_nodes)]
+        command = ["lighthouse", *bind, "--dead-after", str(self.dead_after)]
+        environment = {**os.environ, "NAMESPACE": self._namespaces.get("lighthouse", "")}
+        self._lighthouse = self._start([str(LIGHTHOUSE), *command], environment, self.folder / "lighthouse.log")
 
     def stop_lighthouse(self) -> None:
         assert self._lighthouse is not None
@@ -90,7 +106,8 @@ class Cluster:
         life = self.lives[name] = self.lives.get(name, -1) + 1
         environment = {
             **os.environ,
-            "HIERCOMM_LIGHTHOUSE": f"127.0.0.1:{self.port}",
+            "HIERCOMM_LIGHTHOUSE": f"{self._address}:{self.port}",
+            "NAMESPACE": self._namespaces.get(name, ""),
             "HIERCOMM_NODE": name,
             "TORCHELASTIC_RESTART_COUNT": str(life),
             "OMP_NUM_THREADS": "1",
@@ -108,15 +125,24 @@ class Cluster:
         deadline = time.monotonic() + timeout
         while self._nodes and not (until is not None and until()):
             assert time.monotonic() < deadline, f"nodes {sorted(self._nodes)} still run\n{self.said()}"
-            for name, process in list(self._nodes.items()):
-                code = process.poll()
-                if code is None:
-                    continue
-                self.ended.append((name, code, time.time()))
-                del self._nodes[name]
-                if code and restarts and self.lives[name] < 5:
-                    self._live(name)
+            self.look(restarts)
             time.sleep(0.01)
+
+    def look(self, restarts: bool = True) -> None:
+        """Start those nodes again that have not ended well."""
+        for name, process in list(self._nodes.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            self.ended.append((name, code, time.time()))
+            del self._nodes[name]
+            if code and restarts and self.lives[name] < self._most_lives:
+                self._live(name)
+
+    @property
+    def living(self) -> dict[str, Process]:
+        """The nodes that have not ended."""
+        return self._nodes
 
     def steps(self, node: int | str) -> list[tuple[float, int]]:
         """When a node has done which of its steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,7 @@ class Lights:
         self._alive: dict[str, str] = {}
         self._last: set[str] = set()
         self._answers: dict[str, list[Mapping[str, Any]]] = {}
+        self._notes: set[str] = set()
         self.min_nodes = 1
 
     def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
@@ -48,6 +49,13 @@ class Lights:
             self._look()
             self._changed.wait_for(lambda: life in self._answers, patience)
             return self._answers.pop(life, None)
+
+    def take_note(self, note: str) -> bool:
+        self._notes.add(note)
+        return True
+
+    def notes(self) -> Collection[str] | None:
+        return self._notes
 
     def leave(self) -> None:
         pass
@@ -81,13 +89,13 @@ class Wires:
         self.stores: dict[str, Store] = {}
         self.dead: set[str] = set()
 
-    def store(self, address: str) -> Store:
+    def ask(self, address: str, work: Callable[[Store], Any], patience: float | None = None) -> Any:
         if address in self.dead:
             raise RuntimeError(f"{address} is gone")
-        return self.stores[address]
+        return work(self.stores[address])
 
-    def forget(self, address: str) -> None:
-        pass
+    def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
+        return [address for address in addresses if address in self.dead]
 
     def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
         stores = [member.store for member in meeting.members]
@@ -216,6 +224,10 @@ class Threads:
         self._lives = 0
         self._address: dict[str, str] = {}
 
+    def address(self, node: str) -> str:
+        """Of a node's present life."""
+        return self._address[node]
+
     def lose(self, node: str) -> None:
         """A node is gone."""
         self.wires.lose(self._address[node])
@@ -272,7 +284,11 @@ class Threads:
             lambda: rank.scheme.before_nodes_change(),
         )
         transaction = Transaction(
-            membership, topology, lambda: rank.scheme.undo_point(), lambda: f"after {rank.scheme.steps} steps"
+            membership,
+            topology,
+            lambda: rank.scheme.undo_point(),
+            lambda: f"after {rank.scheme.steps} steps",
+            lambda: rank.scheme.steps,
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)
         yield elastic

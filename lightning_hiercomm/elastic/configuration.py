@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from lightning_hiercomm.arguments import checked_fields
-from lightning_hiercomm.schemes import Agreement, DiLoCo, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import Scheme
 
 
 @checked_fields
@@ -100,44 +100,9 @@ def check_supported(
     Raises:
         ValueError: For the first that they cannot.
     """
-    name = type(scheme).__name__
-    take = "take PeriodicAveraging or DiLoCo"
+    if (reason := scheme.needs_nodes_that_stay) is not None:
+        raise ValueError(f"elastic nodes: {reason}")
     reasons = [
-        (
-            not isinstance(scheme, PeriodicAveraging | DiLoCo) and scheme.gradients == "world",
-            f"{name} lets all nodes wait for each other at every step, so none may leave: {take}",
-        ),
-        (
-            type(scheme) is not Agreement and not isinstance(scheme, PeriodicAveraging | DiLoCo),
-            f"{name} is not made for nodes that come and go: {take}",
-        ),
-    ]
-    if isinstance(scheme, Agreement):
-        reasons += [
-            (scheme.through != "mean", f"through={scheme.through!r} fixes who talks to whom: take through='mean'"),
-            (
-                scheme.staleness > 0,
-                f"staleness={scheme.staleness} has an exchange in flight when a node leaves: take staleness=0",
-            ),
-            (
-                scheme.what != 1 or not scheme.makes_nodes_equal,
-                "a node can join only where an agreement makes all nodes equal: take one fragment, keep_local=0 and"
-                " a merge that replaces",
-            ),
-            (
-                scheme.gradients == "none",
-                "ranks of a node that train alone cannot be healed from one state: take gradients='node'",
-            ),
-            (
-                isinstance(scheme, PeriodicAveraging) and scheme.order == "before_step",
-                "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'",
-            ),
-            (
-                scheme.tuner is not None,
-                "sync_every='auto' times exchanges while nodes come and go: give sync_every a number",
-            ),
-        ]
-    reasons += [
         (batches is not None, "HeterogeneousBatches divides a batch among ranks that stay: leave batches out"),
         (ranks_per_node is not None, "every node is a world of its own: leave ranks_per_node out"),
         (inter_node == "mpi", "MPI ends the run with the first rank that dies: take inter_node='torch'"),

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lightning_hiercomm.elastic.meeting import Member, NotInThisRun
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 8 * 2**20
+_CHUNK = 4 * 2**20
 _AGAIN = "again"
 
 
@@ -43,7 +44,7 @@ class Healing:
         self._store = store
         self._dead_after = dead_after
         self._expected: list[tuple[Member, tuple[int, ...]]] = []
-        self._given: list[str] = []
+        self._given: dict[str, int] = {}
         self._giving: list[threading.Thread] = []
 
     # ---- the member's side ---------------------------------------------------------------------------------------
@@ -56,6 +57,17 @@ class Healing:
     def is_expected(self) -> bool:
         """Whether newcomers wait for this node's state."""
         return bool(self._expected)
+
+    def forget_given(self) -> None:
+        """Nobody takes what was given: all that live are together again, and who was healed is among them."""
+        if self._store is not None:
+            for thread in self._giving:
+                thread.join()
+            for key, chunks in self._given.items():
+                if self._store.check([f"{key}/ready"]):
+                    for name in ("ready", *map(str, range(chunks))):
+                        self._store.delete_key(f"{key}/{name}")
+        self._given, self._giving = {}, []
 
     def give(self, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
         """Give all that wait what ``state`` returns; it is called if there are any. Collective over the node."""
@@ -70,8 +82,9 @@ class Healing:
                 self.send_away([patient])
                 continue
             data = packed({**whole, "node": {**about, "shares": list(shares)}})
-            self._given.append(_key(patient))
-            thread = threading.Thread(target=self._put, args=(_key(patient), data), daemon=True, name="healing")
+            chunks = data.split(_CHUNK)
+            self._given[_key(patient)] = len(chunks)
+            thread = threading.Thread(target=self._put, args=(_key(patient), chunks), daemon=True, name="healing")
             self._giving.append(thread)
             thread.start()
 
@@ -81,10 +94,9 @@ class Healing:
             for patient in patients:
                 self._store.set(f"{_key(patient)}/ready", _AGAIN)
 
-    def _put(self, key: str, data: Tensor) -> None:
+    def _put(self, key: str, chunks: Sequence[Tensor]) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the run is over, and the store with it
-            chunks = data.split(_CHUNK)
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk.numpy().tobytes())
             self._store.set(f"{key}/ready", str(len(chunks)))
@@ -134,27 +146,32 @@ class Healing:
     def _look(self, source: Member, key: str, patience: float = 1.0) -> tuple[Tensor | None, int | None]:
         """What the member has put into its store, and how many bytes; 0 if there will be none, None if not yet."""
         until = time.monotonic() + patience
+        ask = partial(self._links.ask, source.store)
         try:
-            store = self._links.store(source.store)
-            while not store.check([f"{key}/ready"]):
+            while not ask(lambda store: store.check([f"{key}/ready"])):
                 if time.monotonic() > until:
                     return None, None
                 time.sleep(0.02)
-            ready = store.get(f"{key}/ready")
+            ready = ask(lambda store: store.get(f"{key}/ready"))
             if ready == _AGAIN.encode():
-                store.delete_key(f"{key}/ready")
+                ask(lambda store: store.delete_key(f"{key}/ready"))
                 return None, 0
             chunks = []
             for index in range(int(ready)):
-                chunks.append(torch.frombuffer(bytearray(store.get(f"{key}/{index}")), dtype=torch.uint8))
-                store.delete_key(f"{key}/{index}")
-            store.delete_key(f"{key}/ready")
+                chunk = ask(lambda store, index=index: _taken(store, f"{key}/{index}"), self._dead_after)
+                chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
+            ask(lambda store: store.delete_key(f"{key}/ready"))
             data = torch.cat(chunks)
             return data, data.numel()
         except RuntimeError as error:
-            self._links.forget(source.store)
             log.info("node %s, which was to heal this one, is gone (%s)", source.node, str(error).splitlines()[0][:80])
             return None, 0
+
+
+def _taken(store: Store, key: str) -> bytes:
+    value: bytes = store.get(key)
+    store.delete_key(key)
+    return value
 
 
 def _key(patient: Member) -> str:

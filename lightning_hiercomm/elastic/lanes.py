@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,15 +21,26 @@ from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, pieces
 from lightning_hiercomm.elastic.meeting import Meeting
 
+T = TypeVar("T")
+
 
 class Links(Protocol):
     """How nodes reach each other."""
 
-    def store(self, address: str) -> Store:
-        """What a node has to say to others, at its address; raises a ``RuntimeError`` if it is not there."""
+    def ask(self, address: str, work: Callable[[Store], T], patience: float | None = None) -> T:
+        """What ``work`` finds in what a node keeps for others.
 
-    def forget(self, address: str) -> None:
-        """Ask for the store at this address anew the next time: what was asked last may still be answered."""
+        Args:
+            address: Of that node.
+            work: May still be at it when nobody waits for it any more.
+            patience: Seconds. Default: a short while.
+
+        Raises:
+            RuntimeError: If the node is not there, or does not answer.
+        """
+
+    def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
+        """Those of these nodes that do not answer."""
 
     def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
         """Connect this rank with the same local rank of all members.
@@ -309,31 +322,67 @@ class GlooLinks:
         self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
         self._stores: dict[str, Store] = {}
 
-    def store(self, address: str) -> Store:
-        host, _, port = address.rpartition(":")
-        if address not in self._stores:
-            self._stores[address] = TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._set_up
-            )
-        return self._stores[address]
+    def ask(self, address: str, work: Callable[[Store], T], patience: float | None = None) -> T:
+        # a store's client waits for ever for a process that is stopped: on a thread of its own, which may be left there
+        answer: Future[T] = Future()
+        store = self._stores.get(address)
 
-    def forget(self, address: str) -> None:
-        self._stores.pop(address, None)
+        def ask() -> None:
+            nonlocal store
+            try:
+                if store is None:
+                    host, _, port = address.rpartition(":")
+                    store = TCPStore(
+                        host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._set_up
+                    )
+                answer.set_result(work(store))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True, name="ask-node").start()
+        try:
+            result = answer.result(self._set_up.total_seconds() if patience is None else patience)
+        except TimeoutError:
+            self._stores.pop(address, None)
+            raise RuntimeError(f"the node at {address} does not answer") from None
+        except BaseException:
+            self._stores.pop(address, None)
+            raise
+        if store is not None:
+            self._stores[address] = store
+        return result
+
+    def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
+        silent = []
+
+        def look(address: str) -> None:
+            try:
+                self.ask(address, lambda store: store.check([""]))
+            except RuntimeError:
+                silent.append(address)
+
+        looking = [threading.Thread(target=look, args=(address,), daemon=True) for address in addresses]
+        for thread in looking:
+            thread.start()
+        for thread in looking:
+            thread.join()
+        return silent
 
     def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
-        first, size = meeting.members[0].store, len(meeting.members)
-        try:
-            store = PrefixStore(f"{meeting.token}/{lane}", self.store(first))
+        size = len(meeting.members)
+
+        def connect(whole: Store) -> Any:
+            store = PrefixStore(f"{meeting.token}/{lane}", whole)
             # who is not there is missed here, in half the time that a message may take
             store.set(f"here/{index}", "")
             store.wait([f"here/{member}" for member in range(size)], self._set_up)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
             options._timeout = self._dead_after
-            group = dist.ProcessGroupGloo(store, index, size, options)
-        except BaseException:
-            self.forget(first)
-            raise
+            return dist.ProcessGroupGloo(store, index, size, options)
+
+        patience = (self._set_up + self._dead_after).total_seconds()
+        group = self.ask(meeting.members[0].store, connect, patience)
         if torch.cuda.is_available():
             return StagedCommunicator(_GlooLane(group, index, size, Meter()), meter)
         return _GlooLane(group, index, size, meter)

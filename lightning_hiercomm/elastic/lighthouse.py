@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +19,8 @@ from typing import Any, Protocol
 from lightning_hiercomm.elastic.configuration import check_address, check_torchft
 
 log = logging.getLogger(__name__)
+
+_NOTE = "hiercomm-note-"
 
 JOIN_TIMEOUT = 24 * 3600.0
 """How long the lighthouse waits for a node that is alive to come to an agreement, in seconds: no period is longer."""
@@ -33,6 +37,12 @@ class Lighthouse(Protocol):
             says: What it says of itself; JSON.
             patience: Seconds after which None is returned: call it again, with the same.
         """
+
+    def take_note(self, note: str) -> bool:
+        """Remember this, of letters, digits and dashes, for all who come, as long as it runs; whether it does."""
+
+    def notes(self) -> Collection[str] | None:
+        """All that it was told to remember, and perhaps more; None if it does not say."""
 
     def leave(self) -> None:
         """Be alive no longer."""
@@ -59,6 +69,7 @@ class TorchftLighthouse:
         self._asking: Future[Any] | None = None
         self._idle: Any = None
         self._has_said = False
+        self._noted: set[str] = set()
 
     def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
         if self._beating is None:
@@ -80,6 +91,29 @@ class TorchftLighthouse:
             return None
         self._asking, self._has_said = None, False
         return present
+
+    # torchft's knows all who were ever alive: so a note is taken for one that was, once. Until it counts as gone, who
+    # comes anew waits.
+
+    def take_note(self, note: str) -> bool:
+        self._noted.add(note)
+        try:
+            self._client().heartbeat(f"{_NOTE}{note}", timedelta(seconds=self._dead_after))
+        except Exception:
+            return False
+        return True
+
+    def notes(self) -> Collection[str] | None:
+        try:
+            return re.findall(rf"{_NOTE}([\w-]+)", self.page())
+        except (OSError, ValueError):
+            return None
+
+    def page(self) -> str:
+        """What it shows to people: who is there, and who was; raises an ``OSError`` if it does not."""
+        with urllib.request.urlopen(f"{self._address}/status", timeout=self._dead_after) as page:
+            shown: str = page.read().decode()
+        return shown
 
     def leave(self) -> None:
         self._left.set()
@@ -115,14 +149,16 @@ class TorchftLighthouse:
         return [member.data for member in quorum.participants]
 
     def _beat(self, life: str) -> None:
-        client = None
+        client, was_away = None, False
         while not self._left.is_set():
             try:
                 client = client or self._client()
                 client.heartbeat(life, timedelta(seconds=self._dead_after))
                 self._last_beat = time.monotonic()
+                if was_away:  # perhaps it was started again, and has forgotten
+                    was_away = not all(map(self.take_note, tuple(self._noted)))
             except Exception:
-                client = None
+                client, was_away = None, True
             self._left.wait(min(0.5, self._dead_after / 8))
 
 

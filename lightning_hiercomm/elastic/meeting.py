@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 NEWCOMER = -1
 """The agreement of a node that has no state yet."""
+
+TRAINED, OVER = "trained", "over"
+"""What the lighthouse remembers of a run."""
 
 EXIT_CODE = 75
 """Of a node that was left behind: whoever watches over it starts it again, and it heals."""
@@ -48,6 +52,12 @@ class Member:
         admits: Whether all nodes will be equal after this agreement, so that others can join.
         shares: Which shares of the data its ranks take.
         all_shares: How many shares the data are cut into; 0 where nobody has said so yet.
+        begun: The meeting with which its run began.
+        last: That of the last agreement that its parameters have seen.
+        missed: The lives of nodes that did not answer it when it tried to connect last.
+        is_lost: Of a newcomer, whether the lighthouse knows that this run has trained and is not over; None if it does
+            not say.
+        is_over: Of a newcomer, whether the lighthouse knows that this run has come to its end.
     """
 
     node: str
@@ -64,22 +74,39 @@ class Member:
     admits: bool = False
     shares: tuple[int, ...] = ()
     all_shares: int = 0
+    begun: str = ""
+    last: str = ""
+    missed: tuple[str, ...] = ()
+    is_lost: bool | None = None
+    is_over: bool = False
 
     @property
     def is_new(self) -> bool:
         """Whether it has no state that counts."""
         return self.agreement == NEWCOMER
 
+    def note(self, what: str) -> str:
+        """What the lighthouse is to remember of this run, such as that it has ``"trained"``."""
+        return f"{what}-{_digest(self.run)}-{self.begun}"
+
+    def reads(self, notes: Collection[str]) -> Member:
+        """A newcomer that knows what the lighthouse remembers."""
+        trained, over = (
+            {note.removeprefix(own) for note in notes if note.startswith(own)}
+            for own in map(self.note, (TRAINED, OVER))
+        )
+        return replace(self, is_lost=bool(trained - over), is_over=bool(over))
+
     def to_json(self) -> dict[str, Any]:
         """Primitives only."""
-        return {**asdict(self), "shares": list(self.shares)}
+        return {**asdict(self), "shares": list(self.shares), "missed": list(self.missed)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Member:
         """Undo :meth:`to_json`; what a newer version says besides is left out."""
         known = {field.name for field in fields(cls)}
         own = {name: each for name, each in value.items() if name in known}
-        return cls(**{**own, "shares": tuple(own.get("shares", ()))})
+        return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shares", "missed")}})
 
 
 @dataclass(frozen=True)
@@ -88,7 +115,8 @@ class Meeting:
 
     Attributes:
         members: Who takes part, in their order.
-        newcomers: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number.
+        newcomers: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number, of
+            those that it has not missed.
         begins: Whether the run begins with it.
         waits: Why this node has to ask again; empty if it has not.
     """
@@ -120,8 +148,11 @@ class Meeting:
 
     def source_of(self, life: str) -> Member | None:
         """The member that gives a newcomer its state; None for others."""
-        lives = [member.life for member in self.newcomers]
-        return self.members[lives.index(life) % len(self.members)] if life in lives else None
+        for index, newcomer in enumerate(self.newcomers):
+            if newcomer.life == life:
+                sources = [member for member in self.members if member.life not in newcomer.missed] or self.members
+                return sources[index % len(sources)]
+        return None
 
     def patients_of(self, life: str) -> list[Member]:
         """The newcomers that a member gives its state to."""
@@ -165,9 +196,12 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
     if not alive:
         return _beginning(new, me, min_nodes, max_nodes)
     latest = max(member.agreement for member in alive)
-    members = [member for member in alive if member.agreement == latest]
-    if not me.is_new and me.agreement != latest:
+    up_to_date = _of_one_history([member for member in alive if member.agreement == latest])
+    if not me.is_new and me not in up_to_date:
         raise LeftBehind
+    members = _who_reach_each_other(up_to_date)
+    if not me.is_new and me not in members:
+        return Meeting(waits=f"it and nodes {_names(member for member in members)} do not reach each other")
     if len({member.place for member in members}) > 1:
         places = "; ".join(f"node {member.node!r} {member.place}" for member in members)
         raise NotInThisRun(
@@ -185,16 +219,42 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
     return Meeting(tuple(members), tuple(admitted))
 
 
+def _of_one_history(members: Sequence[Member]) -> list[Member]:
+    """Those whose last agreement was the same one.
+
+    A node that is stopped when the others cannot read the vote it keeps may have one for itself, under their number.
+    """
+    of_each = Counter(member.last for member in members)
+    kept = max(of_each, key=lambda last: (of_each[last], last))
+    return [member for member in members if member.last == kept]
+
+
+def _who_reach_each_other(members: Sequence[Member]) -> list[Member]:
+    """Without those that miss most others, or are missed by them; of two, without the later one."""
+    left = list(members)
+    while True:
+        lives = {member.life for member in left}
+        apart = {frozenset((member.life, life)) for member in left for life in member.missed if life in lives}
+        if not apart:
+            return left
+        misses = Counter(life for pair in apart for life in pair)
+        left.remove(max(reversed(left), key=lambda member: misses[member.life]))
+
+
 def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int | None) -> Meeting:
     """Nobody has state: the run begins, or goes on from the newest checkpoint that any node was given."""
     if len(new) < min_nodes:
         return Meeting(waits=f"{len(new)} of at least {min_nodes} nodes are there")
     origin = max(member.origin for member in new)
-    if origin == 0 and all(member.restarts for member in new):
+    all_again, knows = all(member.restarts for member in new), any(member.is_lost is not None for member in new)
+    if origin == 0 and (any(member.is_lost for member in new) or (all_again and not knows)):
         raise NotInThisRun(
-            "all nodes were started again and none has the run's state, which would begin at step 0 once more: give"
-            " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes, or start a new run"
+            "this run has trained, and no node that is there has its state: it would begin at step 0 once more. Give"
+            " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
+            " another HIERCOMM_RUN or a new lighthouse"
         )
+    if origin == 0 and all_again and any(member.is_over for member in new):
+        raise NotInThisRun("this run is over: nobody is there to give a node its state")
     members = [member for member in new if member.origin == origin][:max_nodes]
     others = [member for member in new if member not in members]
     newcomers = others if max_nodes is None else others[: max_nodes - len(members)]
@@ -225,6 +285,10 @@ def shares_of(meeting: Meeting, member: Member) -> tuple[int, ...]:
         any_share, its_ranks = int(_digest(newcomer.life), 16), range(newcomer.ranks)
         given[newcomer.life] = tuple(lost.pop(0) if lost else (any_share + rank) % total for rank in its_ranks)
     return given[member.life]
+
+
+def _names(members: Iterable[Member]) -> str:
+    return ", ".join(member.node for member in members)
 
 
 def _in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:

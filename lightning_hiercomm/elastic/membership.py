@@ -6,8 +6,8 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.lanes import Links
 from lightning_hiercomm.elastic.lighthouse import Lighthouse
-from lightning_hiercomm.elastic.meeting import Meeting, Member, NotInThisRun, decide, shares_of
+from lightning_hiercomm.elastic.meeting import OVER, TRAINED, Meeting, Member, NotInThisRun, decide, shares_of
 from lightning_hiercomm.elastic.topology import ElasticTopology
 
 log = logging.getLogger(__name__)
@@ -31,21 +31,47 @@ _COMMIT, _AGAIN = b"commit", b"again"
 
 @dataclass
 class History:
-    """What a person may watch of it.
+    """What a person may watch of it; a healed node goes on with the others' own, but for its seconds.
 
     Attributes:
         nodes: How many took part in the last agreement.
-        heals: How many nodes were healed, as far as this one knows, since the run began for it.
+        heals: How many nodes were healed since the run began.
         lost_seconds: How long this node waited for nodes that were gone, and for agreements made once more.
+        lost_batches: Batches, of one rank each, from which the agreed model has learned nothing: those of nodes that
+            were gone before they agreed, and those that nobody has taken while a share of the data had no node.
+        events: Who came and went, in words; the last hundred.
     """
 
     nodes: int = 0
     heals: int = 0
     lost_seconds: float = 0.0
+    lost_batches: int = 0
+    events: list[str] = field(default_factory=list)
 
     def scalars(self) -> dict[str, float]:
         """For loggers."""
-        return {"nodes": float(self.nodes), "lost_seconds": self.lost_seconds, "heals": float(self.heals)}
+        counted = {name: float(getattr(self, name)) for name in ("nodes", "heals", "lost_seconds", "lost_batches")}
+        return {"nodes": counted.pop("nodes"), **counted}
+
+    def note(self, event: str) -> None:
+        """Something has happened now."""
+        self.events = [*self.events[-99:], f"{time.strftime('%H:%M:%S')} {event}"]
+
+    def lines(self) -> list[str]:
+        """The run's history, for people."""
+        counted = (
+            f"nodes that came and went: {self.heals} healed; waited {self.lost_seconds:.1f} s for those that were gone;"
+            f" {self.lost_batches} batches were lost with them"
+        )
+        return [counted, *(f"  {event}" for event in self.events)]
+
+    def common(self) -> dict[str, Any]:
+        """What is the same on all nodes."""
+        return {"heals": self.heals, "lost_batches": self.lost_batches, "events": self.events}
+
+    def take(self, common: Mapping[str, Any]) -> None:
+        """Go on from what another node has said by :meth:`common`."""
+        vars(self).update(common)
 
 
 class Membership:
@@ -84,6 +110,8 @@ class Membership:
         self._store = store
         self._known: dict[str, str] = {}
         self._last: Meeting | None = None
+        self._batches = 0
+        self._is_noted = False
 
     @property
     def is_first(self) -> bool:
@@ -129,7 +157,7 @@ class Membership:
             if self.is_first:
                 assert self._lighthouse is not None
                 try:
-                    present = self._lighthouse.ask(self.me.life, self.me.to_json(), _PATIENCE)
+                    present = self._lighthouse.ask(self.me.life, self._says(), _PATIENCE)
                     if present is not None:
                         members = [Member.from_json(dict(each)) for each in present if "life" in (each or {})]
                         answer = decide(members, self.me.life, self._elastic.min_nodes, self._elastic.max_nodes)
@@ -145,6 +173,14 @@ class Membership:
                 return meeting
             if self.is_first and 0 < time.monotonic() - began - _SAY_AFTER < _PATIENCE:
                 log.info("node %s waits for other nodes", self.me.node)
+
+    def _says(self) -> dict[str, Any]:
+        me = self.me
+        if me.is_new and not me.origin:
+            assert self._lighthouse is not None
+            notes = self._lighthouse.notes()
+            me = me if notes is None else me.reads(notes)
+        return me.to_json()
 
     def _connect(self, meeting: Meeting) -> bool:
         """Connect to all members, unless that is done; whether all ranks of this node are."""
@@ -167,23 +203,31 @@ class Membership:
                 names = ", ".join(member.node for member in meeting.members)
                 log.info("node %s cannot connect to nodes %s: %s", self.me.node, names, failures[0])
             lane.disconnect()
-            self.me = replace(self.me, groups="")
+            self.me = replace(self.me, groups="", missed=self._share(self._missed(meeting) if self.is_first else ()))
             return False
         go_on = self._before_change()
         self._topology.reform([member.ranks for member in meeting.members], index)
         go_on()
-        self.me = replace(self.me, groups=meeting.groups)
+        self.me = replace(self.me, groups=meeting.groups, missed=())
         return True
+
+    def _missed(self, meeting: Meeting) -> tuple[str, ...]:
+        """Who of the members does not answer."""
+        others = {member.store: member.life for member in meeting.members if member.life != self.me.life}
+        return tuple(others[address] for address in self._links.unreachable([*others]))
 
     def _note_who_is_there(self, meeting: Meeting) -> None:
         """One line when a node comes or goes."""
         now = {member.life: member.node for member in (*meeting.members, *meeting.newcomers)}
-        if self.is_first and self._known:
+        if self._known:
             gone = [node for life, node in self._known.items() if life not in now]
             come = [node for life, node in now.items() if life not in self._known]
             said = [f"node {node} is gone" for node in gone] + [f"node {node} has come" for node in come]
             if said:
-                log.info("%s; %d go on, after agreement %d", ", ".join(said), len(meeting.members), self.me.agreement)
+                others = f"{len(meeting.members)} go on, after agreement {self.me.agreement}"
+                self.history.note(f"{', '.join(said)}; {others}")
+                if self.is_first:
+                    log.info("%s; %s", ", ".join(said), others)
         self._known = now
         self.history.nodes = len(meeting.members)
 
@@ -208,50 +252,79 @@ class Membership:
     def _decide(self, meeting: Meeting, well: bool) -> bool:
         if len(meeting.members) == 1:
             return well
-        try:
-            store = PrefixStore(f"{meeting.token}/vote", self._links.store(meeting.members[0].store))
+        dead_after = self._elastic.dead_after
+
+        def decide(whole: Store) -> bool:
+            store = PrefixStore(f"{meeting.token}/vote", whole)
             if not well:
                 store.compare_set("decision", "", _AGAIN.decode())
                 return False
             if store.add("well", 1) == len(meeting.members):
                 store.compare_set("decision", "", _COMMIT.decode())
             try:
-                store.wait(["decision"], timedelta(seconds=self._elastic.dead_after))
+                store.wait(["decision"], timedelta(seconds=dead_after))
             except RuntimeError:  # somebody died before it voted: whoever finds that out first decides for all
                 store.compare_set("decision", "", _AGAIN.decode())
             agreed = store.get("decision") == _COMMIT
             store.add("read", 1)
             return agreed
+
+        try:
+            return self._links.ask(meeting.members[0].store, decide, dead_after + 0.5)
         except RuntimeError as error:
             log.info("node %s cannot read the vote: %s", self.me.node, str(error).splitlines()[0])
-            self._links.forget(meeting.members[0].store)
             return False
 
-    def commit(self, meeting: Meeting) -> None:
-        """The agreement holds."""
-        shares, total = shares_of(meeting, self.me), self.me.all_shares
+    def commit(self, meeting: Meeting, batches: int) -> None:
+        """The agreement holds.
+
+        Args:
+            meeting: Of it.
+            batches: How many each rank has trained on so far.
+        """
+        shares, total, begun = shares_of(meeting, self.me), self.me.all_shares, self.me.begun
         if meeting.begins:
-            total = sum(member.ranks for member in meeting.members)
-        self.me = replace(self.me, agreement=self.me.agreement + 1, shares=shares, all_shares=total)
-        patients = meeting.patients_of(self.me.life)
-        for patient in patients:
-            self.healing.expect(patient, shares_of(meeting, patient))
+            total, begun = sum(member.ranks for member in meeting.members), meeting.token
+        taken = {share for member in meeting.members for share in member.shares}
+        self.history.lost_batches += (self.me.all_shares - len(taken)) * (batches - self._batches)
         self.history.heals += len(meeting.newcomers)
+        self._batches = batches
+        self.me = replace(
+            self.me,
+            agreement=self.me.agreement + 1,
+            shares=shares,
+            all_shares=total,
+            begun=begun,
+            last=meeting.token,
+        )
+        if self.leads and self._lighthouse is not None and self.me.agreement > 0 and not self._is_noted:
+            self._is_noted = self._lighthouse.take_note(self.me.note(TRAINED))
+        self.healing.forget_given()
+        for patient in meeting.patients_of(self.me.life):
+            self.healing.expect(patient, shares_of(meeting, patient))
 
     def heal(self, source: Member) -> dict[str, Any] | None:
         """Get the state of the run from a member; None if it, or its agreement, did not get so far: ask again."""
         state = self.healing.fetch(source, self.me)
-        if state is not None:
-            about = state["node"]
-            self.me = replace(
-                self.me, agreement=about["agreement"], shares=tuple(about["shares"]), all_shares=about["all_shares"]
-            )
-            self.history.heals += 1
+        if state is None:
+            return None
+        about = state["node"]
+        self.me = replace(
+            self.me,
+            agreement=about["agreement"],
+            shares=tuple(about["shares"]),
+            all_shares=about["all_shares"],
+            begun=about["begun"],
+            last=about["last"],
+        )
+        self._batches = about["batches"]
+        self.history.take(about["history"])
         return state
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
         """Give newcomers that wait for this node what ``state`` returns; None sends them away, to ask again."""
-        self.healing.give(state, {"agreement": self.me.agreement, "all_shares": self.me.all_shares})
+        said = {name: getattr(self.me, name) for name in ("agreement", "all_shares", "begun", "last")}
+        self.healing.give(state, {**said, "batches": self._batches, "history": self.history.common()})
 
     def leave(self, at_once: bool = False) -> None:
         """This node takes part no longer. Not collective.
@@ -260,6 +333,8 @@ class Membership:
             at_once: Do not stay for others that still read what this node keeps for them.
         """
         if self._lighthouse is not None:
+            if not at_once and self.me.agreement > 0:
+                self._lighthouse.take_note(self.me.note(OVER))
             self._lighthouse.leave()
         if not at_once:
             self._linger()

@@ -23,6 +23,7 @@ class Transaction:
         topology: Holds them meanwhile.
         undo_point: Remembers all that an agreement changes; what it returns takes it back.
         place: Says where in the training this node is.
+        batches: Says how many batches a rank has trained on so far.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Transaction:
         topology: ElasticTopology,
         undo_point: Callable[[], Callable[[], None]],
         place: Callable[[], str],
+        batches: Callable[[], int],
     ) -> None:
         self._membership = membership
         self._topology = topology
         self._undo_point = undo_point
         self._place = place
+        self._batches = batches
         self._is_inside = False
 
     def __call__(self, work: Callable[[], object], makes_equal: bool = False) -> None:
@@ -59,7 +62,7 @@ class Transaction:
             if self._membership.vote(meeting, is_well):
                 break
             undo()
-        self._membership.commit(meeting)
+        self._membership.commit(meeting, self._batches())
         if tries > 1 or len(meeting.members) < before:
             self._membership.history.lost_seconds += time.monotonic() - began
         return None

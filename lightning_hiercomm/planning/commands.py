@@ -61,6 +61,10 @@ def lighthouse(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Check the ground that training will stand on."""
+    if arguments.elastic is not None or arguments.dead_after is not None:
+        from lightning_hiercomm.planning.measure.elastic import examine_elastic
+
+        return examine_elastic(arguments.elastic or None, arguments.dead_after)
     from lightning_hiercomm.planning.measure.doctor import examine
 
     return examine(arguments.ranks_per_node)

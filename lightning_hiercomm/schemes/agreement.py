@@ -162,6 +162,23 @@ class Agreement(Scheme):
 
     _sharded = "through='mean'"
 
+    @property
+    def needs_nodes_that_stay(self) -> str | None:
+        if self.through != "mean":
+            return f"through={self.through!r} fixes who talks to whom: take through='mean'"
+        if self.staleness:
+            return f"staleness={self.staleness} has an exchange in flight when a node leaves: take staleness=0"
+        if self.what != 1 or not self.makes_nodes_equal:
+            return (
+                "a node can join only where an agreement makes all nodes equal: take one fragment, keep_local=0 and a"
+                " merge that replaces"
+            )
+        if not self.equal_in_node:
+            return "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
+        if self.tuner is not None:
+            return "sync_every='auto' times exchanges while nodes come and go: give sync_every a number"
+        return None
+
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
         if self.period is not None and 0 < steps < self.period:

@@ -28,6 +28,13 @@ class AllReduce(Scheme):
 
     gradients = "world"
 
+    @property
+    def needs_nodes_that_stay(self) -> str:
+        return (
+            "AllReduce lets all nodes wait for each other at every step, so none may leave: take PeriodicAveraging or"
+            " DiLoCo"
+        )
+
     def after_step(self, last: bool) -> None:
         self.agreements += 1
         if not self.replica.buffers:

@@ -130,6 +130,11 @@ class Scheme(ABC):
             )
         return None
 
+    @property
+    def needs_nodes_that_stay(self) -> str | None:
+        """Why no node may leave or join while it trains, and what to take instead; None if they may."""
+        return f"{type(self).__name__} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo"
+
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         """What the user should know before a run that is too short for what the scheme is for.
 

@@ -195,6 +195,10 @@ class DASO(Agreement):
 
     _sharded = "exchange='sharded'"
 
+    @property
+    def needs_nodes_that_stay(self) -> str:
+        return "DASO is not made for nodes that come and go: take PeriodicAveraging or DiLoCo"
+
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
         return iter(())  # it counts from the start of an epoch

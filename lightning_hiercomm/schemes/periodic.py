@@ -95,6 +95,12 @@ class PeriodicAveraging(Agreement):
                 " smaller sync_every."
             )
 
+    @property
+    def needs_nodes_that_stay(self) -> str | None:
+        if self.order == "before_step":
+            return "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'"
+        return super().needs_nodes_that_stay
+
     def next_step(self, steps_of_epoch: int) -> PeriodicAveraging:
         if not self.at_epoch_end and self.sync_every is not None:
             return self

@@ -82,7 +82,10 @@ class ElasticNode:
         )
         self._membership = Membership(me, self._elastic, topology, lighthouse, links, self._store, self._before_change)
         self._history = self._membership.history
-        self._transaction = Transaction(self._membership, topology, self._undo_point, self._place)
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        self._transaction = Transaction(
+            self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready
+        )
         tell_stage_of_dataloaders(trainer, self._stage)
         while True:
             meeting = self._transaction.begin(self._begin_equal, makes_equal=True)
@@ -185,6 +188,10 @@ class ElasticNode:
     def scalars(self) -> dict[str, float]:
         """For loggers."""
         return {} if self._history is None else self._history.scalars()
+
+    def history(self) -> list[str]:
+        """Who came and went, in words."""
+        return [] if self._history is None else self._history.lines()
 
     def give_up(self) -> None:
         """Something went wrong: nothing more is agreed on, for the others are not where this node is."""

@@ -473,6 +473,10 @@ class HierarchicalHooks(ParallelStrategy):
         topology = self._topology
         return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
 
+    def history(self) -> list[str]:
+        """Who came and went in this run, and what it has cost, in words; empty where nodes stay."""
+        return [] if self._elastic_node is None else self._elastic_node.history()
+
     def ddp_inter_bytes(self, steps: float) -> float:
         """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps."""
         return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)

@@ -49,12 +49,15 @@ class CommunicationMonitor(Callback):
       to the mean; estimated, from a few elements of what arrived.
     - ``hiercomm/nonfinite``: how often, so far, an agreement had to do without a node whose values were NaN or infinite
       (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay``, how often it was rank zero's node.
+    - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, ``hiercomm/lost_batches``, with ``elastic``:
+      how many nodes took part in the last agreement, how many were healed so far, how long this node waited for those
+      that were gone, and how many batches (of one rank each) the agreed model has learned nothing from.
     - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
 
     The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
     the end of fit rank zero prints a table of the whole run: of all nodes, and per step and node, which is what the bar
     showed last where nodes are equal; how long a rank waited, and the time it took; agreements, and what plain DDP
-    would have sent between nodes.
+    would have sent between nodes; with ``elastic``, this node's counts, and which nodes came and went.
 
     With any other strategy it warns once and does nothing, so that a run may go back to ``"ddp"`` as it is.
 
@@ -181,6 +184,7 @@ class CommunicationMonitor(Callback):
         lines.append(f"  agreements between nodes: {agreements:.0f}{every}")
         lines.append(f"  waited for communication: {waited:.2f} s per rank, {waited / seconds:.0%} of the run")
         lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")
+        lines += [f"  {line}" for line in strategy.history()]
         return "\n".join(lines)
 
     def _join(self, bar: ProgressBar, strategy: HierarchicalHooks) -> None:

@@ -1,7 +1,11 @@
-"""Lanes between the nodes of a meeting, over gloo."""
+"""Lanes between the nodes of a meeting, over gloo; nobody waits for a node that does not answer."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -42,3 +46,51 @@ def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
     _store, meeting = meeting_of_two()
     with pytest.raises(RuntimeError):
         GlooLinks("127.0.0.1", dead_after=1.0).lane(meeting, 0, 0, Meter())
+
+
+def keep_store(port) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    port.send(store.port)
+    time.sleep(60)
+
+
+@pytest.fixture
+def node():
+    """A process that keeps something for others, and its address."""
+    ours, its = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=keep_store, args=(its,), daemon=True)
+    process.start()
+    yield process.pid, f"127.0.0.1:{ours.recv()}"
+    process.kill()
+    process.join()
+
+
+def read(store):
+    return store.get("key")
+
+
+def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
+    process, address = node
+    links = GlooLinks("127.0.0.1", dead_after=10.0)
+    assert links.ask(address, read) == b"value"
+    assert not links.unreachable([address])
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        links.ask(address, lambda store: store.wait(["other"], timedelta(seconds=5)))
+    assert links.unreachable([address]) == [address]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(node, is_known):
+    """A store's client does, for ever: its connection stands, for the kernel keeps it."""
+    process, address = node
+    links = GlooLinks("127.0.0.1", dead_after=0.5)
+    if is_known:
+        links.ask(address, read, 10.0)
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        links.ask(address, read, 0.2)
+    assert links.unreachable([address]) == [address]
+    os.kill(process, signal.SIGCONT)
+    assert links.ask(address, read, 30.0) == b"value"

@@ -58,6 +58,41 @@ def test_one_that_leaves_is_missed_no_longer_than_its_silence(address):
     b.leave()
 
 
+def test_what_it_was_told_it_tells_all_who_come_when_the_teller_is_gone(address):
+    a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
+    assert b.notes() == []
+    assert a.take_note("trained-1f-2e")
+    a.leave()
+    assert b.notes() == ["trained-1f-2e"]
+    assert TorchftLighthouse("127.0.0.1:9", 0.5).notes() is None
+
+
+def test_a_lighthouse_that_was_started_again_is_told_once_more(monkeypatch):
+    heard: list[str] = []
+    is_there = threading.Event()
+
+    class Client:
+        def heartbeat(self, name, timeout):
+            if not is_there.is_set():
+                raise RuntimeError("is not there")
+            heard.append(name)
+
+        def quorum(self, *args, **kwargs):
+            raise RuntimeError("is not there")
+
+    a = TorchftLighthouse("127.0.0.1:9", 0.5)
+    monkeypatch.setattr(a, "_client", Client)
+    assert not a.take_note("trained-1f-2e")
+    a.ask("a", {"life": "a"}, 0.1)
+    assert not heard
+    is_there.set()
+    deadline = time.monotonic() + 30
+    while "hiercomm-note-trained-1f-2e" not in heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {*heard} == {"a", "hiercomm-note-trained-1f-2e"}
+    a.leave()
+
+
 def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     assert [a.ask("a", {"life": "a"}, 1.5) for _ in range(2)] == [None, None]

@@ -9,7 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hiercomm.elastic.meeting import LeftBehind, Meeting, Member, NotInThisRun, decide, shares_of
+from lightning_hiercomm.elastic.meeting import (
+    OVER,
+    TRAINED,
+    LeftBehind,
+    Meeting,
+    Member,
+    NotInThisRun,
+    decide,
+    shares_of,
+)
 
 
 def node(name: str, agreement: int = -1, **said) -> Member:
@@ -47,12 +56,79 @@ def test_it_goes_on_from_the_newest_checkpoint_and_who_has_an_older_one_is_heale
     assert meeting.source_of(none.life) == new
 
 
-def test_without_its_state_a_run_does_not_begin_once_more_in_silence():
+def test_a_run_that_the_lighthouse_saw_train_does_not_begin_once_more_in_silence():
+    lost, fresh = node("a", is_lost=True), node("b", is_lost=True)
+    with pytest.raises(NotInThisRun, match=r"step 0 once more\. Give fit"):
+        meet(lost, fresh, who=fresh)
+    assert meet(replace(lost, restarts=1, is_lost=False), node("b", restarts=3, is_lost=False)).begins, (
+        "none has trained"
+    )
+    assert meet(lost, node("b", is_lost=True, origin=50)).begins, "from a checkpoint"
+    assert meet(lost, node("b", 5), who=lost).newcomers == (lost,), "somebody has its state"
+
+
+def test_where_the_lighthouse_does_not_say_nodes_that_were_all_started_again_do_not_begin():
     again = [node("a", restarts=1), node("b", restarts=2)]
-    with pytest.raises(NotInThisRun, match="step 0 once more: give fit"):
+    with pytest.raises(NotInThisRun, match="step 0 once more"):
         meet(*again, who=again[0])
     assert meet(again[0], node("c")).begins
     assert meet(again[0], node("b", restarts=1, origin=50)).begins
+
+
+def test_a_node_that_is_started_again_when_the_run_is_over_says_so():
+    late = node("a", restarts=1, is_lost=False, is_over=True)
+    with pytest.raises(NotInThisRun, match="this run is over"):
+        meet(late, who=late)
+    assert meet(replace(late, restarts=0)).begins, "the next fit of one program"
+
+
+def test_what_the_lighthouse_remembers_tells_whether_a_run_has_trained_and_is_over():
+    first, second, other = node("a", begun="1"), node("a", begun="2"), node("a", run="other", begun="3")
+    new = node("x")
+    read = lambda *notes: (new.reads(notes).is_lost, new.reads(notes).is_over)  # noqa: E731
+    assert read() == read(other.note(TRAINED)) == (False, False)
+    assert read(first.note(TRAINED)) == (True, False)
+    assert read(first.note(TRAINED), first.note(OVER)) == (False, True)
+    assert read(first.note(TRAINED), first.note(OVER), second.note(TRAINED)) == (True, True)
+
+
+def test_who_committed_another_agreement_of_that_number_is_left_behind():
+    """It kept the vote and was stopped: the others could not read it, and have agreed without it meanwhile."""
+    alone = node("a", 5, last="kept by a")
+    others = [node("b", 5, last="without a"), node("c", 5, last="without a")]
+    with pytest.raises(LeftBehind):
+        meet(alone, *others, who=alone)
+    assert meet(alone, *others, who=others[0]).members == tuple(others)
+
+
+@pytest.mark.parametrize(
+    ("missed", "left"),
+    [
+        ({}, "abcd"),
+        ({"b": "c"}, "abd"),  # of two that miss each other, the later one
+        ({"a": "d", "b": "d"}, "abc"),
+        ({"d": "abc", "a": "d"}, "abc"),
+        ({"a": "bcd"}, "bcd"),
+        ({"a": "bcd", "b": "acd", "c": "abd", "d": "abc"}, "a"),
+        ({"a": "x"}, "abcd"),  # which is not there
+    ],
+    ids=str,
+)
+def test_nodes_that_do_not_reach_each_other_do_not_meet_and_the_most_of_those_that_do_go_on(missed, left):
+    members = [node(name, 5, missed=tuple(f"life-{each}" for each in missed.get(name, ""))) for name in "abcd"]
+    for member in members:
+        meeting = meet(*members, who=member)
+        if member.node in left:
+            assert [each.node for each in meeting.members] == [*left]
+        else:
+            assert "do not reach each other" in meeting.waits
+
+
+def test_a_newcomer_is_healed_by_a_node_that_it_reaches():
+    members, new = [node("a", 5), node("b", 5)], node("x", missed=("life-a",))
+    assert meet(*members, new).source_of(new.life) == members[1]
+    alone = node("x", missed=("life-a", "life-b"))
+    assert meet(*members, alone).source_of(alone.life) == members[0]
 
 
 def test_newcomers_get_their_state_from_the_members_in_turn():

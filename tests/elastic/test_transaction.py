@@ -10,6 +10,7 @@ from elastic_threads import ElasticRank, Failing, Threads, play
 from harness import on_nodes
 
 from lightning_hiercomm import DiLoCo, PeriodicAveraging
+from lightning_hiercomm.elastic.meeting import LeftBehind
 from lightning_hiercomm.schemes import Scheme
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
@@ -148,12 +149,18 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
 
 
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "who"),
+    [((1, 1, 1), "1"), ((2, 2, 2), "1"), ((1, 2, 1), "1"), ((1, 1, 1), "0"), ((2, 1, 1), "0")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, moment):
+def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who, moment):
+    """Node 0 keeps the vote."""
+
     def work(own: ElasticRank):
         own.join()
-        if own.node == "1":
+        if own.node == who:
             die_at(own, moment)
         for _ in range(10):
             own.step()
@@ -165,9 +172,9 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, mom
     for node, ranks in enumerate(sizes):
         threads.start(node, work, ranks)
     results = threads.end()
-    assert {node for node, _ in results} == {"0", "2"}
+    assert {node for node, _ in results} == {"0", "1", "2"} - {who}
     for values, nodes, _ in results.values():
-        torch.testing.assert_close(values, results["0", 0][0], rtol=0, atol=0)
+        torch.testing.assert_close(values, results["2", 0][0], rtol=0, atol=0)
         assert nodes == 2
     assert len({agreements for _, _, agreements in results.values()}) == 1
 
@@ -195,6 +202,94 @@ def die_at(own: ElasticRank, moment: str, agreement: int = 2) -> None:
         membership.vote = wrapped(membership.vote, before=True)
     else:
         membership.commit = wrapped(membership.commit, before=False)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_goes_on(name):
+    """It holds as many agreements as the others, who could not read the vote, and have agreed without it meanwhile."""
+    threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+    has_voted, all_went_on = threading.Event(), threading.Event()
+
+    def stops(own: ElasticRank) -> None:
+        vote = own.membership.vote
+
+        def stopped(meeting, well):
+            threads.wires.dead.add(threads.address(own.node))  # it does not answer
+            voted = well or vote(meeting, well)
+            threads.lights.lose(own.node)
+            has_voted.set()
+            assert all_went_on.wait(10.0)
+            threads.wires.dead.clear()
+            own.membership.vote = vote
+            return voted
+
+        own.membership.vote = stopped
+
+    def work(own: ElasticRank):
+        own.join()
+        for step in range(9):
+            if step == 5 and own.node == "0":
+                stops(own)
+            if step == 5 and own.node != "0":
+                vote = own.membership.vote
+
+                def votes(meeting, well, vote=vote):
+                    assert has_voted.wait(10.0)
+                    return vote(meeting, well)
+
+                own.membership.vote = votes
+            if step == 6 and own.node == "1":
+                assert own.membership.history.nodes == 2
+                all_went_on.set()
+                wait_until(lambda: "0" in threads.lights._alive.values())
+            try:
+                own.step()
+            except LeftBehind:
+                return "left behind"
+        own.scheme.finish()
+        return own.rank.values
+
+    for node in range(3):
+        threads.start(node, work)
+    results = threads.end()
+    assert results.pop(("0", 0)) == "left behind"
+    torch.testing.assert_close(results["1", 0], results["2", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)], ids=str)
+def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_knows_it_too(sizes):
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        while own.scheme.steps < 15:
+            own.step()
+        own.scheme.finish()
+        return own.membership.history
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 15:
+            if own.scheme.steps == 5 and own.node == "1":
+                own.die()
+            if own.scheme.steps == 7 and own.node == "0":
+                threads.start(3, newcomer, sizes[1])
+                wait_until(lambda: "3" in threads.lights._alive.values())
+            own.step()
+        own.scheme.finish()
+        return own.membership.history
+
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    histories = threads.end()
+    for history in histories.values():
+        assert history.lost_batches == sizes[1] * (3 + 3), "from step 3, its last agreement, to 9, its heir's first"
+        assert (history.heals, history.nodes) == (1, 3)
+        events = [event.partition(" ")[2] for event in history.events]
+        assert events == ["node 1 is gone; 2 go on, after agreement 1", "node 3 has come; 2 go on, after agreement 2"]
+        assert "1 healed; waited" in history.lines()[0]
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)

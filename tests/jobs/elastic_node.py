@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import hashlib
 import json
@@ -48,6 +49,11 @@ class Node:
             that asks, and then it takes its time until that trains, so that no test depends on the machine's speed.
         elastic: Arguments of `Elastic`; none: the node is one of a run whose nodes stay.
         settings: Further arguments of the strategy.
+        checkpoints: The folder for them; none if empty.
+        resume: From the last one.
+        validates: After each epoch.
+        seed: Of the parameters.
+        steps: Of the run, in place of its epochs; none if 0.
     """
 
     folder: str
@@ -64,12 +70,14 @@ class Node:
     checkpoints: str = ""
     resume: bool = False
     validates: bool = False
+    seed: int = 0
+    steps: int = 0
 
 
 class Net(pl.LightningModule):
-    def __init__(self, pause: float, name: str) -> None:
+    def __init__(self, pause: float, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(sum(map(ord, name)))  # nodes begin unequal on purpose
+        torch.manual_seed(seed)
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
@@ -97,6 +105,20 @@ def data(size: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(size, 8, generator=generator)
     return TensorDataset(x, (x[:, :4] + 0.1 * x[:, 4:]).argmax(1))
+
+
+@torch.no_grad()
+def loss_of(model: Net) -> float:
+    """Over all data."""
+    x, y = data(4096).tensors
+    return torch.nn.functional.cross_entropy(model.net.eval()(x), y).item()
+
+
+def go_to_namespace(name: str) -> None:
+    """Into the network namespace with that name; threads that are started later are in it, too."""
+    with open(f"/var/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot go to namespace {name}")
 
 
 class Fault:
@@ -182,7 +204,8 @@ def note_asking(path: Path) -> None:
     ask = membership.Membership._ask
 
     def asks(own: Any, began: float) -> Any:
-        path.touch()
+        if not path.exists():
+            path.touch()
         return ask(own, began)
 
     membership.Membership._ask = asks
@@ -193,6 +216,9 @@ class Looks(pl.Callback):
 
     def __init__(self, path: Path, hold: dict[str, str]) -> None:
         self.path, self.hold = path, hold
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.path.with_name(f"{self.path.name}.{life()}.began").touch()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.is_global_zero:
@@ -206,6 +232,9 @@ class Looks(pl.Callback):
                 time.sleep(0.01)
             while trainer.global_step > int(step) and not trains.exists() and time.monotonic() < until:
                 time.sleep(0.01)
+        end = self.path.with_name("end")
+        if end.exists() and trainer.global_step == int(end.read_text()):
+            trainer.should_stop = True
 
     def on_fit_end(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -223,6 +252,7 @@ class Looks(pl.Callback):
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "val": float(trainer.callback_metrics.get("val", 0.0)),
+            "loss": loss_of(model),
             "communication": strategy.communication(),
             "milliseconds": {name: 1e3 * sorted(taken)[len(taken) // 2] for name, taken in SECONDS.items() if taken},
         }
@@ -234,6 +264,8 @@ def main(node: Node) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    if os.environ.get("NAMESPACE"):
+        go_to_namespace(os.environ["NAMESPACE"])
     name, folder = os.environ.get("HIERCOMM_NODE", "0"), Path(node.folder)
     take_times()
     note_asking(folder / f"{name}.{life()}.asks")
@@ -248,7 +280,8 @@ def main(node: Node) -> None:
     if node.checkpoints:
         callbacks.append(ModelCheckpoint(node.checkpoints, save_last=True, every_n_train_steps=node.every))
     trainer = pl.Trainer(
-        max_epochs=node.epochs,
+        max_epochs=-1 if node.steps else node.epochs,
+        max_steps=node.steps or -1,
         limit_train_batches=node.batches,
         accelerator="cpu",
         devices=node.ranks,
@@ -261,7 +294,7 @@ def main(node: Node) -> None:
         limit_val_batches=1.0 if node.validates else 0,
         num_sanity_val_steps=0,
     )
-    model = Net(node.pause, name)
+    model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)))  # nodes begin unequal on purpose
     loaders = [DataLoader(data(4096), batch_size=8, shuffle=True)]
     if node.validates:
         loaders.append(DataLoader(data(16), batch_size=8))

@@ -1,0 +1,449 @@
+"""What becomes of elastic nodes that are killed, stopped and cut off again and again.
+
+``python -m tests.elastic_faults --nodes 8 --minutes 30 --seed 1 --every 15-30``, in a checkout. Every node is a fork
+that trains a small model at a pace of its own (a step sleeps), and is started again by this program when it ends.
+Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
+
+What is counted: how often the run stood still; how long survivors waited for each fault at most, beside their
+undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken by
+the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
+agreement is lost with it); whether all end with equal bits; and the loss, beside that of nodes that stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parent
+for folder in (HERE, HERE / "startup", HERE / "jobs"):
+    sys.path.append(str(folder))
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from elastic_cluster import Cluster  # noqa: E402
+from forked import ForkedPython  # noqa: E402
+
+HANGS_AFTER = 60.0
+"""Seconds without a step of anybody."""
+
+
+@dataclass
+class Fault:
+    """Something that happens to a node.
+
+    Attributes:
+        wait: Seconds after the one before.
+        what: ``"kill"``, ``"stop"`` or ``"cut"``.
+        node: To whom; if it does not train at that moment, the next one does.
+        lasts: Seconds until it goes on, of a node that is stopped or cut off.
+        at: When it happened, in seconds since the run began.
+        survivors_waited: How long any other node stood still at most, until that one was back.
+        asked_after: Seconds from the fault until the node's next life asked for the others.
+        back_after: Seconds from then until it trained.
+    """
+
+    wait: float
+    what: str
+    node: int
+    lasts: float
+    at: float = 0.0
+    survivors_waited: float | None = None
+    asked_after: float | None = None
+    back_after: float | None = None
+
+
+def drawn(arguments: argparse.Namespace) -> Iterator[Fault]:
+    """Faults, one after the other, as the seed has it."""
+    numbers = random.Random(arguments.seed)
+    while True:
+        yield Fault(
+            wait=numbers.uniform(*arguments.every),
+            what=numbers.choice(arguments.kinds),
+            node=numbers.randrange(arguments.nodes),
+            lasts=numbers.uniform(1.2, 4.0) * arguments.dead_after,
+        )
+
+
+@dataclass
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        faults: That happened.
+        hangs: How often nobody took a step for a minute.
+        steps: Of the run.
+        seconds: From the first fault to the last one's end.
+        pace: Undisturbed, in seconds per step, the agreements' own time included.
+        kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
+        kept_with_restarts: The same of all nodes' steps, less those that were lost.
+        equal: Whether all nodes ended with equal bits.
+        loss: With which.
+        lives: How often nodes were started, beyond the first time.
+        codes: With which codes they ended.
+        lost_batches: As the run has counted them.
+        troubles: What should not have been.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+    hangs: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    pace: float = 0.0
+    kept_waits_alone: float = 0.0
+    kept_with_restarts: float = 0.0
+    equal: bool = False
+    loss: float = 0.0
+    lives: int = 0
+    codes: dict[str, int] = field(default_factory=dict)
+    lost_batches: int = 0
+    troubles: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A run with faults.
+
+    Args:
+        nodes: Started.
+        names: Of the nodes.
+        period: Seconds between two agreements.
+        cut: Cuts a node off, or connects it again.
+    """
+
+    def __init__(self, nodes: Cluster, names: Sequence[int], period: float, cut: Callable[[int, bool], None]) -> None:
+        self._nodes = nodes
+        self._names = names
+        self._period = period
+        self._cut = cut
+        self._began = time.time()
+        self._pending: list[tuple[float, Callable[[], None]]] = []
+        self.outcome = Outcome()
+
+    # ---- the time of the run -------------------------------------------------------------------------------------
+
+    def go_on(self, seconds: float = 1e9, until: Callable[[], bool] = lambda: False) -> bool:
+        """Watch, start again who ended, let those go on that were stopped; whether `until()` came about."""
+        end = time.time() + seconds
+        while time.time() < end and self._nodes.living:
+            for moment, act in [each for each in self._pending if each[0] <= time.time()]:
+                self._pending.remove((moment, act))
+                act()
+            self._nodes.look()
+            if until():
+                return True
+            newest = max((path.stat().st_mtime for path in self._nodes.folder.glob("*.steps")), default=self._began)
+            if time.time() - max(newest, self._began) > HANGS_AFTER:
+                self._hangs()
+                return False
+            time.sleep(0.02)
+        return not self._nodes.living
+
+    def _hangs(self) -> None:
+        self.outcome.hangs += 1
+        for process in self._nodes.living.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        self.outcome.troubles.append("nobody took a step for a minute\n" + self._nodes.said())
+        raise RuntimeError(self.outcome.troubles[-1])
+
+    def trains(self, node: int) -> bool:
+        """Whether a node is alive, and its present life has taken a step."""
+        life = self._nodes.lives.get(str(node), 0)
+        is_there = str(node) in self._nodes.living and self._nodes.living[str(node)].poll() is None
+        return is_there and (self._nodes.folder / f"{node}.{life}.trains").exists()
+
+    def all_train(self) -> bool:
+        """Whether all nodes do."""
+        return all(map(self.trains, self._names))
+
+    def last_step(self) -> int:
+        """Of anybody."""
+        return max((steps[-1][1] for steps in map(self._nodes.steps, self._names) if steps), default=0)
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def strike(self, fault: Fault) -> None:
+        """Let it happen, if a node trains that another is left beside."""
+        able = [node for node in (*range(fault.node, len(self._names)), *range(fault.node)) if self.trains(node)]
+        if len(able) < 2:
+            return
+        fault.node, fault.at = able[0], time.time() - self._began
+        later = time.time() + fault.lasts
+        process = self._nodes.living[str(fault.node)]
+
+        def signalled(number: signal.Signals) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+
+        if fault.what == "kill":
+            signalled(signal.SIGKILL)
+        elif fault.what == "stop":
+            signalled(signal.SIGSTOP)
+            self._pending.append((later, lambda: signalled(signal.SIGCONT)))
+        else:
+            self._cut(fault.node, True)
+            self._pending.append((later, lambda: self._cut(fault.node, False)))
+        self.outcome.faults.append(fault)
+
+    # ---- what was seen -------------------------------------------------------------------------------------------
+
+    def end(self, ahead: int, every: int) -> None:
+        """Let all end at one step."""
+        step = (self.last_step() // every + ahead) * every
+        (self._nodes.folder / "end.new").write_text(str(step))
+        (self._nodes.folder / "end.new").rename(self._nodes.folder / "end")
+        self.go_on()
+
+    def count(self, undisturbed: tuple[float, float], disturbed: tuple[float, float], every: int) -> None:
+        """Sum up.
+
+        Args:
+            undisturbed: From when to when nothing happened.
+            disturbed: From the first fault until all were back after the last.
+            every: Steps between agreements.
+        """
+        outcome = self.outcome
+        steps = {node: self._nodes.steps(node) for node in self._names}
+        calm = [(when, step) for when, step in steps[0] if undisturbed[0] <= when <= undisturbed[1]]
+        whole = [each for each in calm if each[1] % every == 1 % every]
+        first, last = whole[0], whole[-1]
+        outcome.pace = (last[0] - first[0]) / (last[1] - first[1])
+        usual = statistics.median(after[0] - before[0] for before, after in pairwise(calm))
+        begin, end = disturbed
+        outcome.seconds = end - begin
+        possible = (end - begin) / outcome.pace
+        front = [
+            max((step for each in steps.values() for when, step in each if when <= t), default=0) for t in disturbed
+        ]
+        outcome.kept_waits_alone = (front[1] - front[0]) / possible
+        outcome.kept_with_restarts = sum(self._kept(each, disturbed, every) for each in steps.values()) / (
+            possible * len(steps)
+        )
+        for number, fault in enumerate(outcome.faults):
+            struck = self._began + fault.at
+            others = [other for other in outcome.faults if other is not fault]
+            back = self._note_return(fault, struck)
+            until = min([back + self._period, end, *(self._began + other.at for other in others[number:])])
+            waits = [
+                after[0] - before[0] - usual
+                for node, each in steps.items()
+                if node != fault.node
+                for before, after in pairwise(each)
+                if before[0] < until and after[0] > struck and after[1] == before[1] + 1
+            ]
+            fault.survivors_waited = round(max(waits, default=0.0), 3)
+
+    def _note_return(self, fault: Fault, struck: float) -> float:
+        """When the node trained again, if it had to be started again."""
+        folder, name = self._nodes.folder, str(fault.node)
+        for life, started in enumerate(self._nodes.started[name]):
+            if started < struck:
+                continue
+            asks, trains = (folder / f"{name}.{life}.{what}" for what in ("asks", "began"))
+            if asks.exists() and trains.exists():
+                fault.asked_after = round(asks.stat().st_mtime - struck, 3)
+                fault.back_after = round(trains.stat().st_mtime - asks.stat().st_mtime, 3)
+                return trains.stat().st_mtime
+            break
+        return struck + fault.lasts
+
+    @staticmethod
+    def _kept(steps: Sequence[tuple[float, int]], between: tuple[float, float], every: int) -> float:
+        """Steps of one node in this time, without those that its lives took after their last agreement, and lost."""
+        kept = 0
+        for index, (when, step) in enumerate(steps):
+            if not between[0] < when <= between[1]:
+                continue
+            kept += 1
+            following = steps[index + 1][1] if index + 1 < len(steps) else step + 1
+            if following != step + 1:  # its next life begins elsewhere
+                kept -= step % every
+        return float(kept)
+
+
+@contextlib.contextmanager
+def network(nodes: int, wanted: bool) -> Iterator[tuple[dict[str, str], str, Callable[[int, bool], None]]]:
+    """Namespaces by node, the lighthouse's address, and what cuts a node off; without `wanted`, the machine's own."""
+
+    def nobody(node: int, off: bool) -> None:
+        raise RuntimeError("cutting nodes off needs network namespaces")
+
+    if not wanted:
+        yield {}, "127.0.0.1", nobody
+        return
+    sys.path.append(str(CHECKOUT))
+    from benchmarks.network import NamespaceNetwork
+
+    with NamespaceNetwork(nodes + 1) as made:
+        switch = made._switch
+
+        def cut(node: int, off: bool) -> None:
+            state = "down" if off else "up"
+            subprocess.run(["ip", "-n", switch, "link", "set", f"port{node}", state], check=True, timeout=30)
+
+        names = {str(node.index): str(node.namespace) for node in made.nodes[:nodes]}
+        yield {**names, "lighthouse": str(made.nodes[nodes].namespace)}, made.nodes[nodes].address, cut
+
+
+def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
+    """One run with faults."""
+    names = range(arguments.nodes)
+    with network(arguments.nodes, "cut" in arguments.kinds) as (namespaces, address, cut):
+        nodes = Cluster(
+            folder,
+            ForkedPython,
+            dead_after=arguments.dead_after,
+            min_nodes=1,
+            lives=10**6,
+            namespaces=namespaces,
+            address=address,
+            scheme=arguments.scheme,
+            every=arguments.sync_every,
+            pause=arguments.pause,
+            epochs=10**6,
+            batches=arguments.sync_every * 10,
+        )
+        period = arguments.sync_every * arguments.pause
+        with nodes:
+            for node in names:
+                nodes.start(node)
+            run = Run(nodes, names, period, cut)
+            try:
+                run.go_on(until=run.all_train)
+                calm = time.time() + period, time.time() + period + arguments.calm
+                run.go_on(calm[1] - time.time())
+                begin = time.time()
+                faults = drawn(arguments)
+                while time.time() - begin < 60 * arguments.minutes and len(run.outcome.faults) < arguments.faults:
+                    fault = next(faults)
+                    run.go_on(fault.wait)
+                    run.strike(fault)
+                run.go_on(max(fault.lasts, arguments.dead_after) + 1.0)
+                run.go_on(until=run.all_train)
+                run.go_on(period)
+                end = time.time()
+                run.end(4, arguments.sync_every)
+                run.count(calm, (begin, end), arguments.sync_every)
+            except RuntimeError as error:
+                run.outcome.troubles.append(str(error)[-20000:])
+                return run.outcome
+        outcome = run.outcome
+        outcome.lives = sum(nodes.lives.values())
+        for _, code, _ in nodes.ended:
+            outcome.codes[str(code)] = outcome.codes.get(str(code), 0) + 1
+        results = [nodes.result(node) for node in names]
+        outcome.steps = results[0]["global_step"]
+        outcome.loss = results[0]["loss"]
+        outcome.lost_batches = int(results[0]["communication"]["lost_batches"])
+        outcome.equal = len({(each["parameters"], each["global_step"]) for each in results}) == 1
+        if not outcome.equal:
+            outcome.troubles.append(f"nodes ended unequal: {results}\n{nodes.said()}")
+        wrong = {code for code in outcome.codes if code not in ("0", "75", "-9")}
+        if wrong:
+            outcome.troubles.append(f"nodes ended with {wrong}\n{nodes.said()}")
+        return outcome
+
+
+def undisturbed_losses(arguments: argparse.Namespace, steps: int, seeds: Sequence[int]) -> list[float]:
+    """The losses of as many nodes that stay, after as many steps."""
+    losses = []
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            nodes = Cluster(Path(folder), ForkedPython, scheme=arguments.scheme, every=arguments.sync_every)
+            settings = {"ranks_per_node": [1] * arguments.nodes}
+            more = {"elastic": None, "ranks": arguments.nodes, "steps": steps, "seed": seed, "settings": settings}
+            nodes.start(0, {"HIERCOMM_LIGHTHOUSE": ""}, **more, batches=arguments.sync_every * 10)
+            nodes.watch(3600.0, restarts=False)
+            losses.append(nodes.result(0)["loss"])
+    return losses
+
+
+def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
+    """A page about it."""
+    bound = arguments.dead_after + 1.0
+    waits = sorted(fault.survivors_waited or 0.0 for fault in outcome.faults)
+    back = sorted(fault.back_after for fault in outcome.faults if fault.back_after is not None)
+    kinds = ", ".join(
+        f"{sum(fault.what == kind for fault in outcome.faults)} {kind}" for kind in ("kill", "stop", "cut")
+    )
+    late = sum(wait > bound for wait in waits)
+    lines = [
+        f"{len(outcome.faults)} faults ({kinds}) in {outcome.seconds:.0f} s, {outcome.steps} steps of the run",
+        f"hangs: {outcome.hangs}",
+        f"steps kept, waits alone: {outcome.kept_waits_alone:.2%}; with restarts: {outcome.kept_with_restarts:.2%}",
+        f"lives: {outcome.lives} more; exit codes {outcome.codes}; batches lost: {outcome.lost_batches}",
+        f"equal bits at the end: {outcome.equal}; loss {outcome.loss:.6f}",
+    ]
+    if waits:
+        median = statistics.median(waits)
+        lines.insert(
+            2, f"survivors waited: median {median:.2f} s, longest {waits[-1]:.2f} s; {late} beyond {bound:.1f} s"
+        )
+    if back:
+        lines.append(f"from asking to training: median {statistics.median(back):.2f} s, longest {back[-1]:.2f} s")
+    return "\n".join(lines)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.elastic_faults", description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--faults", type=int, default=10**9, help="how many at most")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", default="15-30", help="seconds between two faults, from-to")
+    parser.add_argument("--kinds", default=["kill", "stop", "cut"], nargs="+", help="of faults")
+    parser.add_argument("--scheme", default="diloco")
+    parser.add_argument("--sync-every", type=int, default=40, help="optimizer steps between agreements")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds that a step sleeps")
+    parser.add_argument("--dead-after", type=float, default=2.0)
+    parser.add_argument("--calm", type=float, default=30.0, help="seconds before the first fault, for the pace")
+    parser.add_argument(
+        "--losses", type=int, default=0, help="nodes that stay: with how many seeds to compare the loss"
+    )
+    parser.add_argument("--out", type=Path, help="a JSON file for all of it")
+    parser.add_argument("--keep", type=Path, help="a folder for what the nodes write")
+    chosen = parser.parse_args(arguments)
+    low, _, high = chosen.every.partition("-")
+    chosen.every = float(low), float(high or low)
+    return chosen
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = parsed(given)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = play(arguments, folder)
+    print(said(outcome, arguments), *outcome.troubles, sep="\n", flush=True)
+    whole: dict[str, Any] = {
+        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        **asdict(outcome),
+    }
+    if arguments.losses:
+        whole["losses_undisturbed"] = undisturbed_losses(arguments, outcome.steps, range(arguments.losses))
+        print("loss of nodes that stay:", whole["losses_undisturbed"])
+    if arguments.out:
+        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+    return 1 if outcome.troubles or outcome.hangs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
