@@ -150,6 +150,14 @@ class Cluster:
         lines = path.read_text().splitlines() if path.exists() else []
         return [(float(when), int(step)) for when, step in map(str.split, lines)]
 
+    def samples(self) -> dict[int, list[int]]:
+        """What all nodes have seen in each epoch, with `notes_samples`."""
+        seen: dict[int, list[int]] = {}
+        for path in self.folder.glob("*.samples.*"):
+            for epoch, _, samples in (line.partition(" ") for line in path.read_text().splitlines()):
+                seen.setdefault(int(epoch), []).extend(json.loads(samples))
+        return seen
+
     def result(self, node: int | str) -> dict[str, Any]:
         """Where a node has ended."""
         path = self.folder / f"{node}.json"

@@ -89,7 +89,8 @@ class Outcome:
         hangs: How often nobody took a step for a minute.
         steps: Of the run.
         seconds: From the first fault to the last one's end.
-        pace: Undisturbed, in seconds per step, the agreements' own time included.
+        pace: Seconds per step of the periods' median, as most are undisturbed; the agreements' own time included.
+        calm_pace: The same, the mean before the first fault; other work of the machine shows in the difference.
         kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
         kept_with_restarts: The same of all nodes' steps, less those that were lost.
         equal: Whether all nodes ended with equal bits.
@@ -105,6 +106,7 @@ class Outcome:
     steps: int = 0
     seconds: float = 0.0
     pace: float = 0.0
+    calm_pace: float = 0.0
     kept_waits_alone: float = 0.0
     kept_with_restarts: float = 0.0
     equal: bool = False
@@ -222,11 +224,15 @@ class Run:
         """
         outcome = self.outcome
         steps = {node: self._nodes.steps(node) for node in self._names}
-        calm = [(when, step) for when, step in steps[0] if undisturbed[0] <= when <= undisturbed[1]]
-        whole = [each for each in calm if each[1] % every == 1 % every]
-        first, last = whole[0], whole[-1]
-        outcome.pace = (last[0] - first[0]) / (last[1] - first[1])
-        usual = statistics.median(after[0] - before[0] for before, after in pairwise(calm))
+        taken = [each for of_node in steps.values() for each in of_node]
+        first: dict[int, float] = {}
+        for when, step in taken:
+            if step % every == 1 % every:
+                first[step] = min(first.get(step, when), when)
+        periods = [(first[step], first[step + every] - first[step]) for step in first if step + every in first]
+        outcome.calm_pace = statistics.mean(t for at, t in periods if undisturbed[0] <= at <= undisturbed[1]) / every
+        outcome.pace = statistics.median(t for _, t in periods) / every
+        usual = statistics.median(after[0] - before[0] for each in steps.values() for before, after in pairwise(each))
         begin, end = disturbed
         outcome.seconds = end - begin
         possible = (end - begin) / outcome.pace
@@ -245,11 +251,16 @@ class Run:
             waits = [
                 after[0] - before[0] - usual
                 for node, each in steps.items()
-                if node != fault.node
                 for before, after in pairwise(each)
                 if before[0] < until and after[0] > struck and after[1] == before[1] + 1
+                if not self._is_struck(node, before[0], after[0])
             ]
             fault.survivors_waited = round(max(waits, default=0.0), 3)
+
+    def _is_struck(self, node: int, begin: float, end: float) -> bool:
+        """Whether a node has a fault of its own in this time."""
+        own = [(self._began + fault.at, fault.lasts) for fault in self.outcome.faults if fault.node == node]
+        return any(struck <= end and struck + lasts >= begin for struck, lasts in own)
 
     def _note_return(self, fault: Fault, struck: float) -> float:
         """When the node trained again, if it had to be started again."""

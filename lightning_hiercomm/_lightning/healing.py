@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -95,8 +96,16 @@ def end_training(trainer: pl.Trainer) -> None:
     loop.max_epochs = epochs.processed = max(1, epochs.processed)
 
 
-def tell_stage_of_dataloaders(trainer: pl.Trainer, told: list[RunningStage | None]) -> None:
-    """Let ``told[0]`` be for which stage Lightning makes a sampler, while it does: a strategy is not told."""
+def tell_stage_of_dataloaders(
+    trainer: pl.Trainer, told: list[RunningStage | None], batches_done: Callable[[], int]
+) -> None:
+    """Let ``told[0]`` be for which stage Lightning makes a sampler, while it does: a strategy is not told.
+
+    Args:
+        trainer: Of the strategy.
+        told: Of one element.
+        batches_done: How many batches of the epoch are not to be loaded, when a train dataloader is made.
+    """
     connector = trainer._data_connector
     require_attribute(connector, "_prepare_dataloader")
     original = type(connector)._prepare_dataloader
@@ -104,11 +113,68 @@ def tell_stage_of_dataloaders(trainer: pl.Trainer, told: list[RunningStage | Non
     def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         told[0] = mode
         try:
-            return original(connector, dataloader, shuffle, mode)
+            prepared = original(connector, dataloader, shuffle, mode)
         finally:
             told[0] = None
+        if mode == RunningStage.TRAINING and (done := batches_done()):
+            epochs: Any = trainer.fit_loop.epoch_progress.current
+            _begin_later(prepared, done, epochs.processed)
+        return prepared
 
     connector._prepare_dataloader = prepare  # type: ignore[method-assign]
+
+
+def draw_train_data_anew(trainer: pl.Trainer, is_due: Callable[[], bool]) -> None:
+    """Before an epoch, let Lightning make the train dataloaders once more if ``is_due()``, as it may every n epochs."""
+    loop = trainer.fit_loop
+    require_attribute(loop, "setup_data")
+    require_attribute(loop, "_combined_loader")
+    original = type(loop).setup_data
+
+    def setup_data() -> None:
+        if is_due():
+            loop._combined_loader = None
+        original(loop)
+
+    loop.setup_data = setup_data  # type: ignore[method-assign]
+
+
+def draw_train_data_once(trainer: pl.Trainer) -> None:
+    """Undo :func:`draw_train_data_anew`."""
+    vars(trainer.fit_loop).pop("setup_data", None)
+
+
+class _Later(Iterable[Any]):
+    """Batches of indices, the first time without the first ones."""
+
+    def __init__(self, batches: Any, done: int) -> None:
+        self._batches = batches
+        self._done = done
+
+    def __iter__(self) -> Iterator[Any]:
+        done, self._done = self._done, 0  # when the first is drawn: a loader with workers makes two iterators at first
+        yield from islice(iter(self._batches), done, None)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:  # of samplers, whoever asks
+        return getattr(self._batches, name)
+
+
+def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
+    """Let a dataloader's next iteration be the rest of an epoch; the loader's workers would begin before it is told.
+
+    torch lets nobody exchange what a dataloader draws from, but looks for it when an iteration begins. A loader without
+    batches of indices (of an ``IterableDataset``) says itself where it begins.
+    """
+    batches = getattr(dataloader, "batch_sampler", None)
+    if batches is None or not len(batches):
+        return
+    for sampler in (getattr(batches, "sampler", None), batches):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+    vars(dataloader)["batch_sampler"] = _Later(batches, done % len(batches))
 
 
 def _only_completed(progress: dict[str, Any]) -> None:

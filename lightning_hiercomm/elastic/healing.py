@@ -43,15 +43,15 @@ class Healing:
         self._links = links
         self._store = store
         self._dead_after = dead_after
-        self._expected: list[tuple[Member, tuple[int, ...]]] = []
+        self._expected: list[Member] = []
         self._given: dict[str, int] = {}
         self._giving: list[threading.Thread] = []
 
     # ---- the member's side ---------------------------------------------------------------------------------------
 
-    def expect(self, patient: Member, shares: Sequence[int]) -> None:
+    def expect(self, patient: Member) -> None:
         """A newcomer waits for this node's state."""
-        self._expected.append((patient, tuple(shares)))
+        self._expected.append(patient)
 
     @property
     def is_expected(self) -> bool:
@@ -77,11 +77,11 @@ class Healing:
         whole = state()
         if self._store is None:
             return
-        for patient, shares in patients:
-            if whole is None:
-                self.send_away([patient])
-                continue
-            data = packed({**whole, "node": {**about, "shares": list(shares)}})
+        if whole is None:
+            self.send_away(patients)
+            return
+        data = packed({**whole, "node": about})
+        for patient in patients:
             chunks = data.split(_CHUNK)
             self._given[_key(patient)] = len(chunks)
             thread = threading.Thread(target=self._put, args=(_key(patient), chunks), daemon=True, name="healing")
@@ -94,7 +94,7 @@ class Healing:
             for patient in patients:
                 self._store.set(f"{_key(patient)}/ready", _AGAIN)
 
-    def _put(self, key: str, chunks: Sequence[Tensor]) -> None:
+    def _put(self, key: str, chunks: Sequence[Any]) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the run is over, and the store with it
             for index, chunk in enumerate(chunks):
@@ -105,7 +105,7 @@ class Healing:
         """Stay until newcomers have what they were given, as long as they take any of it."""
         if self._store is None:
             return
-        self.send_away([patient for patient, _ in self._expected])
+        self.send_away(self._expected)
         for thread in self._giving:
             thread.join()
         deadline = time.monotonic() + self._dead_after
@@ -158,7 +158,7 @@ class Healing:
                 return None, 0
             chunks = []
             for index in range(int(ready)):
-                chunk = ask(lambda store, index=index: _taken(store, f"{key}/{index}"), self._dead_after)
+                chunk = ask(partial(_taken, key=f"{key}/{index}"), self._dead_after)
                 chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
             ask(lambda store: store.delete_key(f"{key}/ready"))
             data = torch.cat(chunks)

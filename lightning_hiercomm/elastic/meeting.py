@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 NEWCOMER = -1
@@ -104,7 +104,7 @@ class Member:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Member:
         """Undo :meth:`to_json`; what a newer version says besides is left out."""
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         own = {name: each for name, each in value.items() if name in known}
         return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shares", "missed")}})
 
@@ -263,19 +263,51 @@ def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int
     return Meeting(tuple(members), tuple(newcomers), begins=True)
 
 
-def shares_of(meeting: Meeting, member: Member) -> tuple[int, ...]:
-    """Which shares of the data a member's ranks take: those that it had, or, in its place among newcomers, lost ones.
+@dataclass(frozen=True)
+class Draw:
+    """Who takes which shares of the data.
 
-    When a run begins there is a share for every rank. Later the number stays, and with it the length of an epoch: a
-    newcomer takes shares that nobody has, and when there are none left, shares that others take as well.
+    Attributes:
+        total: Into how many they are cut.
+        shares: By life.
+    """
+
+    total: int = 0
+    shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def lost(self, lives: Collection[str]) -> int:
+        """How many shares none of these takes."""
+        return self.total - len({share for life in lives for share in self.shares.get(life, ())})
+
+    def to_plain(self) -> list[Any]:
+        """Primitives only."""
+        return [self.total, {life: list(shares) for life, shares in self.shares.items()}]
+
+    @classmethod
+    def from_plain(cls, value: Sequence[Any]) -> Draw:
+        """Undo :meth:`to_plain`."""
+        return cls(value[0], {life: tuple(shares) for life, shares in value[1].items()})
+
+
+def drawn(meeting: Meeting) -> Draw:
+    """A share for every rank of all who are there, in the order of the nodes' names: for an epoch that begins."""
+    shares: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for each in sorted((*meeting.members, *meeting.newcomers), key=_in_order):
+        shares[each.life] = tuple(range(total, total + each.ranks))
+        total += each.ranks
+    return Draw(total, shares)
+
+
+def inherited(meeting: Meeting) -> Draw:
+    """What members have, and newcomers take of what was lost: inside an epoch, whose length stays.
+
+    When there are no lost shares left, a newcomer takes shares that others take as well, until the epoch ends. A run
+    begins with a share for every rank of its first members.
     """
     if meeting.begins:
-        held = [(each, each.ranks) for each in meeting.members]
-        total, taken = sum(ranks for _, ranks in held), 0
-        given: dict[str, tuple[int, ...]] = {}
-        for each, ranks in held:
-            given[each.life] = tuple(range(taken, taken + ranks))
-            taken += ranks
+        first = drawn(replace(meeting, newcomers=()))
+        total, given = first.total, dict(first.shares)
     else:
         total = meeting.members[0].all_shares
         given = {each.life: each.shares for each in meeting.members}
@@ -284,7 +316,7 @@ def shares_of(meeting: Meeting, member: Member) -> tuple[int, ...]:
     for newcomer in meeting.newcomers:
         any_share, its_ranks = int(_digest(newcomer.life), 16), range(newcomer.ranks)
         given[newcomer.life] = tuple(lost.pop(0) if lost else (any_share + rank) % total for rank in its_ranks)
-    return given[member.life]
+    return Draw(total, given)
 
 
 def _names(members: Iterable[Member]) -> str:

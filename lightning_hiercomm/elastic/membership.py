@@ -17,7 +17,17 @@ from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.lanes import Links
 from lightning_hiercomm.elastic.lighthouse import Lighthouse
-from lightning_hiercomm.elastic.meeting import OVER, TRAINED, Meeting, Member, NotInThisRun, decide, shares_of
+from lightning_hiercomm.elastic.meeting import (
+    OVER,
+    TRAINED,
+    Draw,
+    Meeting,
+    Member,
+    NotInThisRun,
+    decide,
+    drawn,
+    inherited,
+)
 from lightning_hiercomm.elastic.topology import ElasticTopology
 
 log = logging.getLogger(__name__)
@@ -111,6 +121,8 @@ class Membership:
         self._known: dict[str, str] = {}
         self._last: Meeting | None = None
         self._batches = 0
+        self._draw = self._next_draw = Draw()
+        self._trained: list[tuple[Draw, int]] = []
         self._is_noted = False
 
     @property
@@ -282,26 +294,42 @@ class Membership:
             meeting: Of it.
             batches: How many each rank has trained on so far.
         """
-        shares, total, begun = shares_of(meeting, self.me), self.me.all_shares, self.me.begun
-        if meeting.begins:
-            total, begun = sum(member.ranks for member in meeting.members), meeting.token
-        taken = {share for member in meeting.members for share in member.shares}
-        self.history.lost_batches += (self.me.all_shares - len(taken)) * (batches - self._batches)
+        self._note_batches(batches)
+        lives = [member.life for member in meeting.members]
+        self.history.lost_batches += sum(draw.lost(lives) * trained for draw, trained in self._trained)
         self.history.heals += len(meeting.newcomers)
-        self._batches = batches
-        self.me = replace(
-            self.me,
+        self._trained = []
+        self._next_draw = drawn(meeting)
+        self._take(
+            inherited(meeting),
             agreement=self.me.agreement + 1,
-            shares=shares,
-            all_shares=total,
-            begun=begun,
+            begun=meeting.token if meeting.begins else self.me.begun,
             last=meeting.token,
         )
         if self.leads and self._lighthouse is not None and self.me.agreement > 0 and not self._is_noted:
             self._is_noted = self._lighthouse.take_note(self.me.note(TRAINED))
         self.healing.forget_given()
         for patient in meeting.patients_of(self.me.life):
-            self.healing.expect(patient, shares_of(meeting, patient))
+            self.healing.expect(patient)
+
+    def begin_epoch(self, batches: int) -> bool:
+        """The data are divided anew, among all who were there at the last agreement; whether this changes anything.
+
+        Args:
+            batches: How many each rank has trained on so far.
+        """
+        before = self.me.shares, self.me.all_shares
+        self._note_batches(batches)
+        self._take(self._next_draw)
+        return before != (self.me.shares, self.me.all_shares)
+
+    def _note_batches(self, batches: int) -> None:
+        self._trained.append((self._draw, batches - self._batches))
+        self._batches = batches
+
+    def _take(self, draw: Draw, **more: Any) -> None:
+        self._draw = draw
+        self.me = replace(self.me, shares=draw.shares[self.me.life], all_shares=draw.total, **more)
 
     def heal(self, source: Member) -> dict[str, Any] | None:
         """Get the state of the run from a member; None if it, or its agreement, did not get so far: ask again."""
@@ -309,22 +337,21 @@ class Membership:
         if state is None:
             return None
         about = state["node"]
-        self.me = replace(
-            self.me,
-            agreement=about["agreement"],
-            shares=tuple(about["shares"]),
-            all_shares=about["all_shares"],
-            begun=about["begun"],
-            last=about["last"],
-        )
-        self._batches = about["batches"]
+        self._next_draw, self._batches = Draw.from_plain(about["next_draw"]), about["batches"]
+        self._take(Draw.from_plain(about["draw"]), **{name: about[name] for name in ("agreement", "begun", "last")})
         self.history.take(about["history"])
         return state
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
         """Give newcomers that wait for this node what ``state`` returns; None sends them away, to ask again."""
-        said = {name: getattr(self.me, name) for name in ("agreement", "all_shares", "begun", "last")}
-        self.healing.give(state, {**said, "batches": self._batches, "history": self.history.common()})
+        about = {
+            **{name: getattr(self.me, name) for name in ("agreement", "begun", "last")},
+            "draw": self._draw.to_plain(),
+            "next_draw": self._next_draw.to_plain(),
+            "batches": self._batches,
+            "history": self.history.common(),
+        }
+        self.healing.give(state, about)
 
     def leave(self, at_once: bool = False) -> None:
         """This node takes part no longer. Not collective.

@@ -17,6 +17,8 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
+    draw_train_data_anew,
+    draw_train_data_once,
     end_training,
     state_of,
     take_state,
@@ -53,6 +55,8 @@ class ElasticNode:
         self._topology: ElasticTopology | None = None
         self._run: TrainingRun | None = None
         self._moment: str | None = None
+        self._is_in_epoch = False  # since it was healed
+        self._has_data = False
         self._stage: list[RunningStage | None] = [None]
         self._store: Store | None = None
 
@@ -86,7 +90,12 @@ class ElasticNode:
         self._transaction = Transaction(
             self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready
         )
-        tell_stage_of_dataloaders(trainer, self._stage)
+        tell_stage_of_dataloaders(
+            trainer,
+            self._stage,
+            lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._is_in_epoch else 0,
+        )
+        draw_train_data_anew(trainer, lambda: self._divides_data(batches.total.ready))
         while True:
             meeting = self._transaction.begin(self._begin_equal, makes_equal=True)
             if meeting is not None:
@@ -97,10 +106,18 @@ class ElasticNode:
                     continue
                 self._checkpoints.take(take_state(trainer, state), None, None)
                 self._moment = state["moment"]
+                self._is_in_epoch = self._moment == "batch"
             run.begin_from_module()
             run.remember_values()
             topology.agree_by(self._transaction)
             return
+
+    def _divides_data(self, batches: int) -> bool:
+        """Whether this node takes other shares of the data from now on, before an epoch."""
+        is_first, self._has_data = not self._has_data, True
+        if self._is_in_epoch or self._membership is None:
+            return is_first  # or there are loaders already, if `estimated_stepping_batches` was asked for
+        return self._membership.begin_epoch(batches) or is_first
 
     def _begin_equal(self) -> None:
         module, topology = self._required_run.module, self._topology
@@ -166,6 +183,10 @@ class ElasticNode:
             begin_as(trainer, self._moment)
         self._moment = None
 
+    def end_epoch(self) -> None:
+        """The epoch in which this node was healed, at the latest, is over."""
+        self._is_in_epoch = False
+
     def end_if_over(self, trainer: pl.Trainer) -> None:
         """End a healed node's training before it begins, if the others' is over; once its loops are restored."""
         if self._moment == "end":
@@ -206,6 +227,7 @@ class ElasticNode:
             membership.leave(at_once)
         if trainer is not None:
             prepare_train_dataloaders_again(trainer)
+            draw_train_data_once(trainer)
         self._store = None
 
     @property
@@ -233,6 +255,10 @@ class BoundaryCallback(pl.Callback):
     ) -> None:
         """A batch starts."""
         self._node.at_boundary(trainer, "batch" if batch_idx else "epoch")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """An epoch ends."""
+        self._node.end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The run is over, and all nodes are equal."""

@@ -14,6 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.futures import Future
@@ -208,6 +209,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._elastic_node is not None:
             return self._elastic_node.sampler_arguments(self.world_size, self.global_rank)
+        elastic, trainer = self._settings.elastic, self._trainer_or_none
+        if elastic is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            # nodes have not met yet, but `configure_optimizers` asks for the length of the run
+            return {"num_replicas": elastic.min_nodes * self.world_size, "rank": self.global_rank}
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
 
     # ---- DDP over the node ---------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
+    draw_train_data_anew,
+    draw_train_data_once,
     end_training,
     state_of,
     take_state,
@@ -171,6 +173,65 @@ def test_what_other_nodes_would_have_to_unpickle_is_left_out(tmp_path):
     assert [key for key in unpacked(packed(state_of(trainer, "end")))["checkpoint"]["callbacks"] if "Odd" in key] == []
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_healed_trainer_loads_what_is_left_of_the_epoch_and_the_next_one_whole(tmp_path, workers):
+    """In the order of that epoch: workers begin before Lightning tells a sampler which one it is."""
+    seen: list[list[int]] = [[]]
+
+    class Model(Net):
+        schedule = "steps"
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            seen[0].append(int(batch[0][0, 0]))
+            return self.layer(batch[0] / 24).square().sum()
+
+    def fit_from(state: dict[str, Any] | None, at: int):
+        strategy, boundary, seen[0] = Healing(), Boundary(at, state), []
+        strategy.state = state
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=3, enable_checkpointing=False, **quiet)
+        put_callback_first(trainer, boundary)
+        done = trainer.fit_loop.epoch_loop.batch_progress.current
+        tell_stage_of_dataloaders(trainer, [None], lambda: 0 if state is None else done.ready)
+        samples = TensorDataset(torch.arange(24.0).repeat(4, 1).T)
+        share = DistributedSampler(samples, num_replicas=2, rank=1, shuffle=True)
+        trainer.fit(Model(), DataLoader(samples, batch_size=2, sampler=share, num_workers=workers))
+        return boundary.made, seen[0]
+
+    state, undisturbed = fit_from(None, 6 + 2)
+    assert len(undisturbed) == 18
+    assert sorted(undisturbed[:6]) != sorted(undisturbed[6:12]), "each epoch has an order of its own"
+    _, healed = fit_from(state, -1)
+    assert healed == undisturbed[8:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_train_data_are_drawn_anew_before_an_epoch_where_that_is_due():
+    lengths = [6, 4, 4]
+    asked: list[int] = []
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(TensorDataset(torch.ones(lengths[min(len(asked) - 1, 2)], 4)))
+
+    def is_due() -> bool:
+        asked.append(trainer.current_epoch)
+        return len(asked) == 3
+
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    draw_train_data_anew(trainer, is_due)
+    model = Net()
+    model.schedule = "steps"
+    trainer.fit(model, Data())
+    assert asked == [0, 0, 1, 2], "when the run begins, and before each epoch"
+    assert trainer.global_step == 6 + 4 + 4
+    draw_train_data_once(trainer)
+    assert "setup_data" not in vars(trainer.fit_loop)
+
+
 def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
     told: list[RunningStage | None] = [None]
     seen = []
@@ -182,7 +243,7 @@ def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
             return {"num_replicas": 2, "rank": 1}
 
     trainer = pl.Trainer(accelerator="cpu", strategy=Strategy(), logger=False, enable_checkpointing=False)
-    tell_stage_of_dataloaders(trainer, told)
+    tell_stage_of_dataloaders(trainer, told, lambda: 0)
     loader = DataLoader(TensorDataset(torch.ones(4, 1)))
     connector = trainer._data_connector
     for stage in (RunningStage.TRAINING, RunningStage.VALIDATING):

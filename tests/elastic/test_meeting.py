@@ -12,12 +12,14 @@ import pytest
 from lightning_hiercomm.elastic.meeting import (
     OVER,
     TRAINED,
+    Draw,
     LeftBehind,
     Meeting,
     Member,
     NotInThisRun,
     decide,
-    shares_of,
+    drawn,
+    inherited,
 )
 
 
@@ -212,21 +214,45 @@ def test_every_meeting_has_a_name_of_its_own():
     assert len(set(asked)) == 9
 
 
-def test_shares_of_the_data_stay_and_a_newcomer_takes_those_that_were_lost():
-    begun = meet(node("a", ranks=2), node("b"), node("c", ranks=2))
-    shares = [shares_of(begun, member) for member in begun.members]
-    assert shares == [(0, 1), (2,), (3, 4)]
-    left = [
-        replace(member, agreement=3, place="", all_shares=5, shares=own)
-        for member, own in zip(begun.members, shares, strict=True)
-        if member.node != "b"
+def begun_with(*members: Member) -> list[Member]:
+    """The members of a run that has begun with these."""
+    meeting = meet(*members)
+    draw = inherited(meeting)
+    return [
+        replace(member, agreement=3, place="", all_shares=draw.total, shares=draw.shares[member.life])
+        for member in meeting.members
     ]
+
+
+def test_inside_an_epoch_shares_of_the_data_stay_and_a_newcomer_takes_those_that_were_lost():
+    a, b, c = begun_with(node("a", ranks=2), node("b"), node("c", ranks=2))
+    assert [each.shares for each in (a, b, c)] == [(0, 1), (2,), (3, 4)]
     new = node("x", ranks=2)
-    given = shares_of(meet(*left, new), new)
-    assert given[0] == 2
-    assert given[1] in range(5)
-    assert [shares_of(meet(*left, new), member) for member in left] == [(0, 1), (3, 4)]
-    two = [node("x"), node("y")]
-    both = [shares_of(meet(*left, *two), each) for each in two]
-    assert both[0] == (2,)
-    assert both[1] != (2,) or len(both[1]) == 1
+    draw = inherited(meet(a, c, new))
+    assert draw.total == 5
+    assert draw.shares[new.life][0] == 2
+    assert draw.shares[new.life][1] in range(5)
+    assert (draw.shares[a.life], draw.shares[c.life]) == ((0, 1), (3, 4))
+    first, second = node("x"), node("y")
+    both = inherited(meet(a, c, first, second))
+    assert both.shares[first.life] == (2,)
+    assert len(both.shares[second.life]) == 1
+
+
+def test_an_epoch_begins_with_a_share_for_every_rank_that_is_there_and_those_of_a_node_that_came_again_are_the_same():
+    members = begun_with(node("a", ranks=2), node("b"), node("c"))
+    a, b, c = members
+    assert drawn(meet(a, c)).shares == {a.life: (0, 1), c.life: (2,)}
+    again = node("b", life="b's next")
+    draw = drawn(meet(a, c, again))
+    assert (draw.total, draw.shares[again.life]) == (4, b.shares)
+    more = drawn(meet(a, b, c, node("d", ranks=3)))
+    assert more.total == 7
+    assert sorted(share for shares in more.shares.values() for share in shares) == [*range(7)]
+
+
+def test_shares_that_nobody_took_are_counted():
+    draw = inherited(meet(node("a", ranks=2), node("b"), node("c", ranks=2)))
+    assert draw.lost(["life-a", "life-b", "life-c"]) == 0
+    assert draw.lost(["life-b", "life-x"]) == 4
+    assert Draw.from_plain(json.loads(json.dumps(draw.to_plain()))) == draw

@@ -54,6 +54,8 @@ class Node:
         validates: After each epoch.
         seed: Of the parameters.
         steps: Of the run, in place of its epochs; none if 0.
+        notes_samples: Write down which samples it has seen.
+        estimates: Let the schedule be as long as Lightning estimates the run.
     """
 
     folder: str
@@ -72,6 +74,8 @@ class Node:
     validates: bool = False
     seed: int = 0
     steps: int = 0
+    notes_samples: bool = False
+    estimates: bool = False
 
 
 class Net(pl.LightningModule):
@@ -82,35 +86,40 @@ class Net(pl.LightningModule):
             torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
         self.pause = pause
-        self.seen: list[float] = []
+        self.notes: Path | None = None
+        self.estimates = False
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         time.sleep(self.pause)
-        x, y = batch
+        x, y, samples = batch
+        if self.notes is not None:
+            with self.notes.with_name(f"{self.notes.name}.samples.{self.global_rank}").open("a") as file:
+                file.write(f"{self.current_epoch} {samples.tolist()}\n")
         loss = torch.nn.functional.cross_entropy(self.net(x), y)
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, index: int) -> None:
-        x, y = batch
+        x, y, _ = batch
         self.log("val", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        steps = self.trainer.estimated_stepping_batches if self.estimates else 1000
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def data(size: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(size, 8, generator=generator)
-    return TensorDataset(x, (x[:, :4] + 0.1 * x[:, 4:]).argmax(1))
+    return TensorDataset(x, (x[:, :4] + 0.1 * x[:, 4:]).argmax(1), torch.arange(size))
 
 
 @torch.no_grad()
 def loss_of(model: Net) -> float:
     """Over all data."""
-    x, y = data(4096).tensors
+    x, y, _ = data(4096).tensors
     return torch.nn.functional.cross_entropy(model.net.eval()(x), y).item()
 
 
@@ -295,6 +304,8 @@ def main(node: Node) -> None:
         num_sanity_val_steps=0,
     )
     model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)))  # nodes begin unequal on purpose
+    model.notes = folder / f"{name}.{life()}" if node.notes_samples else None
+    model.estimates = node.estimates
     loaders = [DataLoader(data(4096), batch_size=8, shuffle=True)]
     if node.validates:
         loaders.append(DataLoader(data(16), batch_size=8))
