@@ -156,18 +156,18 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not self.scheme.is_agreed:
+        if not (self.scheme.is_agreed or self.scheme.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": self.scheme.schedule(),
+            "schedule": {**self.scheme.schedule(), "unagreed_steps": self.scheme.unagreed_steps},
         }
 
     def join(self) -> bool:
         """Begin with the others, or be healed by one; whether it was healed."""
         while True:
-            meeting = self.transaction.begin(self._begin_equal, makes_equal=True)
+            meeting = self.transaction.begin(self._begin_equal, admits=True)
             topology = self.rank.topology
             assert isinstance(topology, ElasticTopology)
             if meeting is None:

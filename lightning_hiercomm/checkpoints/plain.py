@@ -50,10 +50,26 @@ class Checkpoints:
         self._written: dict[str, str] = {}  # the identity of this rank's newest companion, by the checkpoint's path
 
     def add_to(
-        self, checkpoint: dict[str, Any], run: TrainingRun, batches: HeterogeneousBatches | None, together: bool = True
+        self,
+        checkpoint: dict[str, Any],
+        run: TrainingRun,
+        batches: HeterogeneousBatches | None,
+        together: bool = True,
+        is_own: bool = False,
     ) -> None:
-        """Add the state that all ranks share; ``together`` says whether they can be asked for it."""
+        """Add the state that all ranks share.
+
+        Args:
+            checkpoint: Gets it.
+            run: Of it.
+            batches: Of the run.
+            together: Whether the ranks can be asked for it.
+            is_own: Whether the checkpoint's parameters are this rank's own, not the agreed ones.
+        """
         state: dict[str, Any] = {"schemes": run.schedules(), "trained": run.trained()}
+        if is_own:
+            unagreed = [{"unagreed_steps": scheme.unagreed_steps} for scheme in run.schemes]
+            state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
         state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:
             state["batches"] = batches.state_dict()

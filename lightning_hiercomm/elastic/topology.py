@@ -39,9 +39,9 @@ class ElasticTopology(Topology):
         """Let ``agreement`` do what is done between nodes; None: nothing is."""
         self._agreement = agreement
 
-    def agreement(self, work: Callable[[], object], makes_equal: bool = False) -> None:
+    def agreement(self, work: Callable[[], object], admits: bool = False) -> None:
         if self._agreement is not None:
-            self._agreement(work, makes_equal)
+            self._agreement(work, admits)
 
     def reform(self, sizes: Sequence[int], node: int) -> None:
         """Hold other nodes.

@@ -41,20 +41,20 @@ class Transaction:
         self._batches = batches
         self._is_inside = False
 
-    def __call__(self, work: Callable[[], object], makes_equal: bool = False) -> None:
+    def __call__(self, work: Callable[[], object], admits: bool = False) -> None:
         """Let the nodes do ``work`` together, whoever is there; see :meth:`ElasticTopology.agreement`."""
         if self._is_inside:
             work()
             return
-        meeting = self.begin(work, makes_equal)
+        meeting = self.begin(work, admits)
         assert meeting is None, "a node that trains has state"
 
-    def begin(self, work: Callable[[], object], makes_equal: bool) -> Meeting | None:
+    def begin(self, work: Callable[[], object], admits: bool) -> Meeting | None:
         """The same; for a newcomer, the meeting after which it gets its state, in place of taking part."""
         began, tries, before = time.monotonic(), 0, self._membership.history.nodes
         while True:
             tries += 1
-            meeting = self._membership.meet(self._place(), makes_equal)
+            meeting = self._membership.meet(self._place(), admits)
             if meeting.source_of(self._membership.me.life) is not None:
                 return meeting
             undo = self._undo_point()

@@ -172,6 +172,15 @@ class AgreedModel:
         finally:
             self.leave()
 
+    @contextmanager
+    def nobody_asked(self) -> Iterator[None]:
+        """Inside, this rank's own parameters pass for the agreed ones."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
     def own_values(self) -> dict[int, Tensor]:
         """This rank's own values, by the tensor's ``id``, where the module holds the agreed ones in their place."""
         own: dict[int, Tensor] = {}

@@ -152,6 +152,10 @@ class Agreement(Scheme):
         return self._merge.ends_in_agreement and not isinstance(self.through, Graph)
 
     @property
+    def begins_with_copy(self) -> bool:  # type: ignore[override]
+        return self.what != 1 or not self.makes_nodes_equal
+
+    @property
     def needs_whole_parameters(self) -> str | None:
         if self.through == "rotating":
             return super().needs_whole_parameters or (
@@ -168,10 +172,10 @@ class Agreement(Scheme):
             return f"through={self.through!r} fixes who talks to whom: take through='mean'"
         if self.staleness:
             return f"staleness={self.staleness} has an exchange in flight when a node leaves: take staleness=0"
-        if self.what != 1 or not self.makes_nodes_equal:
+        if self.begins_with_copy and not self._merge.keeps_agreed:
             return (
-                "a node can join only where an agreement makes all nodes equal: take one fragment, keep_local=0 and a"
-                " merge that replaces"
+                "nodes that agree on a part at a time, or keep what is their own, need an outer optimizer, which keeps"
+                " what they agree on: take DiLoCo(fragments=..., keep_local=...), or what=1 and a merge that replaces"
             )
         if not self.equal_in_node:
             return "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
@@ -359,9 +363,9 @@ class Agreement(Scheme):
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
         self.verify()
         waits = not self.staleness
-        makes_equal = self.makes_nodes_equal and len(parts) == len(self._parts)
+        admits = self.begins_with_copy or len(parts) == len(self._parts)
         with self._exchanging(starts=waits, ends=waits):
-            self.topology.agreement(lambda: self._agree_and_wait(parts), makes_equal)
+            self.topology.agreement(lambda: self._agree_and_wait(parts), admits)
 
     def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)

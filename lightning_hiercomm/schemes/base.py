@@ -135,6 +135,9 @@ class Scheme(ABC):
         """Why no node may leave or join while it trains, and what to take instead; None if they may."""
         return f"{type(self).__name__} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo"
 
+    begins_with_copy = False
+    """Whether a node that comes begins with what another node has become by itself: nodes are never equal."""
+
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         """What the user should know before a run that is too short for what the scheme is for.
 

@@ -97,7 +97,7 @@ class ElasticNode:
         )
         draw_train_data_anew(trainer, lambda: self._divides_data(batches.total.ready))
         while True:
-            meeting = self._transaction.begin(self._begin_equal, makes_equal=True)
+            meeting = self._transaction.begin(self._begin_equal, admits=True)
             if meeting is not None:
                 source = meeting.source_of(self._membership.me.life)
                 assert source is not None
@@ -169,10 +169,11 @@ class ElasticNode:
             return
 
         def state() -> dict[str, Any] | None:
-            if not all(scheme.is_agreed for scheme in run.schemes):
+            if not all(scheme.is_agreed or scheme.begins_with_copy for scheme in run.schemes):
                 return None  # a step was taken since: this node's parameters are its own by now
-            whole = state_of(trainer, moment)
-            self._checkpoints.add_to(whole["checkpoint"], run, None, together=False)
+            with run.agreed_model.nobody_asked():
+                whole = state_of(trainer, moment)
+            self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
             return whole
 
         membership.give_state(state)

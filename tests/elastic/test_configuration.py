@@ -18,6 +18,8 @@ from lightning_hiercomm import (
     StepsDelay,
 )
 from lightning_hiercomm.elastic import configuration
+from lightning_hiercomm.schemes import Agreement, Ring
+from lightning_hiercomm.schemes.words.merging import Replace
 
 
 @pytest.mark.parametrize(
@@ -47,11 +49,17 @@ def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monke
 
 @pytest.mark.parametrize(
     "scheme",
-    [PeriodicAveraging(), PeriodicAveraging(sync_every=None), DiLoCo(sync_every=20)],
+    [
+        PeriodicAveraging(),
+        PeriodicAveraging(sync_every=None),
+        DiLoCo(sync_every=20),
+        DiLoCo(sync_every=20, fragments=4, keep_local=0.5),
+        Agreement(when=10),
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int4"])
-def test_schemes_after_whose_agreements_nodes_are_equal_are_taken(scheme, wire):
+def test_schemes_whose_nodes_wait_for_each_other_and_agree_now_and_then_are_taken(scheme, wire):
     assert HierarchicalStrategy(scheme, elastic=Elastic(), wire_dtype=wire)._settings.elastic == Elastic()
 
 
@@ -63,8 +71,10 @@ def test_schemes_after_whose_agreements_nodes_are_equal_are_taken(scheme, wire):
         (Gossip, "Gossip is not made for"),
         (DASO, "DASO is not made for"),
         (partial(DiLoCo, staleness=2), "staleness=2.*take staleness=0"),
-        (partial(DiLoCo, fragments=4), "take one fragment"),
-        (partial(DiLoCo, keep_local=0.5), "keep_local=0"),
+        (partial(DiLoCo, fragments=4, staleness=2), "staleness=2.*take staleness=0"),
+        (partial(Agreement, what=2), "need an outer optimizer.*take DiLoCo"),
+        (partial(Agreement, merge=Replace(0.5)), "need an outer optimizer.*take DiLoCo"),
+        (partial(Agreement, through=Ring()), "fixes who talks to whom"),
         (partial(DiLoCo, gradients="none"), "take gradients='node'"),
         (partial(DiLoCo, sync_every="auto"), "give sync_every a number"),
         (partial(PeriodicAveraging, order="before_step"), "take order='after_step'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +18,12 @@ from lightning_hiercomm.schemes import Scheme
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
 TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64}
 SCHEMES = {"periodic": PeriodicAveraging(sync_every=3), "diloco": DiLoCo(sync_every=3)}
+COPIED = {
+    "fragments": DiLoCo(sync_every=4, fragments=2),
+    "local": DiLoCo(sync_every=3, keep_local=0.5),
+    "both": DiLoCo(sync_every=4, fragments=2, keep_local=0.25, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
+}
+"""Whose nodes are never equal."""
 SIZES = [(1, 1), (2, 2), (1, 1, 1), (2, 1), (3, 2, 1)]
 
 
@@ -60,8 +68,19 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_nodes_that_may_leave_but_do_not_end_with_the_bits_of_nodes_that_stay(name, sizes, wire):
-    results = play(SCHEMES[name], train(10), sizes, inner=adam, wire=wire, **TRAINING)
-    expected = undisturbed(SCHEMES[name], sizes, 10, wire)
+    ends_as_nodes_that_stay(SCHEMES[name], sizes, wire)
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", COPIED)
+def test_so_do_nodes_that_are_never_equal(name, sizes, wire):
+    ends_as_nodes_that_stay(COPIED[name], sizes, wire)
+
+
+def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire) -> None:
+    results = play(scheme, train(10), sizes, inner=adam, wire=wire, **TRAINING)
+    expected = undisturbed(scheme, sizes, 10, wire)
     assert len(results) == len(expected)
     for values in results.values():
         torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
@@ -154,7 +173,7 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
     [((1, 1, 1), "1"), ((2, 2, 2), "1"), ((1, 2, 1), "1"), ((1, 1, 1), "0"), ((2, 1, 1), "0")],
     ids=str,
 )
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [*SCHEMES, "both"])
 def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who, moment):
     """Node 0 keeps the vote."""
 
@@ -167,7 +186,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, own.scheme.agreements
 
-    threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
+    threads = Threads({**SCHEMES, **COPIED}[name], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = len(sizes)
     for node, ranks in enumerate(sizes):
         threads.start(node, work, ranks)
@@ -343,6 +362,58 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
     for (node, _), (values, was_healed, began, _) in results.items():
         torch.testing.assert_close(values, results["0", 0][0], rtol=0, atol=0)
         assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
+
+
+@pytest.mark.parametrize("name", [*COPIED, "diloco"])
+def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_source_had(name):
+    """The same three nodes that stay, put where the two, and the copy of the first, were."""
+    scheme = {**SCHEMES, **COPIED}[name]
+    threads = Threads(scheme, training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    period, at = scheme.cycle, {}
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        at["joined"] = own.scheme.steps
+        while own.scheme.steps < 12:
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 12:
+            if own.scheme.steps == period - 1 and own.node == "0":
+                threads.start(2, newcomer)
+                wait_until(lambda: "2" in threads.lights._alive.values())
+            own.step()
+            if own.scheme.steps == period:
+                at[own.node] = copy.deepcopy(own.state())
+        own.scheme.finish()
+        return own.rank.values
+
+    threads.start(0, work)
+    threads.start(1, work)
+    results = threads.end()
+    assert at["joined"] == period
+
+    def stays(rank):
+        state = at[str(rank.node % 2)]
+        with torch.no_grad():
+            for parameter, values in zip(rank.parameters, state["values"], strict=True):
+                parameter.copy_(values)
+        rank.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        rank.scheme.follow(rank.replica())
+        rank.scheme.load_schedule(copy.deepcopy(state["schedule"]))
+        while rank.scheme.steps < 12:
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.node)
+            rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
+        rank.scheme.finish()
+        return rank.values
+
+    expected = on_nodes(stays, scheme, ((0,), (1,), (2,)), inner=adam, **TRAINING)
+    for values in results.values():
+        torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
 
 
 def wait_until(condition, timeout: float = 10.0) -> None:
