@@ -109,14 +109,13 @@ def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, 
 
 
 def test_a_node_that_comes_inside_an_epoch_takes_up_the_share_that_was_lost_where_the_others_are(cluster):
-    """No sample is seen twice; what nobody has learned from is counted. With min_nodes the others wait, and say so."""
+    """No sample is seen twice; what nobody has learned from is counted. With fewer than min_nodes the others wait."""
     epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True}
     with cluster(min_nodes=3, scheme="periodic", **epoch) as nodes:
         for node in range(3):
             nodes.start(node, fault="kill:in the exchange:4" if node == 1 else "")
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
-        assert "node 0 waits: 2 of at least 3 nodes are there" in nodes.log(0)
         seen = nodes.samples()[0]
         assert len(seen) == len({*seen}), "no sample twice"
         assert len(seen) == 8 * 3 * 40, "and all of them once"
