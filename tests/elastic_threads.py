@@ -19,6 +19,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.meeting import Meeting, Member
 from lightning_hiercomm.elastic.membership import Membership
+from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.nodes.topology import Topology
@@ -209,11 +210,13 @@ class Threads:
         scheme: Of which every rank gets a copy.
         elastic: As a user would say.
         training: See `harness.attached`.
+        tokens: By node, that of the run as it knows it.
     """
 
     scheme: Scheme
     elastic: Elastic = field(default_factory=lambda: Elastic(dead_after=0.5))
     training: dict[str, Any] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lights, self.wires = Lights(), Wires()
@@ -282,6 +285,7 @@ class Threads:
             self.wires,
             self.wires.stores[address] if is_first else None,
             lambda: rank.scheme.before_nodes_change(),
+            Seal(self.tokens.get(name, "")),
         )
         transaction = Transaction(
             membership,

@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.lanes import Links, packed, unpacked
 from lightning_hiercomm.elastic.meeting import Member, NotInThisRun
+from lightning_hiercomm.elastic.seal import Seal
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,13 @@ class Healing:
         links: To other nodes.
         store: On the node's first rank, its own.
         dead_after: Seconds of silence after which another node counts as gone.
+        seal: Signs what travels, and names it.
     """
 
-    def __init__(self, intra: Communicator, links: Links, store: Store | None, dead_after: float) -> None:
+    def __init__(
+        self, intra: Communicator, links: Links, store: Store | None, dead_after: float, seal: Seal | None = None
+    ) -> None:
+        self._seal = seal or Seal()
         self._intra = intra
         self._links = links
         self._store = store
@@ -83,8 +88,10 @@ class Healing:
         data = packed({**whole, "node": about})
         for patient in patients:
             chunks = data.split(_CHUNK)
-            self._given[_key(patient)] = len(chunks)
-            thread = threading.Thread(target=self._put, args=(_key(patient), chunks), daemon=True, name="healing")
+            self._given[self._key(patient)] = len(chunks)
+            ready = f"{len(chunks)} {self._seal.of(data.numpy().tobytes())}"
+            put = partial(self._put, self._key(patient), chunks, ready)
+            thread = threading.Thread(target=put, daemon=True, name="healing")
             self._giving.append(thread)
             thread.start()
 
@@ -92,14 +99,14 @@ class Healing:
         """Let newcomers ask again: the agreement after which they were to be healed did not come about."""
         if self._store is not None:
             for patient in patients:
-                self._store.set(f"{_key(patient)}/ready", _AGAIN)
+                self._store.set(f"{self._key(patient)}/ready", _AGAIN)
 
-    def _put(self, key: str, chunks: Sequence[Any]) -> None:
+    def _put(self, key: str, chunks: Sequence[Any], ready: str) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the run is over, and the store with it
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk.numpy().tobytes())
-            self._store.set(f"{key}/ready", str(len(chunks)))
+            self._store.set(f"{key}/ready", ready)
 
     def linger(self) -> None:
         """Stay until newcomers have what they were given, as long as they take any of it."""
@@ -118,6 +125,9 @@ class Healing:
                     left, deadline = keys, time.monotonic() + self._dead_after
                 time.sleep(0.02)
 
+    def _key(self, patient: Member) -> str:
+        return self._seal.name(f"heal/{patient.life}/{patient.asks}")
+
     # ---- the newcomer's side -------------------------------------------------------------------------------------
 
     def fetch(self, source: Member, me: Member) -> dict[str, Any] | None:
@@ -126,7 +136,7 @@ class Healing:
         while True:
             said: int | None = None  # nothing yet
             if self._intra.rank == 0:
-                data, said = self._look(source, _key(me))
+                data, said = self._look(source, self._key(me))
             said = self._intra.all_gather_object(said)[0]
             if said is not None:
                 break
@@ -157,11 +167,15 @@ class Healing:
                 ask(lambda store: store.delete_key(f"{key}/ready"))
                 return None, 0
             chunks = []
-            for index in range(int(ready)):
+            number, _, seal = ready.decode().partition(" ")
+            for index in range(int(number)):
                 chunk = ask(partial(_taken, key=f"{key}/{index}"), self._dead_after)
                 chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
             ask(lambda store: store.delete_key(f"{key}/ready"))
             data = torch.cat(chunks)
+            if seal != self._seal.of(data.numpy().tobytes()):
+                log.warning("what is said to be the state of node %s bears no seal of HIERCOMM_TOKEN", source.node)
+                return None, 0
             return data, data.numel()
         except RuntimeError as error:
             log.info("node %s, which was to heal this one, is gone (%s)", source.node, str(error).splitlines()[0][:80])
@@ -172,7 +186,3 @@ def _taken(store: Store, key: str) -> bytes:
     value: bytes = store.get(key)
     store.delete_key(key)
     return value
-
-
-def _key(patient: Member) -> str:
-    return f"heal/{patient.life}/{patient.asks}"

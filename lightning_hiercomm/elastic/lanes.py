@@ -20,6 +20,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, pieces
 from lightning_hiercomm.elastic.meeting import Meeting
+from lightning_hiercomm.elastic.seal import Seal
 
 T = TypeVar("T")
 
@@ -314,10 +315,12 @@ class GlooLinks:
     Args:
         address: Of this machine, which other nodes can reach.
         dead_after: Seconds of silence after which a message counts as lost.
+        seal: Names what members look for in a store.
     """
 
-    def __init__(self, address: str, dead_after: float) -> None:
+    def __init__(self, address: str, dead_after: float, seal: Seal | None = None) -> None:
         self.address = address
+        self._seal = seal or Seal()
         self._dead_after = timedelta(seconds=dead_after)
         self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
         self._stores: dict[str, Store] = {}
@@ -372,7 +375,7 @@ class GlooLinks:
         size = len(meeting.members)
 
         def connect(whole: Store) -> Any:
-            store = PrefixStore(f"{meeting.token}/{lane}", whole)
+            store = PrefixStore(self._seal.name(f"{meeting.token}/{lane}"), whole)
             # who is not there is missed here, in half the time that a message may take
             store.set(f"here/{index}", "")
             store.wait([f"here/{member}" for member in range(size)], self._set_up)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from lightning_hiercomm.elastic.meeting import (
     drawn,
     inherited,
 )
+from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Membership:
         links: To other nodes.
         store: On the node's first rank, its own.
         before_change: Called before the topology holds other nodes; what it returns, after that.
+        seal: Of the run's token.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class Membership:
         links: Links,
         store: Store | None,
         before_change: Callable[[], Callable[[], None]],
+        seal: Seal | None = None,
     ) -> None:
+        self._seal = seal or Seal()
         self._intra = topology.intra
         self._topology = topology
         self._elastic = elastic
@@ -115,7 +119,7 @@ class Membership:
         self._before_change = before_change
         own = replace(me, life=f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}") if self.is_first else me
         self.me: Member = self._share(own)
-        self.healing = Healing(self._intra, links, store, elastic.dead_after)
+        self.healing = Healing(self._intra, links, store, elastic.dead_after, self._seal)
         self.history = History()
         self._store = store
         self._known: dict[str, str] = {}
@@ -171,8 +175,7 @@ class Membership:
                 try:
                     present = self._lighthouse.ask(self.me.life, self._says(), _PATIENCE)
                     if present is not None:
-                        members = [Member.from_json(dict(each)) for each in present if "life" in (each or {})]
-                        answer = decide(members, self.me.life, self._elastic.min_nodes, self._elastic.max_nodes)
+                        answer = self._decided([each for each in present if "life" in (each or {})])
                 except (NotInThisRun, SystemExit) as refusal:
                     answer = refusal
             answer = self._share(answer)
@@ -186,13 +189,21 @@ class Membership:
             if self.is_first and 0 < time.monotonic() - began - _SAY_AFTER < _PATIENCE:
                 log.info("node %s waits for other nodes", self.me.node)
 
+    def _decided(self, present: Sequence[Mapping[str, Any]]) -> Meeting:
+        known = [each for each in present if self._seal.holds(each)]
+        members = [Member.from_json(dict(each)) for each in known]
+        if len(known) < len(present) and self.me.is_new and all(member.is_new for member in members):
+            strangers = [each.get("node") for each in present if each not in known]
+            return Meeting(waits=f"nodes {strangers} have another HIERCOMM_TOKEN, or none")
+        return decide(members, self.me.life, self._elastic.min_nodes, self._elastic.max_nodes)
+
     def _says(self) -> dict[str, Any]:
         me = self.me
         if me.is_new and not me.origin:
             assert self._lighthouse is not None
             notes = self._lighthouse.notes()
             me = me if notes is None else me.reads(notes)
-        return me.to_json()
+        return self._seal.signed(me.to_json())
 
     def _connect(self, meeting: Meeting) -> bool:
         """Connect to all members, unless that is done; whether all ranks of this node are."""
@@ -267,7 +278,7 @@ class Membership:
         dead_after = self._elastic.dead_after
 
         def decide(whole: Store) -> bool:
-            store = PrefixStore(f"{meeting.token}/vote", whole)
+            store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
             if not well:
                 store.compare_set("decision", "", _AGAIN.decode())
                 return False
@@ -375,7 +386,7 @@ class Membership:
         self.healing.linger()
         if meeting is None or len(meeting.members) == 1 or meeting.index(self.me.life) != 0:
             return
-        store = PrefixStore(f"{meeting.token}/vote", self._store)
+        store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), self._store)
         deadline = time.monotonic() + self._elastic.dead_after
         with contextlib.suppress(RuntimeError):
             while store.add("read", 0) < len(meeting.members) and time.monotonic() < deadline:

@@ -32,6 +32,7 @@ from lightning_hiercomm.elastic.lanes import GlooLinks
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.meeting import Member
 from lightning_hiercomm.elastic.membership import History, Membership
+from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.run.replicas import broadcast_values
@@ -70,7 +71,8 @@ class ElasticNode:
         lighthouse = None
         address = self._elastic.address()
         host = os.environ.get("HIERCOMM_ADDRESS") or own_address(address)
-        links = GlooLinks(host, self._elastic.dead_after)
+        seal = Seal(os.environ.get("HIERCOMM_TOKEN", ""))
+        links = GlooLinks(host, self._elastic.dead_after, seal)
         if is_first:
             lighthouse = TorchftLighthouse(address, self._elastic.dead_after)
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
@@ -84,7 +86,9 @@ class ElasticNode:
             origin=_steps_of_checkpoint(trainer),
             restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
-        self._membership = Membership(me, self._elastic, topology, lighthouse, links, self._store, self._before_change)
+        self._membership = Membership(
+            me, self._elastic, topology, lighthouse, links, self._store, self._before_change, seal
+        )
         self._history = self._membership.history
         batches = trainer.fit_loop.epoch_loop.batch_progress
         self._transaction = Transaction(

@@ -1,0 +1,93 @@
+"""A token that the nodes of a run share: what others say is not heard, and what they put in its place is not taken."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+from elastic_threads import ElasticRank, Threads
+from harness import on_ranks
+from torch.distributed import HashStore
+
+from lightning_hiercomm import PeriodicAveraging
+from lightning_hiercomm.elastic.healing import Healing
+from lightning_hiercomm.elastic.meeting import Member
+from lightning_hiercomm.elastic.seal import Seal
+
+SAID = {"node": "a", "shares": [1, 2], "is_lost": None}
+
+
+def test_what_was_said_with_a_token_holds_for_those_who_know_it_and_for_nobody_else():
+    knows, other, none = Seal("token"), Seal("another"), Seal()
+    signed = knows.signed(SAID)
+    assert knows.holds(signed)
+    assert Seal("token").holds(signed)
+    assert not other.holds(signed)
+    assert not none.holds(signed)
+    assert not knows.holds(SAID)
+    assert not knows.holds({**signed, "shares": [1, 2, 3]})
+    assert none.signed(SAID) == SAID
+    assert none.holds(SAID)
+
+
+def test_only_those_who_know_the_token_find_what_is_kept():
+    assert Seal().name("vote") == "vote"
+    assert Seal("token").name("vote") not in ("vote", Seal("another").name("vote"))
+    assert Seal("token").name("vote") != Seal("token").name("lane")
+
+
+def test_a_node_with_another_token_is_not_heard_and_does_not_begin_beside_the_others():
+    threads = Threads(PeriodicAveraging(sync_every=2), tokens={"0": "token", "1": "token", "2": "another"})
+    threads.lights.min_nodes = 3
+
+    def stranger(own: ElasticRank):
+        waits = own.membership._ask(time.monotonic()).waits
+        threads.results["2", 0] = waits
+        own.die()
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(5):
+            own.step()
+        own.scheme.finish()
+        return own.membership.history.nodes
+
+    for node, does in enumerate((work, work, stranger)):
+        threads.start(node, does)
+    results = threads.end()
+    assert (results["0", 0], results["1", 0]) == (2, 2)
+    assert "have another HIERCOMM_TOKEN, or none" in results["2", 0]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_state_that_somebody_else_has_changed_is_not_taken(is_changed, caplog):
+    caplog.set_level(logging.WARNING)
+    store = HashStore()
+
+    class Links:
+        def ask(self, address, work, patience=None):
+            return work(store)
+
+    source, patient = (Member(name, name, "run", 1, "address") for name in "ab")
+
+    def heal(topology):
+        member = Healing(topology.intra, Links(), store, 1.0, Seal("token"))
+        member.expect(patient)
+        member.give(lambda: {"values": torch.arange(5.0)}, {})
+        member._giving[0].join()
+        if is_changed:
+            key = Seal("token").name(f"heal/{patient.life}/{patient.asks}") + "/0"
+            data = bytearray(store.get(key))
+            data[len(data) // 2] ^= 1
+            store.set(key, bytes(data))
+        newcomer = Healing(topology.intra, Links(), HashStore(), 1.0, Seal("token"))
+        return newcomer.fetch(source, patient)
+
+    (state,) = on_ranks(heal, ((0,),))
+    if is_changed:
+        assert state is None
+        assert "bears no seal of HIERCOMM_TOKEN" in caplog.text
+    else:
+        assert state["values"].tolist() == [0, 1, 2, 3, 4]
