@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -78,7 +79,9 @@ class Cluster:
         self.stop_lighthouse()
         for process in self._nodes.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it leads no session yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
         for process in self._nodes.values():
             while process.poll() is None:
                 time.sleep(0.01)

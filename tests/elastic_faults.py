@@ -290,42 +290,64 @@ class Run:
         return float(kept)
 
 
+class Wires:
+    """The network between nodes on this machine: its own, or namespaces, in which links can be cut.
+
+    Attributes:
+        namespaces: By node, and of the ``"lighthouse"``.
+        address: Of the lighthouse.
+    """
+
+    def __init__(self, made: Any = None) -> None:
+        self._made = made
+        self.namespaces: dict[str, str] = {}
+        self.address = "127.0.0.1"
+        if made is not None:
+            *nodes, lighthouse = made.nodes
+            self.namespaces = {str(node.index): str(node.namespace) for node in nodes}
+            self.namespaces["lighthouse"] = str(lighthouse.namespace)
+            self.address = lighthouse.address
+
+    def cut(self, node: int, off: bool) -> None:
+        """Cut a node off from all others and the lighthouse, or connect it again."""
+        self._ip(self._made._switch, "link", "set", f"port{node}", "down" if off else "up")
+
+    def part(self, one: int, other: int, off: bool) -> None:
+        """Let two nodes not reach each other, or do so again; both reach everybody else."""
+        for own, far in ((one, other), (other, one)):
+            route = ["route", "add" if off else "del", "blackhole", f"{self._made.nodes[far].address}/32"]
+            self._ip(self.namespaces[str(own)], *route)
+
+    @staticmethod
+    def _ip(namespace: str, *command: str) -> None:
+        subprocess.run(["ip", "-n", namespace, *command], check=True, timeout=30)
+
+
 @contextlib.contextmanager
-def network(nodes: int, wanted: bool) -> Iterator[tuple[dict[str, str], str, Callable[[int, bool], None]]]:
-    """Namespaces by node, the lighthouse's address, and what cuts a node off; without `wanted`, the machine's own."""
-
-    def nobody(node: int, off: bool) -> None:
-        raise RuntimeError("cutting nodes off needs network namespaces")
-
-    if not wanted:
-        yield {}, "127.0.0.1", nobody
+def network(nodes: int, may_cut: bool) -> Iterator[Wires]:
+    """Namespaces, which need root; or the machine's own loopback."""
+    if not may_cut:
+        yield Wires()
         return
     sys.path.append(str(CHECKOUT))
     from benchmarks.network import NamespaceNetwork
 
     with NamespaceNetwork(nodes + 1) as made:
-        switch = made._switch
-
-        def cut(node: int, off: bool) -> None:
-            state = "down" if off else "up"
-            subprocess.run(["ip", "-n", switch, "link", "set", f"port{node}", state], check=True, timeout=30)
-
-        names = {str(node.index): str(node.namespace) for node in made.nodes[:nodes]}
-        yield {**names, "lighthouse": str(made.nodes[nodes].namespace)}, made.nodes[nodes].address, cut
+        yield Wires(made)
 
 
 def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
     """One run with faults."""
     names = range(arguments.nodes)
-    with network(arguments.nodes, "cut" in arguments.kinds) as (namespaces, address, cut):
+    with network(arguments.nodes, "cut" in arguments.kinds) as wires:
         nodes = Cluster(
             folder,
             ForkedPython,
             dead_after=arguments.dead_after,
             min_nodes=1,
             lives=10**6,
-            namespaces=namespaces,
-            address=address,
+            namespaces=wires.namespaces,
+            address=wires.address,
             scheme=arguments.scheme,
             every=arguments.sync_every,
             pause=arguments.pause,
@@ -336,7 +358,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         with nodes:
             for node in names:
                 nodes.start(node)
-            run = Run(nodes, names, period, cut)
+            run = Run(nodes, names, period, wires.cut)
             try:
                 run.go_on(until=run.all_train)
                 calm = time.time() + period, time.time() + period + arguments.calm

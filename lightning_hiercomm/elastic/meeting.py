@@ -115,8 +115,7 @@ class Meeting:
 
     Attributes:
         members: Who takes part, in their order.
-        newcomers: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number, of
-            those that it has not missed.
+        newcomers: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number.
         begins: Whether the run begins with it.
         waits: Why this node has to ask again; empty if it has not.
     """
@@ -148,11 +147,8 @@ class Meeting:
 
     def source_of(self, life: str) -> Member | None:
         """The member that gives a newcomer its state; None for others."""
-        for index, newcomer in enumerate(self.newcomers):
-            if newcomer.life == life:
-                sources = [member for member in self.members if member.life not in newcomer.missed] or self.members
-                return sources[index % len(sources)]
-        return None
+        lives = [member.life for member in self.newcomers]
+        return self.members[lives.index(life) % len(self.members)] if life in lives else None
 
     def patients_of(self, life: str) -> list[Member]:
         """The newcomers that a member gives its state to."""
@@ -200,8 +196,10 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
     if not me.is_new and me not in up_to_date:
         raise LeftBehind
     members = _who_reach_each_other(up_to_date)
-    if not me.is_new and me not in members:
-        return Meeting(waits=f"it and nodes {_names(member for member in members)} do not reach each other")
+    lives = {member.life for member in members}
+    apart = _names(member for member in members if member.life in me.missed or me.life in member.missed)
+    if me not in members and apart:
+        return Meeting(waits=f"it and node {apart} do not reach each other")
     if len({member.place for member in members}) > 1:
         places = "; ".join(f"node {member.node!r} {member.place}" for member in members)
         raise NotInThisRun(
@@ -212,7 +210,8 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
     if len(members) + len(new) < min_nodes:
         return Meeting(waits=f"{len(members) + len(new)} of at least {min_nodes} nodes are there")
     room = len(new) if max_nodes is None else max(0, max_nodes - len(members))
-    admitted = new[:room] if all(member.admits for member in members) else []
+    reaching = [each for each in new if not lives.intersection(each.missed)]
+    admitted = reaching[:room] if all(member.admits for member in members) else []
     if me.is_new and me not in admitted:
         full = room < len(new)
         return Meeting(waits=f"all {max_nodes} places are taken" if full else "nodes are equal only later")

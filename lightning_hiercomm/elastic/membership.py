@@ -124,6 +124,7 @@ class Membership:
         self._store = store
         self._known: dict[str, str] = {}
         self._last: Meeting | None = None
+        self._members: Sequence[Member] = ()  # that a newcomer has to reach
         self._batches = 0
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
@@ -154,6 +155,8 @@ class Membership:
         """
         began, said = time.monotonic(), False
         while True:
+            if self.me.is_new:
+                self._miss(self._members)
             self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
             meeting = self._ask(began)
             if meeting.waits:
@@ -162,10 +165,18 @@ class Membership:
                 said = True
                 time.sleep(0.05)
                 continue
-            if meeting.source_of(self.me.life) is not None or self._connect(meeting):
+            if self._begins_from_another(meeting) or self._connect(meeting):
                 self._note_who_is_there(meeting)
                 self._last = meeting
                 return meeting
+
+    def _begins_from_another(self, meeting: Meeting) -> bool:
+        """Whether this node gets its state from a member; not if it would miss another one at the next agreement."""
+        if meeting.source_of(self.me.life) is None:
+            return False
+        self._miss(meeting.members)
+        self._members = meeting.members if self.me.missed else ()
+        return not self.me.missed
 
     def _ask(self, began: float) -> Meeting:
         while True:
@@ -208,7 +219,8 @@ class Membership:
     def _connect(self, meeting: Meeting) -> bool:
         """Connect to all members, unless that is done; whether all ranks of this node are."""
         index = meeting.index(self.me.life)
-        assert index is not None
+        if index is None:
+            return False
         if meeting.is_connected:
             return True
         lane, local, error = self._topology.lane, self._topology.local_rank, ""
@@ -226,7 +238,8 @@ class Membership:
                 names = ", ".join(member.node for member in meeting.members)
                 log.info("node %s cannot connect to nodes %s: %s", self.me.node, names, failures[0])
             lane.disconnect()
-            self.me = replace(self.me, groups="", missed=self._share(self._missed(meeting) if self.is_first else ()))
+            self.me = replace(self.me, groups="")
+            self._miss(meeting.members)
             return False
         go_on = self._before_change()
         self._topology.reform([member.ranks for member in meeting.members], index)
@@ -234,10 +247,13 @@ class Membership:
         self.me = replace(self.me, groups=meeting.groups, missed=())
         return True
 
-    def _missed(self, meeting: Meeting) -> tuple[str, ...]:
-        """Who of the members does not answer."""
-        others = {member.store: member.life for member in meeting.members if member.life != self.me.life}
-        return tuple(others[address] for address in self._links.unreachable([*others]))
+    def _miss(self, members: Sequence[Member]) -> None:
+        """Remember who of these does not answer."""
+        missed: tuple[str, ...] = ()
+        if self.is_first and members:
+            others = {member.store: member.life for member in members if member.life != self.me.life}
+            missed = tuple(others[address] for address in self._links.unreachable([*others]))
+        self.me = replace(self.me, missed=self._share(missed))
 
     def _note_who_is_there(self, meeting: Meeting) -> None:
         """One line when a node comes or goes."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from elastic_faults import Outcome, parsed, play, said
+from elastic_cluster import Cluster
+from elastic_faults import Outcome, network, parsed, play, said
+from forked import ForkedPython
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
@@ -36,12 +38,47 @@ def test_two_hundred_faults(tmp_path, scheme, seed):
     assert len(outcome.faults) == 20
 
 
-@pytest.mark.nightly
-def test_nodes_that_are_cut_off(tmp_path):
+@pytest.fixture
+def can_cut():
     from benchmarks.network import why_no_namespaces
 
     reason = why_no_namespaces()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("can_cut")
+def test_nodes_that_are_cut_off(tmp_path):
     outcome = outcome_of(tmp_path, "--nodes 4 --faults 10 --seed 1 --kinds cut kill stop")
     assert len(outcome.faults) == 10
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("can_cut")
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 2)])
+def test_of_two_nodes_that_do_not_reach_each_other_the_later_one_is_left_out_until_they_do(tmp_path, one, other):
+    """Node 0 keeps the vote, and is where groups meet."""
+    settings = {"scheme": "diloco", "every": 10, "pause": 0.02, "epochs": 10**6, "batches": 100}
+    with network(3, may_cut=True) as wires:
+        where = {"namespaces": wires.namespaces, "address": wires.address}
+        with Cluster(tmp_path, ForkedPython, 1.0, min_nodes=1, lives=100, **where, **settings) as nodes:
+            for node in range(3):
+                nodes.start(node)
+
+            def steps(node: int) -> int:
+                return nodes.steps(node)[-1][1] if nodes.steps(node) else 0
+
+            nodes.watch(until=lambda: min(map(steps, range(3))) > 20)
+            wires.part(one, other, True)
+            before = steps(one)
+            nodes.watch(until=lambda: min(steps(0), steps(1)) > before + 100)
+            assert steps(other) < before + 50, nodes.said()
+            lives = nodes.lives[str(other)]
+            wires.part(one, other, False)
+            nodes.watch(until=lambda: abs(steps(other) - steps(one)) < 20)
+            assert nodes.lives[str(other)] == lives, "its next life has waited, and has disturbed nobody"
+            (tmp_path / "end").write_text(str((steps(one) // 10 + 8) * 10))
+            nodes.watch()
+            results = [nodes.result(node) for node in range(3)]
+    assert len({each["parameters"] for each in results}) == 1, nodes.said()

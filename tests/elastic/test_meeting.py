@@ -126,11 +126,11 @@ def test_nodes_that_do_not_reach_each_other_do_not_meet_and_the_most_of_those_th
             assert "do not reach each other" in meeting.waits
 
 
-def test_a_newcomer_is_healed_by_a_node_that_it_reaches():
-    members, new = [node("a", 5), node("b", 5)], node("x", missed=("life-a",))
-    assert meet(*members, new).source_of(new.life) == members[1]
-    alone = node("x", missed=("life-a", "life-b"))
-    assert meet(*members, alone).source_of(alone.life) == members[0]
+def test_a_newcomer_that_does_not_reach_a_member_is_not_admitted_to_disturb_the_others():
+    members, new, other = [node("a", 5), node("b", 5)], node("x", missed=("life-b", "life-gone")), node("y")
+    assert meet(*members, new, other, who=members[0]).newcomers == (other,)
+    assert meet(*members, new, other, who=new).waits == "it and node b do not reach each other"
+    assert meet(members[0], new, other).newcomers == (new, other)
 
 
 def test_newcomers_get_their_state_from_the_members_in_turn():
