@@ -168,11 +168,11 @@ class Agreement(Scheme):
 
     @property
     def needs_nodes_that_stay(self) -> str | None:
-        if self.through != "mean":
-            return f"through={self.through!r} fixes who talks to whom: take through='mean'"
+        if self.through == "rotating":
+            return "through='rotating' lets ranks of a node carry the model in turn: take through='mean'"
         if self.staleness:
             return f"staleness={self.staleness} has an exchange in flight when a node leaves: take staleness=0"
-        if self.begins_with_copy and not self._merge.keeps_agreed:
+        if self.begins_with_copy and not self._merge.keeps_agreed and not isinstance(self.through, Graph):
             return (
                 "nodes that agree on a part at a time, or keep what is their own, need an outer optimizer, which keeps"
                 " what they agree on: take DiLoCo(fragments=..., keep_local=...), or what=1 and a merge that replaces"

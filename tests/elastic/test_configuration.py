@@ -55,6 +55,7 @@ def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monke
         DiLoCo(sync_every=20),
         DiLoCo(sync_every=20, fragments=4, keep_local=0.5),
         Agreement(when=10),
+        Agreement(when=10, through=Ring()),
     ],
     ids=repr,
 )
@@ -74,7 +75,7 @@ def test_schemes_whose_nodes_wait_for_each_other_and_agree_now_and_then_are_take
         (partial(DiLoCo, fragments=4, staleness=2), "staleness=2.*take staleness=0"),
         (partial(Agreement, what=2), "need an outer optimizer.*take DiLoCo"),
         (partial(Agreement, merge=Replace(0.5)), "need an outer optimizer.*take DiLoCo"),
-        (partial(Agreement, through=Ring()), "fixes who talks to whom"),
+        (partial(Agreement, through="rotating"), "take through='mean'"),
         (partial(DiLoCo, gradients="none"), "take gradients='node'"),
         (partial(DiLoCo, sync_every="auto"), "give sync_every a number"),
         (partial(PeriodicAveraging, order="before_step"), "take order='after_step'"),

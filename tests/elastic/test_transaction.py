@@ -13,7 +13,7 @@ from harness import on_nodes
 
 from lightning_hiercomm import DiLoCo, PeriodicAveraging
 from lightning_hiercomm.elastic.meeting import LeftBehind
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
 TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64}
@@ -24,6 +24,12 @@ COPIED = {
     "both": DiLoCo(sync_every=4, fragments=2, keep_local=0.25, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
 }
 """Whose nodes are never equal."""
+PEERS = {
+    "peers": Agreement(when=2, through=RandomPermutation()),
+    "noloco": Agreement(when=3, through=RandomPermutation(), merge=OuterOptimizer()),
+    "ring": Agreement(when=2, through=Ring()),
+}
+"""The same, each agreeing with those that a graph names: of the nodes that are there."""
 SIZES = [(1, 1), (2, 2), (1, 1, 1), (2, 1), (3, 2, 1)]
 
 
@@ -73,9 +79,9 @@ def test_nodes_that_may_leave_but_do_not_end_with_the_bits_of_nodes_that_stay(na
 
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", [*COPIED, *PEERS])
 def test_so_do_nodes_that_are_never_equal(name, sizes, wire):
-    ends_as_nodes_that_stay(COPIED[name], sizes, wire)
+    ends_as_nodes_that_stay({**COPIED, **PEERS}[name], sizes, wire)
 
 
 def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire) -> None:
@@ -173,7 +179,7 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
     [((1, 1, 1), "1"), ((2, 2, 2), "1"), ((1, 2, 1), "1"), ((1, 1, 1), "0"), ((2, 1, 1), "0")],
     ids=str,
 )
-@pytest.mark.parametrize("name", [*SCHEMES, "both"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
 def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who, moment):
     """Node 0 keeps the vote."""
 
@@ -186,7 +192,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, own.scheme.agreements
 
-    threads = Threads({**SCHEMES, **COPIED}[name], training={"inner": adam, **TRAINING})
+    threads = Threads({**SCHEMES, **COPIED, **PEERS}[name], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = len(sizes)
     for node, ranks in enumerate(sizes):
         threads.start(node, work, ranks)
@@ -311,6 +317,61 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
         assert "1 healed; waited" in history.lines()[0]
 
 
+@pytest.mark.parametrize("dying", ["12", "01", "012"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
+def test_several_nodes_may_die_at_once_down_to_the_last(name, dying):
+    def work(own: ElasticRank):
+        own.join()
+        if own.node in dying:
+            die_at(own, "in the exchange")
+        for _ in range(10):
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, own.membership.history.nodes
+
+    threads = Threads({**SCHEMES, **COPIED, **PEERS}[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 4
+    for node in range(4):
+        threads.start(node, work)
+    results = threads.end()
+    assert {node for node, _ in results} == {*"0123"} - {*dying}
+    for values, nodes in results.values():
+        assert nodes == 4 - len(dying)
+        torch.testing.assert_close(values, results["3", 0][0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
+def test_a_node_that_comes_and_goes_again_and_again_does_not_hold_up_the_others(name):
+    threads = Threads({**SCHEMES, **COPIED, **PEERS}[name], training={"inner": adam, **TRAINING})
+    lives = []
+
+    def flaps(own: ElasticRank):
+        assert own.join()
+        lives.append(own.scheme.steps)
+        own.step()
+        own.die()
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 24:
+            if own.node == "0" and own.scheme.steps in (3, 9, 15):
+                threads.start(2, flaps)
+                wait_until(lambda: "2" in threads.lights._alive.values())
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, own.membership.history
+
+    threads.lights.min_nodes = 2
+    threads.start(0, work)
+    threads.start(1, work)
+    results = threads.end()
+    assert len(lives) == 3
+    (zero, history), (one, _) = results["0", 0], results["1", 0]
+    torch.testing.assert_close(zero, one, rtol=0, atol=0)
+    assert history.heals == 3
+    assert sum("node 2 is gone" in event for event in history.events) == 3
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_last_node_goes_on_alone_and_ends_where_one_node_would(name, sizes):
@@ -364,13 +425,13 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
         assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
 
 
-@pytest.mark.parametrize("name", [*COPIED, "diloco"])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, "diloco"])
 def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_source_had(name):
     """The same three nodes that stay, put where the two, and the copy of the first, were."""
-    scheme = {**SCHEMES, **COPIED}[name]
+    scheme = {**SCHEMES, **COPIED, **PEERS}[name]
     threads = Threads(scheme, training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = 2
-    period, at = scheme.cycle, {}
+    period, at = scheme.cycle, {}  # of parts, all have been sent by then
 
     def newcomer(own: ElasticRank):
         assert own.join()
