@@ -395,18 +395,16 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         return outcome
 
 
-def undisturbed_losses(arguments: argparse.Namespace, steps: int, seeds: Sequence[int]) -> list[float]:
-    """The losses of as many nodes that stay, after as many steps."""
-    losses = []
-    for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            nodes = Cluster(Path(folder), ForkedPython, scheme=arguments.scheme, every=arguments.sync_every)
-            settings = {"ranks_per_node": [1] * arguments.nodes}
-            more = {"elastic": None, "ranks": arguments.nodes, "steps": steps, "seed": seed, "settings": settings}
-            nodes.start(0, {"HIERCOMM_LIGHTHOUSE": ""}, **more, batches=arguments.sync_every * 10)
-            nodes.watch(3600.0, restarts=False)
-            losses.append(nodes.result(0)["loss"])
-    return losses
+def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> float:
+    """The loss of as many nodes that stay, after as many steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = Cluster(Path(folder), ForkedPython, scheme=arguments.scheme, every=arguments.sync_every)
+        settings = {"ranks_per_node": [1] * arguments.nodes}
+        more = {"elastic": None, "ranks": arguments.nodes, "steps": steps, "seed": seed, "settings": settings}
+        nodes.start(0, {"HIERCOMM_LIGHTHOUSE": ""}, **more, batches=arguments.sync_every * 10)
+        nodes.watch(3600.0, restarts=False)
+        loss: float = nodes.result(0)["loss"]
+        return loss
 
 
 def said(outcome: Outcome, arguments: argparse.Namespace) -> str:

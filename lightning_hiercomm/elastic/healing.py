@@ -101,6 +101,11 @@ class Healing:
             for patient in patients:
                 self._store.set(f"{self._key(patient)}/ready", _AGAIN)
 
+    def send_away_expected(self) -> None:
+        """Let those ask again whom this node was to heal before it came to the next agreement, but could not."""
+        self.send_away(self._expected)
+        self._expected = []
+
     def _put(self, key: str, chunks: Sequence[Any], ready: str) -> None:
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # the run is over, and the store with it

@@ -154,6 +154,7 @@ class Membership:
             LeftBehind: If the others have agreed without it.
         """
         began, said = time.monotonic(), False
+        self.healing.send_away_expected()
         while True:
             if self.me.is_new:
                 self._miss(self._members)

@@ -477,6 +477,40 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
         torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["diloco", "local"])
+def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed_after_it(name):
+    """A validation may begin with an agreement of its own, right after one that has admitted a newcomer."""
+    threads = Threads({**SCHEMES, **COPIED}[name], training={"inner": adam, **TRAINING})
+    joined = []
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        joined.append(own.scheme.steps)
+        while own.scheme.steps < 15:
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    def work(own: ElasticRank):
+        own.join()
+        give = own.membership.give_state
+        while own.scheme.steps < 15:
+            if own.scheme.steps == 4:
+                threads.start(1, newcomer)
+                wait_until(lambda: "1" in threads.lights._alive.values())
+                own.membership.give_state = lambda state: None
+            if own.scheme.steps == 8:
+                own.membership.give_state = give
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    threads.start(0, work)
+    results = threads.end()
+    assert joined == [9]
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+
+
 def wait_until(condition, timeout: float = 10.0) -> None:
     done = threading.Event()
     for _ in range(int(timeout / 0.005)):

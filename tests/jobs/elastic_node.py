@@ -172,9 +172,9 @@ class Fault:
             self("while it is healed")
             return fetch(own, *args)
 
-        def puts(own: Any, key: str, whole: Any) -> None:
+        def puts(own: Any, *args: Any) -> None:
             self("while it heals")
-            put(own, key, whole)
+            put(own, *args)
 
         membership.Membership.meet, membership.Membership.vote, lanes.Lane._launch = meets, votes, launches
         healing.Healing.fetch, healing.Healing._put = fetches, puts
