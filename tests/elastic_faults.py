@@ -468,11 +468,12 @@ def main(given: Sequence[str] | None = None) -> int:
         "arguments": {key: str(value) for key, value in vars(arguments).items()},
         **asdict(outcome),
     }
-    if arguments.losses:
-        whole["losses_undisturbed"] = undisturbed_losses(arguments, outcome.steps, range(arguments.losses))
-        print("loss of nodes that stay:", whole["losses_undisturbed"])
-    if arguments.out:
-        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+    for seed in range(arguments.losses + 1):
+        if arguments.out:
+            arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+        if seed < arguments.losses:
+            whole.setdefault("losses_undisturbed", []).append(undisturbed_loss(arguments, outcome.steps, seed))
+            print("loss of nodes that stay:", whole["losses_undisturbed"][-1], flush=True)
     return 1 if outcome.troubles or outcome.hangs else 0
 
 
