@@ -139,7 +139,8 @@ class Cluster:
                 continue
             self.ended.append((name, code, time.time()))
             del self._nodes[name]
-            if code and restarts and self.lives[name] < self._most_lives:
+            is_late = code == 1 and "this run is over" in self.log(name, self.lives[name])
+            if code and restarts and self.lives[name] < self._most_lives and not is_late:
                 self._live(name)
 
     @property

@@ -118,12 +118,14 @@ class Meeting:
         newcomers: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number.
         begins: Whether the run begins with it.
         waits: Why this node has to ask again; empty if it has not.
+        is_hopeless: Whether it waits in vain, unless somebody comes who is only silent.
     """
 
     members: tuple[Member, ...] = ()
     newcomers: tuple[Member, ...] = ()
     begins: bool = False
     waits: str = ""
+    is_hopeless: bool = False
 
     @property
     def token(self) -> str:
@@ -166,8 +168,8 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
         max_nodes: More do not take part.
 
     Raises:
-        NotInThisRun: If the lighthouse serves another run, another node has taken this one's name, nodes that meet are
-            not where the others are, or the state of a whole run is lost.
+        NotInThisRun: If the lighthouse serves another run, another node has taken this one's name, or nodes that meet
+            are not where the others are.
         LeftBehind: If the others have agreed without this node.
     """
     me = next(member for member in present if member.life == life)
@@ -247,13 +249,14 @@ def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int
     origin = max(member.origin for member in new)
     all_again, knows = all(member.restarts for member in new), any(member.is_lost is not None for member in new)
     if origin == 0 and (any(member.is_lost for member in new) or (all_again and not knows)):
-        raise NotInThisRun(
-            "this run has trained, and no node that is there has its state: it would begin at step 0 once more. Give"
-            " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
-            " another HIERCOMM_RUN or a new lighthouse"
+        return Meeting(
+            is_hopeless=True,
+            waits="this run has trained, and no node that is there has its state: it would begin at step 0 once more."
+            " Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
+            " another HIERCOMM_RUN or a new lighthouse",
         )
     if origin == 0 and all_again and any(member.is_over for member in new):
-        raise NotInThisRun("this run is over: nobody is there to give a node its state")
+        return Meeting(is_hopeless=True, waits="this run is over: nobody is there to give a node its state")
     members = [member for member in new if member.origin == origin][:max_nodes]
     others = [member for member in new if member not in members]
     newcomers = others if max_nodes is None else others[: max_nodes - len(members)]

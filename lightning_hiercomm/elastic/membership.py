@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 _PATIENCE = 1.0
 _SAY_AFTER = 10.0
+_HOPE = 3  # times the silence after which a node counts as gone: perhaps all the others have only been slow
 _COMMIT, _AGAIN = b"commit", b"again"
 
 
@@ -161,6 +162,8 @@ class Membership:
             self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
             meeting = self._ask(began)
             if meeting.waits:
+                if meeting.is_hopeless and self._share(time.monotonic() - began) > _HOPE * self._elastic.dead_after:
+                    self._end(NotInThisRun(meeting.waits))
                 if not said and self.is_first:
                     log.info("node %s waits: %s", self.me.node, meeting.waits)
                 said = True
@@ -192,14 +195,17 @@ class Membership:
                     answer = refusal
             answer = self._share(answer)
             if isinstance(answer, BaseException):
-                if self.is_first:
-                    log.warning("node %s ends: %s", self.me.node, answer)
-                raise answer
+                self._end(answer)
             if answer is not None:
                 meeting: Meeting = answer
                 return meeting
             if self.is_first and 0 < time.monotonic() - began - _SAY_AFTER < _PATIENCE:
                 log.info("node %s waits for other nodes", self.me.node)
+
+    def _end(self, why: BaseException) -> NoReturn:
+        if self.is_first:
+            log.warning("node %s ends: %s", self.me.node, why)
+        raise why
 
     def _decided(self, present: Sequence[Mapping[str, Any]]) -> Meeting:
         known = [each for each in present if self._seal.holds(each)]

@@ -9,7 +9,7 @@ from forked import ForkedPython
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
-PACE = "--sync-every 10 --pause 0.02 --dead-after 1 --calm 2 --every 1-2"
+PACE = "--sync-every 10 --pause 0.02 --dead-after 2 --calm 2 --every 1-2"
 
 
 def outcome_of(folder, arguments: str) -> Outcome:
