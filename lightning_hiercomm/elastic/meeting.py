@@ -252,8 +252,8 @@ def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int
         return Meeting(
             is_hopeless=True,
             waits="this run has trained, and no node that is there has its state: it would begin at step 0 once more."
-            " Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
-            " another HIERCOMM_RUN or a new lighthouse",
+            " Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run,"
+            " with another HIERCOMM_RUN or a new lighthouse",
         )
     if origin == 0 and all_again and any(member.is_over for member in new):
         return Meeting(is_hopeless=True, waits="this run is over: nobody is there to give a node its state")
