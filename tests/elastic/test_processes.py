@@ -128,7 +128,7 @@ def test_a_node_that_comes_inside_an_epoch_takes_up_the_share_that_was_lost_wher
 @pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
 def test_a_heal_that_breaks_is_made_once_more(cluster, ranks, who, moment):
     hold = {"20": "1.1", "40": "0.1" if who == 0 else "1.2"}
-    with cluster(min_nodes=2, scheme="diloco", ranks=ranks, hold=hold, **LASTING) as nodes:
+    with cluster(min_nodes=3, scheme="diloco", ranks=ranks, hold=hold, **LASTING) as nodes:
         for node in range(3):
             nodes.start(node, fault=f"kill:{moment}:1" if node == who else "")
         nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
