@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-BATCH, STEPS = 8, 12
+BATCH, STEPS = 8, 6
 """Samples per step over all ranks, steps per epoch."""
 
 

@@ -71,12 +71,11 @@ def _fit_whole(folder, resume=None, **arguments):
 
 
 def _train(names, folder):
-    """Each scheme without a break; then one of which a rank dies after the first checkpoint."""
+    """Each scheme without a break, one checkpoint in it; then one of which a rank dies after the checkpoint."""
     results = {}
     for name in names:
         kind = "directory" if name in ("daso", "gossip") else "file"
-        results[name] = _fit(folder, name, kind, max_steps=SAVED_AT, max_epochs=None)
-        results[name] = _fit(folder / "whole", name, kind)
+        results[name] = _fit(folder, name, kind)
     _fit(folder, "diloco", "directory", max_steps=SAVED_AT, max_epochs=None)
     _fit_whole(folder / "whole", max_steps=SAVED_AT, max_epochs=None)
     torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
