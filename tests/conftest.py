@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import functools
 import gc
+import importlib
 import multiprocessing.connection
 import multiprocessing.spawn
 import os
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.fabric.utilities import registry
 from tqdm import tqdm
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -38,6 +41,7 @@ _STARTUP = str(_HERE / "startup")
 _STARTED = pytest.StashKey[float]()
 settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("unhurried")
+registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads those of all installed packages
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
@@ -244,6 +248,23 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     return run
 
 
+@pytest.fixture(scope="session")
+def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """``borrow(main, ranks=4)``: what ``launch`` returns, from ranks that stay, for half of what a fit costs with it.
+
+    They know nothing of what a test changed in this process, and do not write to where it listens.
+    """
+    from ranks import Ranks  # found once this file has told Python where
+
+    world = Ranks()
+
+    def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
+        return world.run(ranks, main, folder or tmp_path_factory.mktemp("borrowed"))
+
+    yield run
+    world.close()
+
+
 def _join(context: Any) -> None:
     """Wait for all ranks; once one has failed the others have a while to find out and to say so."""
     while all(process.exitcode in (None, 0) for process in context.processes):
@@ -280,13 +301,16 @@ Fit = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def fit(tmp_path: Path) -> Fit:
+def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
     """Fit a module on forked CPU ranks; returns every rank's weights, ``report`` and logged metrics.
 
     ``fit(module, strategy, devices=4, datamodule=..., ckpt_path=..., **trainer_arguments)``, where ``strategy`` is a
-    strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default).
+    strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default). A test marked ``borrows``
+    fits on ranks that stay for the next fit, but for a fit with ``forked=True``: one that fails, or needs what the test
+    changed in this process.
     """
     runs = 0
+    borrows = request.node.get_closest_marker("borrows") is not None and "monkeypatch" not in request.fixturenames
 
     def run(
         module: pl.LightningModule,
@@ -295,6 +319,7 @@ def fit(tmp_path: Path) -> Fit:
         devices: int = 4,
         callbacks: list[pl.Callback] | None = None,
         fit_arguments: dict[str, Any] | None = None,
+        forked: bool = not borrows,
         **trainer_arguments: Any,
     ) -> list[dict[str, Any]]:
         nonlocal runs
@@ -302,8 +327,9 @@ def fit(tmp_path: Path) -> Fit:
         folder = tmp_path / f"run-{runs}"
         folder.mkdir()
         if strategy is None or isinstance(strategy, dict):
+            starts = {"start_method": "fork"} if forked else {}
             strategy = HierarchicalStrategy(
-                **{"ranks_per_node": 2, "start_method": "fork", "hang_timeout": 100.0, **(strategy or {})}
+                **{"ranks_per_node": 2, "hang_timeout": 100.0, **starts, **(strategy or {})},
             )
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
@@ -314,17 +340,32 @@ def fit(tmp_path: Path) -> Fit:
             "enable_model_summary": False,
             "max_epochs": 1,
         }
-        trainer = pl.Trainer(
-            **{**defaults, **trainer_arguments},
-            devices=devices,
-            strategy=strategy,
-            callbacks=[*(callbacks or []), _Report(folder)],
-        )
-        with ends_ranks_after_an_error():
+
+        def main(_: Path | None = None) -> None:
+            trainer = pl.Trainer(
+                **{**defaults, **trainer_arguments},
+                devices=devices,
+                strategy=strategy,
+                callbacks=[*(callbacks or []), _Report(folder)],
+            )
             trainer.fit(module, **(fit_arguments or {}))
+
+        if forked:
+            with ends_ranks_after_an_error():
+                main()
+        else:
+            request.getfixturevalue("borrow")(main, devices, folder)
         return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Import torch's compiler: once, and not in every rank that is forked afterwards."""
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import random
+import signal
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import cloudpickle
+import numpy
+import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 T = TypeVar("T")
+_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 class RankError(Exception):
@@ -23,7 +31,9 @@ class RankError(Exception):
 
 
 class Ranks:
-    """Forked processes, as many as a program asks for, that stay for the next one unless one of them fails.
+    """Forked processes, as many as a program asks for, that stay for the next one.
+
+    Others take their place where one has failed, or does not look afterwards as it did before (``_looks``).
 
     Args:
         seconds: After so long a program counts as hanging.
@@ -34,14 +44,27 @@ class Ranks:
         self._worlds: dict[int, list[tuple[Any, Any]]] = {}
 
     def run(self, ranks: int, program: Callable[..., T], *arguments: Any) -> list[T]:
-        """What ``program(*arguments)``, a function of a module, returns on every rank.
+        """What ``program(*arguments)`` returns on every rank; functions within functions can be programs, too.
 
         Raises:
             RankError: If it fails on any, with what all of them say.
         """
         world = self._worlds.get(ranks) or self._start(ranks)
-        for _, connection in world:
-            connection.send_bytes(pickle.dumps((program, arguments)))
+        message = cloudpickle.dumps((program, arguments))
+        try:
+            for process, connection in world:
+                os.kill(process.pid, signal.SIGCONT)
+                connection.send_bytes(message)
+            return self._returned(ranks, world)
+        except BaseException:  # of pytest's, too, for which a test takes too long
+            self._stop(ranks)
+            raise
+        finally:
+            for process, _ in self._worlds.get(ranks, []):  # which have threads of gloo's that keep waking
+                os.kill(process.pid, signal.SIGSTOP)
+
+    def _returned(self, ranks: int, world: list[tuple[Any, Any]]) -> list[Any]:
+        are_as_before = True
         returned: dict[int, Any] = {}
         failed: dict[int, str] = {}
         deadline = time.monotonic() + self._seconds
@@ -50,7 +73,9 @@ class Ranks:
             for ready in multiprocessing.connection.wait(list(waiting), timeout=1.0):
                 rank = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
-                    is_well, value = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
+                    is_well, said, is_as_before = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
+                    value = pickle.loads(said)
+                    are_as_before &= is_as_before
                 except EOFError:
                     is_well, value = False, "ended without a word"
                 (returned if is_well else failed)[rank] = value
@@ -58,8 +83,9 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + 20.0)
         failed.update(dict.fromkeys(waiting.values(), "hangs" if not failed else "had not found out after 20 s"))
         if failed:
-            self._stop(ranks)
             raise RankError("\n".join(f"rank {rank}: {failed[rank]}" for rank in sorted(failed)))
+        if not are_as_before:
+            self._stop(ranks)
         return [returned[rank] for rank in range(ranks)]
 
     def close(self) -> None:
@@ -88,20 +114,53 @@ class Ranks:
 
 
 def _serve(rank: int, port: int, connection: Any) -> None:
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # nobody else would end one that is stopped
     gc.freeze()  # in a forked rank the collector's every look at what was there before is a copy
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     warnings.filterwarnings("ignore")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    environment = dict(os.environ)
     while True:
         try:
-            program, arguments = pickle.loads(connection.recv_bytes())
+            message = connection.recv_bytes()
         except EOFError:
             os._exit(0)
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        before = _looks()
         try:
-            said = True, program(*arguments)
+            program, arguments = pickle.loads(message)
+            is_well, said = True, cloudpickle.dumps(program(*arguments))
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            said = False, f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"  # type: ignore[assignment]
-        connection.send_bytes(pickle.dumps(said))
+            is_well, said = False, pickle.dumps(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+        program = arguments = None
+        gc.collect()  # groups of Trainers, which are in cycles: each thread of gloo's keeps waking
+        os.environ.clear()
+        os.environ.update(environment)
+        until = time.monotonic() + 5
+        while (is_as_before := _looks() == before) is False and time.monotonic() < until and _threads() - before[0]:
+            time.sleep(0.01)
+        connection.send_bytes(pickle.dumps((is_well, said, is_as_before)))
+
+
+def _looks() -> tuple[Any, ...]:
+    """What the next program would notice of the last one."""
+    return (
+        _threads(),
+        os.getcwd(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)],
+        multiprocessing.active_children(),
+    )
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("hiercomm")}

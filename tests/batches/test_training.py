@@ -22,6 +22,8 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.quota import CpuQuota
 
+pytestmark = pytest.mark.borrows
+
 
 @pytest.fixture
 def careless(monkeypatch):
@@ -271,7 +273,7 @@ def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypat
 @pytest.mark.slow
 def test_a_rank_that_loses_cpu_time_in_training_gets_fewer_samples_within_two_epochs(fit):
     batches = HeterogeneousBatches(32, [1, 1], rebalance_every_n_epochs=1)
-    reports = fit(Busy(epochs_at_full_speed=1), {"batches": batches}, devices=2, max_epochs=4)
+    reports = fit(Busy(epochs_at_full_speed=1), {"batches": batches}, devices=2, max_epochs=4, forked=True)
     assert reports[1]["report"][0] == 16
     assert reports[1]["report"][3] <= 12
     assert all(a + b == 32 for a, b in zip(*(report["report"] for report in reports), strict=True))
@@ -409,4 +411,4 @@ def test_a_loader_that_cannot_be_divided_is_refused_before_training(fit):
             return DataLoader(TensorDataset(*samples()), batch_size=None)
 
     with pytest.raises(Exception, match="the dataset makes the batches"):
-        fit(Whole(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2)
+        fit(Whole(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, forked=True)

@@ -35,6 +35,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.gradients import Untouched
 
+pytestmark = pytest.mark.borrows
 STEPS = 6  # per epoch
 
 
@@ -145,8 +146,8 @@ def _thawed_and_resumed(folder):
     return reports
 
 
-def test_a_resume_after_parameters_were_thawed_is_bit_identical(launch):
-    for reports in launch(_thawed_and_resumed, ranks=2):
+def test_a_resume_after_parameters_were_thawed_is_bit_identical(borrow):
+    for reports in borrow(_thawed_and_resumed, ranks=2):
         for (name, replicas), (whole, resumed, steps) in reports.items():
             assert steps == 2 * 2 * STEPS
             if replicas:
@@ -293,7 +294,8 @@ def test_no_nodes_own_disk_keeps_companions_of_what_is_gone(fit, io):
         yield Disk()
 
     strategy = {"ranks_per_node": 1, "checkpoint_replicas": True, "checkpoint_io": io and io()}
-    fitted = fit(Net(), strategy, devices=2, max_epochs=2, callbacks=[*callbacks()], enable_checkpointing=True)
+    forked = {"forked": True, "enable_checkpointing": True}  # with an empty memory
+    fitted = fit(Net(), strategy, devices=2, max_epochs=2, callbacks=[*callbacks()], **forked)
     first, second = (report["report"] for report in fitted)
     assert [name.partition(".rank")[0] for name in first] == ["newest.ckpt"] * 2 + ["step=24.ckpt"] * 2
     identities = [name.removeprefix(".") for name in first if ".rank-0000" in name]
@@ -352,7 +354,7 @@ def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, tmp_path,
     # rank 0 writes a companion and the checkpoint itself, whose name is in that of its companion, too
     io = Fails(name, how) if "rank" in name else FailsAtItself(name, how)
     with pytest.raises(Exception, match="No space left on device" if "space" in how else "SIGKILL"):
-        fit(Net(), strategy(io), max_epochs=3, callbacks=saves)
+        fit(Net(), strategy(io), max_epochs=3, callbacks=saves, forked=True)
     assert torch.load(path, weights_only=True)["global_step"] == STEPS
     whole = fit(Net(), strategy(), max_epochs=3)
     resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path}, callbacks=saves[1:])
@@ -383,6 +385,7 @@ def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
             Net(),
             Confused(ranks_per_node=2, start_method="fork"),
             fit_arguments={"ckpt_path": tmp_path / "step=2.ckpt"},
+            forked=True,
         )
 
 
@@ -566,4 +569,4 @@ def test_other_settings_are_refused(fit, tmp_path):
     strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True}
     fit(Net(), strategy, callbacks=[SaveAfter(2, path)])
     with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
-        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path})
+        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path}, forked=True)

@@ -133,11 +133,11 @@ def _resumed(folder: Path) -> dict[tuple[str, str], list[torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def resumed(launch, tmp_path_factory):
+def resumed(borrow, tmp_path_factory):
     folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(EARLIER / "trainer.tar.xz") as archive:
         archive.extractall(folder, filter="data")
-    return launch(_resumed, ranks=2, folder=folder), torch.load(folder / "expected.pt", weights_only=True)
+    return borrow(_resumed, ranks=2, folder=folder), torch.load(folder / "expected.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("how", ["companion", "agreed"])

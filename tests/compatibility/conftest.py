@@ -43,6 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in own:
         item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.borrows)
     of_schemes = [item for item in own if scheme_of(item)]
     spare_others(of_schemes, cover([_cell(item) for item in of_schemes], COVERED))
 
@@ -128,13 +129,17 @@ def _without_scheme(item: pytest.Item) -> str:
 
 
 @pytest.fixture(scope="session")
-def together(launch: Callable[..., list[Any]]) -> Together:
-    return Together(launch)
+def together(borrow: Callable[..., list[Any]]) -> Together:
+    return Together(borrow)
 
 
 @pytest.fixture
 def on_ranks(
-    together: Together, scheme_name: str, request: pytest.FixtureRequest, tmp_path: Path
+    together: Together,
+    launch: Callable[..., list[Any]],
+    scheme_name: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ) -> Callable[..., list[Any]]:
     """Run a user's main program on four processes, as a launcher does: ``main(trainer, rank)`` for every rank.
 
@@ -142,6 +147,8 @@ def on_ranks(
     unless ``apart=True``: for a program with more to show than what it returns.
     """
     calls = itertools.count()
+    if {"monkeypatch", "compiler"} & {*request.fixturenames}:  # only ranks that are forked afterwards have what they do
+        together = Together(launch)
 
     def run(main: Callable[[Callable[..., pl.Trainer], int], Any], apart: bool = False) -> list[Any]:
         def under(name: str) -> Any:

@@ -190,7 +190,7 @@ def test_all_ranks_find_the_same_learning_rate(fit_on_ranks):
 )
 def test_batch_size_finder_is_refused(fit, scheme):
     with pytest.raises(Exception, match="not supported with distributed strategies"):
-        fit(Quadratic(), {"scheme": scheme}, callbacks=[BatchSizeFinder()], enable_checkpointing=True)
+        fit(Quadratic(), {"scheme": scheme}, callbacks=[BatchSizeFinder()], enable_checkpointing=True, forked=True)
 
 
 class Watching(pl.Callback):

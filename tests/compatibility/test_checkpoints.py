@@ -43,7 +43,7 @@ def _train(folder, name, place, epochs, resume=None):
 
 
 @pytest.fixture(scope="module")
-def resumed(launch, tmp_path_factory, request):
+def resumed(borrow, tmp_path_factory, request):
     """``resumed(scheme)``: two epochs in every place, and two more elsewhere; what all ranks report of those.
 
     By where they were saved, and where resumed; as far as there are tests that ask for it.
@@ -78,11 +78,11 @@ def resumed(launch, tmp_path_factory, request):
         if one in since:
             save(name, one)
         if two in since:
-            launch(lambda _: save(name, two), ranks=2)
-        reports = launch(on_four)
+            borrow(lambda _: save(name, two), ranks=2)
+        reports = borrow(on_four)
         results = {way: [returned[way] for returned in reports] for way in reports[0]}
         if two in to:
-            results[HERE, two] = launch(lambda _: resume(name, HERE, two), ranks=2)
+            results[HERE, two] = borrow(lambda _: resume(name, HERE, two), ranks=2)
         if one in to:
             results[HERE, one] = [resume(name, HERE, one)]
         return results
@@ -190,7 +190,7 @@ RESUMED_AT = (3, 4, 5, 6, 8)
 
 
 @pytest.fixture(scope="module")
-def resumed_exactly(launch, tmp_path_factory, request):
+def resumed_exactly(borrow, tmp_path_factory, request):
     """``resumed_exactly(scheme)``: what all ranks report of a whole run, and of it resumed after the steps of tests."""
     folder = tmp_path_factory.mktemp("exact")
 
@@ -216,7 +216,7 @@ def resumed_exactly(launch, tmp_path_factory, request):
                 results[step] = run([saves_at(step)], folder / name / str(step) / f"step={step}.ckpt")
             return results
 
-        return launch(main)
+        return borrow(main)
 
     return under
 

@@ -6,8 +6,11 @@ All ranks see the same samples, so whatever is exchanged is between equals, and 
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +19,8 @@ import torch
 from problems import Net, one_trainer, report_of, same_bits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from lightning_hiercomm.schemes import SCHEMES
 
 
 class Validated(Net):
@@ -116,39 +121,35 @@ REFUSED = {("steps_delay", "clamped weights"), ("steps_delay", "a head that begi
 """Servers hold the weights, and what is written to a device's own would be lost: tests of StepsDelay have the error."""
 
 
-def _fit(make_trainer: Callable[..., pl.Trainer], name: str) -> tuple[pl.Trainer, dict[str, Any]]:
-    module, callbacks = PROGRAMS[name]
+def _fit(make_trainer: Callable[..., pl.Trainer], program: str) -> tuple[pl.Trainer, dict[str, Any]]:
+    module, callbacks = PROGRAMS[program]
     trainer = make_trainer(callbacks=callbacks(), val_check_interval=0.5, use_distributed_sampler=False)
     trainer.fit(module())
     return trainer, report_of(trainer)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """What one device gives, by program."""
     folder = tmp_path_factory.mktemp("plain")
-    return {name: _fit(lambda **arguments: one_trainer(folder, **arguments), name)[1] for name in PROGRAMS}
+    return functools.cache(lambda program: _fit(partial(one_trainer, folder), program)[1])
 
 
-def test_real_modules_train_as_on_one_device(on_ranks, plain, tmp_path, scheme_name):
+@pytest.mark.parametrize(
+    ("scheme_name", "program"), [pair for pair in itertools.product(SCHEMES, PROGRAMS) if pair not in REFUSED]
+)
+def test_real_modules_train_as_on_one_device(on_ranks, plain, tmp_path, scheme_name, program):
     def main(make_trainer: Callable[..., pl.Trainer], rank: int) -> dict[str, Any]:
-        reports = {}
-        for name in PROGRAMS:
-            if (scheme_name, name) in REFUSED:
-                continue
-            trainer, reports[name] = _fit(make_trainer, name)
-            path = tmp_path / f"{name}.ckpt"
-            trainer.save_checkpoint(path)
-            saved = torch.load(path, weights_only=False)["state_dict"]
-            for key, value in reports[name]["state_dict"].items():
-                assert torch.equal(saved[key], value), f"{name}: {key} was not saved as it was after fit"
-        return reports
+        trainer, report = _fit(make_trainer, program)
+        path = tmp_path / "saved.ckpt"
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        for key, value in report["state_dict"].items():
+            assert torch.equal(saved[key], value), f"{key} was not saved as it was after fit"
+        return report
 
     ranks = on_ranks(main)
-    for name, expected in plain.items():
-        if (scheme_name, name) in REFUSED:
-            continue
-        same_bits([rank[name] for rank in ranks])
-        for key, value in expected["state_dict"].items():
-            message = f"{{}} of {key}, {name}".format
-            torch.testing.assert_close(ranks[0][name]["state_dict"][key], value, rtol=1e-4, atol=1e-5, msg=message)
+    same_bits(ranks)
+    for key, value in plain(program)["state_dict"].items():
+        message = f"{{}} of {key}".format
+        torch.testing.assert_close(ranks[0]["state_dict"][key], value, rtol=1e-4, atol=1e-5, msg=message)

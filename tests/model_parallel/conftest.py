@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,11 +11,8 @@ import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiler() -> None:
-    """What FSDP2 imports at its first step: once, and not in every rank that is forked."""
-    importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
+def imports_of_the_first_step(compiler: None) -> None:
+    """FSDP2 imports torch's compiler."""
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:

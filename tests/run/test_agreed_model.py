@@ -156,9 +156,9 @@ def _program(names, folder):
 
 
 @pytest.fixture(scope="module")
-def ranks(launch, request):
+def ranks(borrow, request):
     names = {parameter: {name for (name,) in asked(request, parameter)} for parameter in ("stopped", "swapped")}
-    return launch(partial(_program, names), ranks=2)
+    return borrow(partial(_program, names), ranks=2)
 
 
 @pytest.fixture(params=SCHEMES)
@@ -244,8 +244,8 @@ def _averaging_program(folder):
 
 
 @pytest.fixture(scope="module")
-def ranks_of_one_node(launch):
-    return launch(_averaging_program, ranks=2)
+def ranks_of_one_node(borrow):
+    return borrow(_averaging_program, ranks=2)
 
 
 def test_the_average_that_a_callback_ends_on_becomes_that_of_all_ranks_of_a_node(ranks_of_one_node):
@@ -297,8 +297,8 @@ def _counting_program(folder):
     return module.after_steps
 
 
-def test_buffers_that_batches_move_before_the_step_that_sees_a_thaw_agree_ever_after(launch):
-    one, other = launch(_counting_program, ranks=2)
+def test_buffers_that_batches_move_before_the_step_that_sees_a_thaw_agree_ever_after(borrow):
+    one, other = borrow(_counting_program, ranks=2)
     assert len(one) == len(other) == 8
     for step, (moved, moved_elsewhere) in enumerate(zip(one, other, strict=True)):
         assert torch.equal(moved, moved_elsewhere), f"after step {step}"

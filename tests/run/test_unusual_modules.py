@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import asked, leaving_to_the_night
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from problems import Quadratic, fitted, same_bits
@@ -16,6 +18,8 @@ from torch.multiprocessing.spawn import ProcessException
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.schemes import SCHEMES
+
+pytestmark = pytest.mark.borrows
 
 
 class Lazy(Quadratic):
@@ -27,7 +31,7 @@ class Lazy(Quadratic):
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
 def test_lazy_modules_are_refused_with_ddps_sentence(fit, ranks_per_node):
     with pytest.raises(ProcessException) as refused:
-        fit(Lazy(), {"ranks_per_node": ranks_per_node}, devices=2)
+        fit(Lazy(), {"ranks_per_node": ranks_per_node}, devices=2, forked=True)
     sentence = r"RuntimeError: Modules with uninitialized parameters \(head.weight, head.bias\) can't be used"
     refused.match(sentence)
     refused.match("Run a dummy forward pass to correctly initialize")
@@ -66,7 +70,7 @@ class Searching(Quadratic):
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
 def test_ranks_of_a_node_search_one_line_and_find_what_one_device_does(fit, automatic):
     ours = fit(Searching(automatic), {"scheme": PeriodicAveraging(2)}, devices=2, precision="64-true")
-    (one,) = fit(Searching(automatic), "auto", devices=1, precision="64-true")
+    (one,) = fit(Searching(automatic), "auto", devices=1, precision="64-true", forked=True)
     assert ours[0]["report"] == ours[1]["report"]
     for name, expected in one["state_dict"].items():
         torch.testing.assert_close(ours[0]["state_dict"][name], expected)
@@ -91,7 +95,7 @@ class PartlyUsed(Quadratic):
 def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, scheme):
     remedy = r"has parameters that were not used.* `strategy=HierarchicalStrategy\(find_unused_parameters=True\)`"
     with pytest.raises(ProcessException, match=remedy) as told:
-        fit(PartlyUsed(), {"scheme": scheme})
+        fit(PartlyUsed(), {"scheme": scheme}, forked=True)
     assert "training_step: backbone.weight, backbone.bias." in str(told.value)
     assert "DDPStrategy" not in str(told.value)
     same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
@@ -143,28 +147,38 @@ SHORT = {
 WIRES = [(None, False), ("bfloat16", False), ("bfloat16", True)]
 
 
-def _masked(folder):
-    """What a rank reports of every scheme, policy and wire."""
+MASKED = [
+    (name, policy, wire)
+    for name, policy, wire in itertools.product(SCHEMES, ["raise", "skip", "ignore"], WIRES)
+    if policy == "raise" or name in ("periodic", "diloco")
+]
+
+
+def _masked(hows, folder):
+    """What a rank reports of schemes, policies and wires."""
     reports = {}
-    for name, policy, (wire, raw) in itertools.product(SCHEMES, ["raise", "skip", "ignore"], WIRES):
+    for name, policy, (wire, raw) in hows:
         scheme = SCHEMES[name](**SHORT.get(name, {}))
         arguments = {"ranks_per_node": 1, "on_nonfinite": policy, "wire_dtype": wire, "wire_raw": raw}
-        if policy == "raise" or name in ("periodic", "diloco"):
-            strategy = HierarchicalStrategy(scheme, **arguments)
-            reports[name, policy, wire, raw] = fitted(folder, Masked(), strategy, devices=2, max_epochs=1)
+        strategy = HierarchicalStrategy(scheme, **arguments)
+        reports[name, policy, (wire, raw)] = fitted(folder, Masked(), strategy, devices=2, max_epochs=1)
     return reports
 
 
-def test_masks_and_bounds_that_are_not_finite_stay_as_they_are_and_end_no_run(launch):
-    one, other = launch(_masked, ranks=2)
-    assert len(one) == 30
-    masks = Masked().state_dict()
-    for how, report in one.items():
-        same_bits([report, other[how]])
-        for name in ("causal", "filled", "best"):
-            assert torch.equal(report["state_dict"][name], masks[name]), how
-        assert report["report"][0] > 0.0  # a statistic agrees: rank 0 has counted none itself
-        assert math.isfinite(report["report"][1]), how
+@pytest.fixture(scope="module")
+def masked(borrow, request):
+    hows = asked(request, "name", "policy", "wire")
+    return borrow(partial(_masked, [how for how in MASKED if how in hows]), ranks=2)
+
+
+@pytest.mark.parametrize(("name", "policy", "wire"), leaving_to_the_night(MASKED), ids=str)
+def test_masks_and_bounds_that_are_not_finite_stay_as_they_are_and_end_no_run(masked, name, policy, wire):
+    one, other = (reports[name, policy, wire] for reports in masked)
+    same_bits([one, other])
+    for buffer in ("causal", "filled", "best"):
+        assert torch.equal(one["state_dict"][buffer], Masked().state_dict()[buffer])
+    assert one["report"][0] > 0.0  # a statistic agrees: rank 0 has counted none itself
+    assert math.isfinite(one["report"][1])
 
 
 class Sick(Quadratic):
@@ -179,7 +193,7 @@ class Sick(Quadratic):
 
 def test_a_buffer_that_becomes_sick_is_named(fit):
     with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)"):
-        fit(Sick(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2)
+        fit(Sick(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
 
 
 class KeepsSecond(pl.Callback):

@@ -621,6 +621,7 @@ class Watched(Oracle):
 
 @pytest.mark.parametrize("exchange", ["rotating", "sharded"])
 @pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
+@pytest.mark.borrows
 def test_four_processes_follow_the_table_to_the_digit(fit, exchange, staleness, table, mean):
     reports = fit(Watched(), {"scheme": cycling(4, staleness, exchange=exchange)()}, limit_val_batches=0)
     for rank, report in enumerate(reports):
@@ -629,6 +630,7 @@ def test_four_processes_follow_the_table_to_the_digit(fit, exchange, staleness, 
 
 
 @pytest.mark.parametrize("monitor", [None, "val_loss"])
+@pytest.mark.borrows
 def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
     # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
     scheme = DASO(4, 1, warmup_epochs=1, cooldown_epochs=1, patience=0, monitor=monitor)
@@ -637,6 +639,7 @@ def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
         assert [sync_every for _, sync_every in report["report"][::2]] == [4, 4, 4, 2, 1, 4, 2]
 
 
+@pytest.mark.borrows
 def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_does_not_disturb(fit, tmp_path):
     # after batch 4 group 1 has just sent; the table says 1.046875 / 6.578125
     save = ModelCheckpoint(tmp_path, filename="in-flight", every_n_train_steps=5)
@@ -674,6 +677,7 @@ class Phases(Watched):
         ({"max_steps": 32}, ["warm-up"] * 8 + ["cycling"] * 16 + ["cool-down"] * 8),  # four epochs of 8 batches
     ],
 )
+@pytest.mark.borrows
 def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, expected):
     length = {"max_epochs": -1, **length}
     (report, *_) = fit(Phases(), {"scheme": "daso"}, limit_val_batches=0, **length)

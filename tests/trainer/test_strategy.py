@@ -7,6 +7,7 @@ import itertools
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -22,6 +23,8 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm.schemes import SCHEMES, Scheme
+
+pytestmark = pytest.mark.borrows
 
 
 class Net(pl.LightningModule):
@@ -107,8 +110,8 @@ def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, monkeypatch, devi
             assert torch.equal(state[name], expected), name
 
 
-def test_three_ranks_that_share_memory_differ_from_ddp_by_the_order_of_their_sums_only(launch):
-    ddp, ours = on_one_node(launch, 3)
+def test_three_ranks_that_share_memory_differ_from_ddp_by_the_order_of_their_sums_only(borrow):
+    ddp, ours = on_one_node(borrow, 3)
     for state in ours:
         for name, expected in ddp.items():
             torch.testing.assert_close(state[name], expected, rtol=1e-5, atol=1e-7)
@@ -125,8 +128,9 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def four_ranks(launch):
+def four_ranks(borrow, request):
     """What every rank reports of fits on four: by layout and way with an average every two steps; all-reduce, DDP."""
+    hows = asked(request, "layout", "way")
 
     def train(folder):
         results = {
@@ -137,14 +141,16 @@ def four_ranks(launch):
                 **WAYS[way],
             )
             for layout, way in itertools.product(LAYOUTS, WAYS)
+            if (layout, way) in hows
         }
         results["all-reduce"] = fitted(folder, Net(), HierarchicalStrategy(AllReduce(), ranks_per_node=2))
         results["DDP"] = fitted(folder, Net(), DDPStrategy())
         return results
 
-    return launch(train)
+    return borrow(train)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_rank_ends_on_the_same_bits(four_ranks, layout, way):
@@ -242,7 +248,7 @@ class FallsSick(Oracle):
 
 
 def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
-    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, on_nonfinite="skip", start_method="fork")
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, on_nonfinite="skip")
     reports = fit(FallsSick(), strategy)
     for report in reports:
         trace = report["report"]
@@ -260,7 +266,7 @@ def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
 )
 def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
     with pytest.raises(Exception, match=message):
-        fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments})
+        fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +364,7 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
             return DataLoader(torch.ones(3 + self.global_rank, 1))
 
     with pytest.raises(Exception, match="unequal lengths: \\[3, 4, 5, 6\\]"):
-        fit(Unequal(), {}, use_distributed_sampler=False)
+        fit(Unequal(), {}, use_distributed_sampler=False, forked=True)
 
 
 def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
@@ -374,18 +380,18 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
             return DataLoader(Stream(5 + self.global_rank))
 
     with pytest.raises(Exception, match="All ranks must take equally many steps"):
-        fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2)
+        fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, forked=True)
 
 
-@pytest.mark.parametrize("asked", [None, False])
-def test_gradients_lie_in_ddps_buckets_unless_told_otherwise(fit, asked):
+@pytest.mark.parametrize("view", [None, False])
+def test_gradients_lie_in_ddps_buckets_unless_told_otherwise(fit, view):
     class Looking(Oracle):
         def on_train_batch_end(self, *_):
             self.report.append(self.trainer.strategy.model.gradient_as_bucket_view)
 
-    told = {} if asked is None else {"gradient_as_bucket_view": asked}
+    told = {} if view is None else {"gradient_as_bucket_view": view}
     reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **told}, devices=2)
-    assert all(set(report["report"]) == {asked is None} for report in reports)
+    assert all(set(report["report"]) == {view is None} for report in reports)
 
 
 @pytest.mark.parametrize("averaged", [True, False])

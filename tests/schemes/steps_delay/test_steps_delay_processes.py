@@ -33,6 +33,7 @@ class Delayed(Oracle):
         return DataLoader(torch.ones(self.trainer.world_size, 1))
 
 
+pytestmark = pytest.mark.borrows
 TWO = (1.0, 7.0)
 DOUBLE = {"precision": "64-true", "num_sanity_val_steps": 0}
 
@@ -64,7 +65,7 @@ def test_a_checkpoint_resumes_under_plain_ddp_and_on_other_nodes_with_its_moment
     assert saved["optimizer_states"][0]["state"][0]["momentum_buffer"].tolist() == pytest.approx([momentum], abs=1e-7)
 
     resume = {"fit_arguments": {"ckpt_path": path}, "max_epochs": 2, **without}
-    ddp = fit(Delayed(TWO, steps=1), DDPStrategy(start_method="fork"), devices=2, **resume)
+    ddp = fit(Delayed(TWO, steps=1), DDPStrategy(), devices=2, **resume)
     moved = weight - 0.01 * (0.9 * momentum + weight - 4)
     assert ddp[0]["report"][0] == pytest.approx([moved], abs=1e-7)  # Lightning loads weights as float32
 
