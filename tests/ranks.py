@@ -115,6 +115,7 @@ class Ranks:
 
 def _serve(rank: int, port: int, connection: Any) -> None:
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # nobody else would end one that is stopped
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
     gc.freeze()  # in a forked rank the collector's every look at what was there before is a copy
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     warnings.filterwarnings("ignore")
@@ -141,7 +142,7 @@ def _serve(rank: int, port: int, connection: Any) -> None:
         gc.collect()  # groups of Trainers, which are in cycles: each thread of gloo's keeps waking
         os.environ.clear()
         os.environ.update(environment)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 2
         while (is_as_before := _looks() == before) is False and time.monotonic() < until and _threads() - before[0]:
             time.sleep(0.01)
         connection.send_bytes(pickle.dumps((is_well, said, is_as_before)))

@@ -146,6 +146,7 @@ def _thawed_and_resumed(folder):
     return reports
 
 
+@pytest.mark.long("eight fits of 24 steps, and their resumes")
 def test_a_resume_after_parameters_were_thawed_is_bit_identical(borrow):
     for reports in borrow(_thawed_and_resumed, ranks=2):
         for (name, replicas), (whole, resumed, steps) in reports.items():
@@ -527,6 +528,7 @@ def test_a_companion_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
         is_refused(load, file, "is no companion of a checkpoint")
 
 
+@pytest.mark.long("loads a companion for every 29th of its bytes, on two threads each time")
 def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
     file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
     whole, expected = file.read_bytes(), checksum(load(1))

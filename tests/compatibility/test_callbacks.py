@@ -159,6 +159,7 @@ class LearningRate(Quadratic):
 
 
 @pytest.mark.feature("LearningRateFinder")
+@pytest.mark.long("two fits of 48 steps, and ten more of the finder")
 def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_on_ranks):
     class Ignore(LearningRate):
         def on_train_start(self):

@@ -191,6 +191,7 @@ def test_configure_model(follows_one_device):
 
 
 @pytest.mark.feature("torch.compile")
+@pytest.mark.long("imports torch's compiler, and compiles on every rank")
 def test_compiled_module(compiler, follows_one_device):
     follows_one_device(lambda: torch.compile(Net(), backend="aot_eager"), use_distributed_sampler=False)
 

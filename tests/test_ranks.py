@@ -1,0 +1,66 @@
+"""Ranks that stay from one program to the next show it nothing of the last one."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from ranks import RankError, Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    kept = Ranks()
+    yield kept
+    kept.close()
+
+
+def test_they_stay_and_run_functions_within_functions(ranks):
+    told = "told"
+    first, second = (ranks.run(2, lambda: (os.environ["LOCAL_RANK"], told, os.getpid())) for _ in range(2))
+    assert first == second
+    assert [own[:2] for own in first] == [("0", told), ("1", told)]
+
+
+def _thread():
+    threading.Thread(target=threading.Event().wait, name="hiercomm-left", daemon=True).start()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: os.chdir("/"),
+        _thread,
+    ],
+    ids=["dtype", "deterministic", "folder", "thread"],
+)
+def test_others_take_their_place_when_they_do_not_look_as_before(ranks, change):
+    before = ranks.run(1, os.getpid)
+    ranks.run(1, change)
+    assert ranks.run(1, os.getpid) != before
+
+
+def test_variables_and_random_numbers_are_put_back(ranks):
+    def draws():
+        os.environ["FIRST"] = "1"
+        return os.environ.get("SECOND"), torch.rand(1).item(), os.getpid()
+
+    def draws_too():
+        os.environ["SECOND"] = "1"
+        return os.environ.get("FIRST"), torch.rand(1).item(), os.getpid()
+
+    assert ranks.run(1, draws) == ranks.run(1, draws_too) == ranks.run(1, draws)
+
+
+def test_after_a_failure_which_is_told_others_take_their_place(ranks):
+    def fails():
+        raise ValueError("the dog")
+
+    before = ranks.run(1, os.getpid)
+    with pytest.raises(RankError, match="rank 0: ValueError: the dog"):
+        ranks.run(1, fails)
+    assert ranks.run(1, os.getpid) != before
