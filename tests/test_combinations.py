@@ -6,13 +6,10 @@ import pytest
 from combinations import Combination, check, drawn
 
 BATCH = 20
-BY_DAY = 100
 
 
 @pytest.mark.long("twenty runs on threads, and a calculation of its own for each")
-@pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= BY_DAY)) for n in range(0, 200, BATCH)]
-)
+@pytest.mark.parametrize("first", range(0, 200, BATCH))
 def test_random_combinations_are_what_an_independent_calculation_gives(first):
     for number in range(first, first + BATCH):
         try:

@@ -94,9 +94,10 @@ def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
     assert all(ranks[rank].scheme.nonfinite >= (rank == 2) for rank in sick_node)
 
 
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, pytest.param(PAIRS, marks=pytest.mark.nightly)], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_so_it_does_where_looking_would_mean_to_wait(scheme, pretended):
-    train = partial(run_to_end, nodes=TWO_BY_TWO, shapes=SHAPES, inner=partial(SGD, lr=0.1))
+def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, pretended):
+    train = partial(run_to_end, nodes=nodes, shapes=SHAPES, inner=partial(SGD, lr=0.1))
     for rank in train(ill_at_four, with_policy(ALL[scheme](), "skip")):
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0
