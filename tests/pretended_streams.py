@@ -61,8 +61,9 @@ class PretendedStream:
 class PretendedEvent:
     """Has happened whenever anybody asks; what it orders is what counts."""
 
-    def __init__(self, device: PretendedDevice) -> None:
+    def __init__(self, device: PretendedDevice, timing: bool) -> None:
         self._device = device
+        self._timing = timing
         self.made_at = time.perf_counter()
         with device.lock:
             self.clock = dict(device.current().clock)
@@ -74,6 +75,8 @@ class PretendedEvent:
         self._device.host_waits("an event", self.clock)
 
     def elapsed_time(self, end: PretendedEvent) -> float:
+        assert self._timing, "CUDA times only events that were made for it"
+        assert end._timing
         return 1e3 * (end.made_at - self.made_at)
 
 
@@ -265,7 +268,7 @@ class PretendedDevice:
                 "new": lambda device: PretendedStream(self, f"a stream of {threading.current_thread().name}"),
                 "current": lambda device: self.current(),
                 "within": self.within,
-                "mark": lambda device, timing=False: PretendedEvent(self),
+                "mark": lambda device, timing=False: PretendedEvent(self, timing),
                 "synchronize": lambda device: self.host_waits("everything", self.current().clock),
                 "keep_for": lambda stream, *tensors: [self.keep(stream, tensor) for tensor in tensors],
                 "host_memory": lambda tensor: self.lies_on_host(torch.empty_like(tensor, device="cpu")),

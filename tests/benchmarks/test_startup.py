@@ -41,12 +41,13 @@ def test_a_rank_that_fails_is_named_and_none_is_left(monkeypatch):
             raise ValueError("no luck")
 
     monkeypatch.setattr(startup, "_start", fail)
+    before = multiprocessing.active_children()  # ranks that stay for other tests
     with pytest.raises(RuntimeError, match="rank 1: ValueError: no luck"):
         startup.measure(3, 1)
     monkeypatch.setattr(startup, "_start", lambda *_: startup.time.sleep(60))
     with pytest.raises(RuntimeError, match="2 of 2 ranks are not done in time"):
         startup.measure(2, 1, timeout=1.0)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_a_hub_serves_hundreds_of_ranks_that_one_process_plays():

@@ -150,6 +150,21 @@ def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parame
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+def test_a_look_right_after_a_resume_shows_what_one_before_the_save_did(name):
+    def first(rank: Rank) -> tuple[list[float], dict[str, Any]]:
+        steps_of_a_rank(5)(rank)
+        return rank.agreed().tolist(), rank.state()
+
+    found = on_nodes(first, SCHEMES[name](), shapes={"x": 5})
+
+    def then(rank: Rank) -> list[float]:
+        rank.load(found[rank.rank][1])
+        return rank.agreed().tolist()
+
+    assert on_nodes(then, SCHEMES[name](), shapes={"x": 5}) == [look for look, _ in found]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_state_stays_as_it_is_while_training_goes_on_from_it(name):
     def first(rank: Rank) -> dict[str, Any]:
         return steps_of_a_rank(5)(rank).state()

@@ -123,6 +123,24 @@ def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(pretende
         assert waits == [*expected, *expected]
 
 
+def test_the_host_reads_once_for_an_exchange_also_where_nobody_looks_at_what_arrives(pretended):
+    scheme = Agreement(4, staleness=1)
+    scheme.on_nonfinite = "ignore"
+    work = partial(waits_of, pretended, steps=8)  # whether all nodes came after equally many steps, it has to know
+    for waits in train(work, scheme, bucket_bytes=40, nodes=TWO_BY_TWO):
+        assert waits == [[], [], [], ["an event"]] * 2
+
+
+def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
+    def of_two_nodes() -> list[list[list[float]]]:
+        inner = partial(torch.optim.SGD, lr=torch.tensor(0.1))
+        return train(trained, that_looks(SCHEMES["steps_delay"]), TWO_BY_TWO, inner=inner)
+
+    on_cpu = of_two_nodes()
+    request.getfixturevalue("pretended")
+    assert of_two_nodes() == on_cpu
+
+
 class Recorded:
     """A communicator that notes which kinds of moves it begins with."""
 

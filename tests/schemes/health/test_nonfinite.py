@@ -25,7 +25,13 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, begin_state_anew, describe, mark_of
+from lightning_hiercomm.schemes.health.nonfinite import (
+    NonfiniteError,
+    arrived_mark,
+    begin_state_anew,
+    describe,
+    mark_of,
+)
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -250,6 +256,21 @@ def test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server(polic
     else:
         ranks = train()
         assert all(rank.values.abs().max() < 1.0 for rank in ranks)
+
+
+def test_where_nobody_looks_gradients_that_are_too_large_for_the_wire_reach_the_server():
+    def work(rank: Rank) -> Rank:
+        for step in range(6):
+            rank.train(1e6 if step == 3 and rank.node == 1 else 0.1)
+        return rank
+
+    scheme = with_policy(StepsDelay(2, warmup_steps=0), "ignore")
+    for rank in run_to_end(work, scheme, PAIRS, shapes=SHAPES, wire="float16", inner=partial(SGD, lr=0.1)):
+        assert not rank.values.isfinite().any()
+
+
+def test_a_bucket_of_nothing_brings_no_mark():
+    assert arrived_mark(torch.zeros(0), parts=2) == 0.0
 
 
 def test_statistics_that_are_not_finite_stay_where_they_are():

@@ -447,6 +447,14 @@ class ByClosure(torch.optim.Optimizer):
         return closure()
 
 
+class Wrapping(torch.optim.SGD):
+    """Has param groups of its own beside the optimizer that makes the steps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.inside = torch.optim.SGD(parameters, lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "message"),
     [
@@ -456,6 +464,7 @@ class ByClosure(torch.optim.Optimizer):
         (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
         (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
         (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
+        (lambda p: Wrapping(p), {"local_update": "sgd"}, "Wrapping, which wraps another"),
         (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "dense, which SparseAdam does not take"),
         (None, {}, "needs the optimizer"),
     ],
