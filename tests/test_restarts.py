@@ -124,7 +124,8 @@ def test_a_run_that_loses_a_node_goes_on_with_the_other(train, tmp_path):
     for attempt in range(3):
         folder = tmp_path / f"shrinking-{attempt}"
         agents = survivor, lost = train(folder.name, *short, agreed, nodes="1:2")
-        _wait_for(lambda: (folder / "start-0").exists() and (folder / "start-0").read_text())
+        first = folder / "start-0"
+        _wait_for(lambda first=first: first.exists() and first.read_text())
         if written(folder, "start")[0]["ranks"] == 4:
             break
         for agent in agents:  # so busy is the machine that the second came too late, and the first began alone
