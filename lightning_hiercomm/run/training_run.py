@@ -243,9 +243,9 @@ class TrainingRun:
             scheme.follow(self.replicas.of(optimizer))
 
     def _tell_of_healing(self) -> None:
-        if any(scheme.has_healed for scheme in self.schemes):
+        if any(scheme.care.has_healed for scheme in self.schemes):
             for scheme in self.schemes:
-                scheme.has_healed = False
+                scheme.care.has_healed = False
             self.after_healing()
 
     def begin_anew(self) -> None:

@@ -457,9 +457,9 @@ class Agreement(Scheme):
             if void and not self._merge.keeps_agreed:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
             land = self._merge.land if self._merge.keeps_agreed else None
-            self._was_sick = self.repair(carrier, void, landed, self._take, land)
+            self._was_sick = self.care.repair(carrier, void, self.steps, landed, self._take, land)
         if self._was_sick:
-            self.begin_optimizer_anew()
+            self.care.begin_optimizer_anew()
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
@@ -503,7 +503,7 @@ class Agreement(Scheme):
 
     def _average_buffers(self) -> None:
         if self.replica.buffers and self.average_exactly(self.replica.buckets_of_buffers):
-            self.begin_optimizer_anew()
+            self.care.begin_optimizer_anew()
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from abc import ABC
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,22 +17,10 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.carriers.base import Land
 from lightning_hiercomm.schemes.carriers.mean import Average, average_optimizer_state, same_step
-from lightning_hiercomm.schemes.carriers.recovery import agree_without_sick
-from lightning_hiercomm.schemes.health.nonfinite import (
-    ADVICE,
-    SKIPPING,
-    NonfiniteError,
-    OnNonfinite,
-    begin_state_anew,
-    describe,
-    is_marked,
-    mark_of_buckets,
-)
-from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
-
-log = logging.getLogger(__name__)
+from lightning_hiercomm.schemes.health.care import Care
+from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 
 T = TypeVar("T")
 
@@ -41,13 +28,6 @@ Gradients = Literal["node", "world", "none"]
 
 _COUNTERS = ("steps", "step_in_epoch", "epoch")
 """Of a schedule, what means the same in every scheme."""
-
-
-_WHY_RANKS_DIFFER = (
-    "Ranks of a node share their gradients, so they should be equal to the bit. Look for what differs between them:"
-    " parameters that are changed outside of the optimizer, an optimizer that draws random numbers without a common"
-    " seed, kernels that are not deterministic, or a faulty device."
-)
 
 
 class Scheme(ABC):
@@ -73,7 +53,6 @@ class Scheme(ABC):
             or ``"ignore"``, which does not look. The strategy sets it.
         verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters:
             ``"raise"``, ``"warn"``, once, or ``"off"``, which does not look. The strategy sets it.
-        nonfinite: How often an agreement, or a step, had to do without somebody for that reason.
         replica: The parameters (and float buffers) that agree.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
@@ -83,8 +62,7 @@ class Scheme(ABC):
         epoch: Epochs begun before this one.
         unagreed_steps: Steps since the nodes last held the same parameters.
         agreements: How often they came to do so.
-        has_healed: Whether this rank has gone on from healthy parameters, where its own may have been sick, since
-            somebody last asked, who also clears it.
+        care: Finds what is not finite, or differs inside a node, and heals it or says so.
     """
 
     gradients: Gradients = "node"
@@ -93,20 +71,18 @@ class Scheme(ABC):
     topology: Topology
     optimizer: Optimizer | None
     wire: Wire
+    care: Care
 
     @checked_arguments
     def __init__(self) -> None:
         self.averages_optimizer_state = False
         self.on_nonfinite: OnNonfinite = "ignore"
         self.verify_replicas: VerifyReplicas = "off"
-        self._has_warned_of_difference = False
-        self.nonfinite = 0
         self.steps = 0
         self.step_in_epoch = 0
         self.epoch = 0
         self.unagreed_steps = 0
         self.agreements = 0
-        self.has_healed = False
         self._backgrounds: list[Background] = []
 
     def __repr__(self) -> str:
@@ -200,6 +176,8 @@ class Scheme(ABC):
         self.topology = topology
         self.optimizer = optimizer
         self.wire = wire or Wire()
+        can_skip = self.gradients != "world"
+        self.care = Care(replica, topology, optimizer, self.on_nonfinite, self.verify_replicas, can_skip)
         self.open()
         self.follow(replica)
 
@@ -210,7 +188,7 @@ class Scheme(ABC):
             replica: All of them; their values are equal on all ranks, so the nodes begin anew from them.
         """
         self.replica = replica if replica.equal_in_node == self.equal_in_node else replica.of_ranks_that_differ()
-        self.unagreed_steps = 0
+        self.care.replica = self.replica
         self._go_on_from_agreed()
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
@@ -262,7 +240,6 @@ class Scheme(ABC):
         """The run is over: nothing stays in flight, and every rank holds the agreed parameters."""
         self.agree()
         same_step(self.topology, self.steps, self.replica.device).wait()
-        self.unagreed_steps = 0
         self._go_on_from_agreed()
         self.close()
 
@@ -300,6 +277,11 @@ class Scheme(ABC):
     def phase(self) -> str:
         """The name of what the scheme is doing, for progress bars."""
         return "training"
+
+    @property
+    def nonfinite(self) -> int:
+        """How often an agreement, or a step, had to do without somebody whose values were NaN or infinite."""
+        return self.care.nonfinite
 
     def scalars(self) -> dict[str, float]:
         """Current values to log, such as ``sync_every`` and ``staleness``."""
@@ -349,11 +331,11 @@ class Scheme(ABC):
     def undo_point(self) -> Callable[[], None]:
         """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
         values = self.replica.snapshot()
-        counted = {name: getattr(self, name) for name in ("unagreed_steps", "agreements", "nonfinite")}
+        unagreed_steps, agreements, nonfinite = self.unagreed_steps, self.agreements, self.care.nonfinite
 
         def undo() -> None:
             self.replica.restore(values)
-            vars(self).update(counted)
+            self.unagreed_steps, self.agreements, self.care.nonfinite = unagreed_steps, agreements, nonfinite
 
         return undo
 
@@ -438,14 +420,14 @@ class Scheme(ABC):
     def average(self) -> None:
         """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""
         if self.exact_mean():
-            self.begin_optimizer_anew()
+            self.care.begin_optimizer_anew()
         self.nodes_agree()
 
     def exact_mean(self) -> bool:
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
 
         Returns:
-            As for :meth:`repair`.
+            Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
         """
         return self.average_exactly(self.replica.buckets)
 
@@ -459,7 +441,7 @@ class Scheme(ABC):
             weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
 
         Returns:
-            As for :meth:`repair`.
+            Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
         """
         if self.is_alone:
             return False
@@ -470,128 +452,21 @@ class Scheme(ABC):
             on_nonfinite=self.on_nonfinite,
             weights=weights,
         )
-        return self.repair(average, average(self.steps), average.landed)
-
-    def repair(
-        self,
-        spoilt: Average,
-        void: Sequence[int],
-        landed: Collection[int] = (),
-        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-        land: Land | None = None,
-    ) -> bool:
-        """Agree without the sick on what an exchange has not brought; collective, for all ranks know that it has not.
-
-        Args:
-            spoilt: Whose exchange it was.
-            void: Its buckets for which nothing finite has arrived.
-            landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
-            take: Gets every bucket and what takes the mean's place.
-            land: Lands the mean in the last agreed values.
-
-        Returns:
-            Whether this rank is sick, and has got the others' mean. If it goes on from that, and does not only look at
-            it, its optimizer begins anew.
-
-        Raises:
-            NonfiniteError: On all ranks, if :attr:`on_nonfinite` says so.
-        """
-        anywhere = bool(void)
-        if self.replica.shares and self.on_nonfinite != "ignore" and spoilt.wire.is_lossy:
-            # what is too large for the wire may lie in the part of one rank
-            count = torch.tensor(float(anywhere), device=self.device)
-            self.topology.intra.all_reduce(count).wait()
-            anywhere = bool(count)
-        if not anywhere:
-            return False
-        healthy = agree_without_sick(
-            self.replica,
-            self.topology,
-            spoilt,
-            void,
-            landed,
-            policy=self.on_nonfinite,
-            step=self.steps,
-            take=take,
-            land=land,
-        )
-        self.nonfinite += 1
-        return self.topology.rank not in healthy
-
-    def look(self, buckets: Sequence[Bucket]) -> bool | None:
-        """Whether what this node is about to send is not finite, where others do not learn of it together.
-
-        Args:
-            buckets: What leaves.
-
-        Returns:
-            None if nobody is to look.
-
-        Raises:
-            NonfiniteError: On the ranks of this node, if :attr:`on_nonfinite` says so.
-        """
-        if self.on_nonfinite == "ignore":
-            return None
-        mark, topology = mark_of_buckets(buckets).to(self.device), self.topology
-        if self.replica.shares:
-            topology.intra.all_reduce(mark).wait()
-        if not is_marked(mark.view(1)):
-            return False
-        found = describe(self.replica) or ("what another rank of the node holds" if self.replica.shares else None)
-        if found is None:  # it was only the sum that is too large
-            return False
-        return self.note_sickness(found)
-
-    def note_sickness(self, found: str) -> bool:
-        """Raise, or count and log that this node's values are not finite.
-
-        Args:
-            found: Which values.
-
-        Returns:
-            True.
-
-        Raises:
-            NonfiniteError: If :attr:`on_nonfinite` says so.
-        """
-        message = (
-            f"after {self.steps} optimizer steps rank {self.topology.rank} (node {self.topology.node}) has values that"
-            f" are NaN or infinite: {found}"
-        )
-        if self.on_nonfinite == "raise":
-            raise NonfiniteError(f"{message}. {ADVICE}{'' if self.gradients == 'world' else SKIPPING}")
-        log.warning("%s. The others go on without them (on_nonfinite='skip')", message)
-        self.nonfinite += 1
-        return True
+        return self.care.repair(average, average(self.steps), self.steps, average.landed)
 
     def verify(self) -> None:
-        """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.
+        """See that a node's ranks are equal before something leaves: :meth:`Care.verify`. Collective over the node."""
+        self.care.verify(self.steps)
 
-        Raises:
-            ReplicasDiffer: On all of them, if :attr:`verify_replicas` says so.
-        """
-        if self.verify_replicas == "off" or not self.equal_in_node:
-            return
-        difference = first_difference(self.replica, self.topology)
-        if difference is None:
-            return
-        message = f"after {self.steps} optimizer steps {difference}. {_WHY_RANKS_DIFFER}"
-        if self.verify_replicas == "raise":
-            raise ReplicasDiffer(message)
-        if not self._has_warned_of_difference and self.topology.local_rank == 0:
-            log.warning("%s", message)
-        self._has_warned_of_difference = True
-
-    def begin_optimizer_anew(self) -> None:
-        """This rank was sick and has got healthy parameters: let go of what its optimizer remembers of the sickness."""
-        self.has_healed = True
-        if self.optimizer is not None:
-            begin_state_anew(self.optimizer)
+    def look(self, buckets: Sequence[Bucket]) -> bool | None:
+        """Whether what is about to leave is not finite: :meth:`Care.look`."""
+        return self.care.look(buckets, self.steps)
 
     def _go_on_from_agreed(self) -> None:
         """Training goes on from agreed values, which are finite where this rank's own were not."""
-        if self.on_nonfinite == "skip" and not self.is_alone:
-            self.begin_optimizer_anew()
+        self.unagreed_steps = 0
+        if not self.is_alone:
+            self.care.begin_optimizer_anew()
 
     def nodes_agree(self) -> None:
         """Say that the nodes hold the same parameters; averages the optimizer's state as well, if it is asked for."""

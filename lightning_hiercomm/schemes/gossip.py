@@ -257,7 +257,7 @@ class Gossip(Scheme):
             self.agreements += 1
             was_sick |= exchange.is_sick
         if was_sick:
-            self.begin_optimizer_anew()
+            self.care.begin_optimizer_anew()
         return was_sick
 
     # ---- state and what a person may watch -----------------------------------------------------------------------

@@ -8,7 +8,6 @@ others is.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -18,12 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology
-
-log = logging.getLogger(__name__)
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 
@@ -92,47 +87,6 @@ def describe(replica: Replica, gradients: bool = False) -> str | None:
             whose = "the gradient of " if gradients else ""
             return f"{whose}{kind} {name} ({bad} of {looked_at.numel()} elements)"
     return None
-
-
-def find_healthy(replica: Replica, topology: Topology, policy: OnNonfinite, step: int, wire: Wire) -> frozenset[int]:
-    """The ranks whose values are finite, now that something was not. Collective over the world; blocks.
-
-    Args:
-        replica: What agrees; ranks of a node that hold the same parameters are sick together.
-        topology: The nodes.
-        policy: What is to be done.
-        step: Optimizer steps that were taken, for people.
-        wire: What travelled, likewise.
-
-    Raises:
-        NonfiniteError: On all ranks, if that is the policy, or no rank is healthy.
-    """
-    found: list[str | None] = topology.world.all_gather_object(describe(replica))
-    sick = {rank for rank, what in enumerate(found) if what is not None}
-    where = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
-    said = "; ".join(f"rank {rank} (node {where[rank]}): {found[rank]}" for rank in sorted(sick)[:8])
-    trouble = (
-        f"after {step} optimizer steps these are NaN or infinite: {said}"
-        if sick
-        else f"after {step} optimizer steps all parameters are finite, but not what {wire.codec} makes of them"
-    )
-    if replica.equal_in_node:
-        sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
-    healthy = frozenset(range(topology.world_size)) - sick
-    if not sick and not wire.is_lossy:  # it was only their sum that is too large
-        return healthy
-    if not healthy:
-        raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
-    if policy == "raise":
-        raise NonfiniteError(f"{trouble}. {ADVICE}{SKIPPING}")
-    if topology.rank == 0:
-        left_out = "The agreement goes on without them" if sick else "The agreement is repeated as it is"
-        log.warning("%s. %s (on_nonfinite='skip')", trouble, left_out)
-    return healthy
-
-
-ADVICE = "Lower the learning rate, clip gradients, or look for the batch with Trainer(detect_anomaly=True)."
-SKIPPING = " on_nonfinite='skip' leaves such a node out of an agreement and gives it the others' mean."
 
 
 @torch.no_grad()

@@ -251,7 +251,7 @@ class StepsDelay(Scheme):
         if self.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
             return True
         found = describe(self.replica, gradients=True)
-        return found is None or not self.note_sickness(found)
+        return found is None or not self.care.note_sickness(found, self.steps)
 
     def _make_dense(self) -> None:
         """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""
@@ -350,7 +350,7 @@ class StepsDelay(Scheme):
         Raises:
             RuntimeError: After the warm-up.
         """
-        if bool(self._written) and not self._has_warned_of_difference:
+        if bool(self._written) and not self.care.has_warned_of_difference:
             raise RuntimeError(
                 "somebody wrote to the weights outside of the optimizer's step (clamping, a mask, a new head), which"
                 " StepsDelay takes over in its warm-up only: afterwards the server's weights are not those of a device."

@@ -1,0 +1,253 @@
+"""Care for the replica of one optimizer, in one object, which every scheme is handed when it is attached."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.carriers.base import Land
+from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.health.nonfinite import (
+    NonfiniteError,
+    OnNonfinite,
+    begin_state_anew,
+    describe,
+    is_marked,
+    mark_of_buckets,
+)
+from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
+
+log = logging.getLogger(__name__)
+
+_ADVICE = "Lower the learning rate, clip gradients, or look for the batch with Trainer(detect_anomaly=True)."
+_SKIPPING = " on_nonfinite='skip' leaves such a node out of an agreement and gives it the others' mean."
+_WHY_RANKS_DIFFER = (
+    "Ranks of a node share their gradients, so they should be equal to the bit. Look for what differs between them:"
+    " parameters that are changed outside of the optimizer, an optimizer that draws random numbers without a common"
+    " seed, kernels that are not deterministic, or a faulty device."
+)
+
+
+class Care:
+    """Sees that what is not finite, or differs inside a node, is found, and healed or said, as the user has chosen.
+
+    Args:
+        replica: What agrees.
+        topology: The nodes.
+        optimizer: The user's, of the replica's parameters.
+        on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
+        verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters.
+        can_skip: Whether a node can be left out, which is then advised.
+
+    Attributes:
+        replica: As above; a scheme that follows other parameters says so here.
+        nonfinite: How often an agreement, or a step, had to do without somebody.
+        has_healed: Whether this rank has gone on from healthy parameters, where its own may have been sick, since
+            somebody last asked, who also clears it.
+        has_warned_of_difference: Whether ranks of the node are known to differ.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        topology: Topology,
+        optimizer: Optimizer | None,
+        on_nonfinite: OnNonfinite,
+        verify_replicas: VerifyReplicas,
+        can_skip: bool,
+    ) -> None:
+        self.replica = replica
+        self._topology = topology
+        self._optimizer = optimizer
+        self._on_nonfinite = on_nonfinite
+        self._verify_replicas = verify_replicas
+        self._can_skip = can_skip
+        self.nonfinite = 0
+        self.has_healed = False
+        self.has_warned_of_difference = False
+
+    def verify(self, step: int) -> None:
+        """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.
+
+        Args:
+            step: Optimizer steps that were taken, for people.
+
+        Raises:
+            ReplicasDiffer: On all of them, if that is the policy.
+        """
+        if self._verify_replicas == "off" or not self.replica.equal_in_node:
+            return
+        difference = first_difference(self.replica, self._topology)
+        if difference is None:
+            return
+        message = f"after {step} optimizer steps {difference}. {_WHY_RANKS_DIFFER}"
+        if self._verify_replicas == "raise":
+            raise ReplicasDiffer(message)
+        if not self.has_warned_of_difference and self._topology.local_rank == 0:
+            log.warning("%s", message)
+        self.has_warned_of_difference = True
+
+    def look(self, buckets: Sequence[Bucket], step: int) -> bool | None:
+        """Whether what this node is about to send is not finite, where others do not learn of it together.
+
+        Args:
+            buckets: What leaves.
+            step: Optimizer steps that were taken, for people.
+
+        Returns:
+            None if nobody is to look.
+
+        Raises:
+            NonfiniteError: On the ranks of this node, if that is the policy.
+        """
+        if self._on_nonfinite == "ignore":
+            return None
+        mark = mark_of_buckets(buckets).to(self.replica.device)
+        if self.replica.shares:
+            self._topology.intra.all_reduce(mark).wait()
+        if not is_marked(mark.view(1)):
+            return False
+        found = describe(self.replica) or ("what another rank of the node holds" if self.replica.shares else None)
+        if found is None:  # it was only the sum that is too large
+            return False
+        return self.note_sickness(found, step)
+
+    def note_sickness(self, found: str, step: int) -> bool:
+        """Raise, or count and log that this node's values are not finite.
+
+        Args:
+            found: Which values.
+            step: Optimizer steps that were taken, for people.
+
+        Returns:
+            True.
+
+        Raises:
+            NonfiniteError: If that is the policy.
+        """
+        message = (
+            f"after {step} optimizer steps rank {self._topology.rank} (node {self._topology.node}) has values that"
+            f" are NaN or infinite: {found}"
+        )
+        if self._on_nonfinite == "raise":
+            raise NonfiniteError(f"{message}. {_ADVICE}{_SKIPPING if self._can_skip else ''}")
+        log.warning("%s. The others go on without them (on_nonfinite='skip')", message)
+        self.nonfinite += 1
+        return True
+
+    @torch.no_grad()
+    def repair(
+        self,
+        spoilt: Average,
+        void: Sequence[int],
+        step: int,
+        landed: Collection[int] = (),
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+        land: Land | None = None,
+    ) -> bool:
+        """Agree without the sick on what an exchange has not brought; collective, for all ranks know that it has not.
+
+        The healthy agree on their present values, which travel as they are this time, and the sick take what comes of
+        it. It is rare, and waited for. With H the ranks that are healthy::
+
+            mean := sum over H of w_r x_r / sum over H of w_r
+
+        Args:
+            spoilt: Whose exchange it was; it knows the last agreed values.
+            void: Its buckets for which nothing finite has arrived.
+            step: Optimizer steps that were taken.
+            landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
+            take: Gets every bucket and what takes the mean's place.
+            land: Lands the mean in the last agreed values, as for ``spoilt``.
+
+        Returns:
+            Whether this rank is sick, and has got the others' mean. If it goes on from that, and does not only look at
+            it, its optimizer begins anew.
+
+        Raises:
+            NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
+        """
+        anywhere = bool(void)
+        if self.replica.shares and self._on_nonfinite != "ignore" and spoilt.wire.is_lossy:
+            # what is too large for the wire may lie in the part of one rank
+            count = torch.tensor(float(anywhere), device=self.replica.device)
+            self._topology.intra.all_reduce(count).wait()
+            anywhere = bool(count)
+        if not anywhere:
+            return False
+        healthy = self._find_healthy(step, spoilt.wire)
+        is_sick = self._topology.rank not in healthy
+        buckets = [spoilt.buckets[index] for index in void]
+        for index, bucket in zip(void, buckets, strict=True):
+            known = None if land is None else spoilt.whole(index, spoilt.anchors[index])
+            if is_sick:  # counts as nothing or, where differences count, as having gone nowhere
+                bucket.unpack(bucket.empty().zero_() if known is None else known[: bucket.numel])
+
+        def land_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+            if land is None or void[index] in landed:  # on this lane all had arrived, or the wire was large enough
+                return agreed
+            return land(void[index], agreed, difference)
+
+        def weights_of_healthy(index: int) -> list[float]:
+            weights = spoilt.weights(void[index])
+            total = sum(weights[rank] for rank in healthy)
+            return [weight / total if rank in healthy else 0.0 for rank, weight in enumerate(weights)]
+
+        if buckets:  # of a sharded model, it may be that only other ranks have some
+            mean = Average(
+                self.replica,
+                self._topology,
+                buckets=buckets,
+                land=None if land is None else land_healthy,
+                weights=weights_of_healthy,
+            )
+            if land is not None:
+                mean.anchors = [spoilt.anchors[index] for index in void]
+            mean(step, take=take)
+            spoilt.restart(void)
+        self.nonfinite += 1
+        return is_sick
+
+    def _find_healthy(self, step: int, wire: Wire) -> frozenset[int]:
+        """The ranks whose values are finite, now that something was not. Collective over the world; blocks.
+
+        Ranks of a node that hold the same parameters are sick together.
+        """
+        topology = self._topology
+        found: list[str | None] = topology.world.all_gather_object(describe(self.replica))
+        sick = {rank for rank, what in enumerate(found) if what is not None}
+        where = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
+        said = "; ".join(f"rank {rank} (node {where[rank]}): {found[rank]}" for rank in sorted(sick)[:8])
+        trouble = (
+            f"after {step} optimizer steps these are NaN or infinite: {said}"
+            if sick
+            else f"after {step} optimizer steps all parameters are finite, but not what {wire.codec} makes of them"
+        )
+        if self.replica.equal_in_node:
+            sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
+        healthy = frozenset(range(topology.world_size)) - sick
+        if not sick and not wire.is_lossy:  # it was only their sum that is too large
+            return healthy
+        if not healthy:
+            raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
+        if self._on_nonfinite == "raise":
+            raise NonfiniteError(f"{trouble}. {_ADVICE}{_SKIPPING}")
+        if topology.rank == 0:
+            left_out = "The agreement goes on without them" if sick else "The agreement is repeated as it is"
+            log.warning("%s. %s (on_nonfinite='skip')", trouble, left_out)
+        return healthy
+
+    def begin_optimizer_anew(self) -> None:
+        """This rank goes on from healthy parameters: let go of what its optimizer may remember of a sickness."""
+        if self._on_nonfinite == "skip":
+            self.has_healed = True
+            if self._optimizer is not None:
+                begin_state_anew(self._optimizer)
