@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from problems import one_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -305,6 +305,24 @@ def test_no_nodes_own_disk_keeps_companions_of_what_is_gone(fit, io):
 
 class Links(ModelCheckpoint):
     CHECKPOINT_NAME_LAST = "last-{epoch}"
+
+
+def test_a_save_that_fails_says_why_and_leaves_no_companions(tmp_path):
+    path, written = tmp_path / "saved.ckpt", []
+
+    class Full(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, at, storage_options=None):
+            if Path(at) == path:
+                written.extend(tmp_path.iterdir())
+                raise OSError("no room for it")
+            super().save_checkpoint(checkpoint, at, storage_options)
+
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), checkpoint_replicas=True)
+    trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Full()], callbacks=[SaveAfter(2, path)])
+    with pytest.raises(OSError, match="no room for it"):
+        trainer.fit(Net())
+    assert [each.name.startswith("saved.ckpt") for each in written] == [True]  # the companion comes first
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_companions(fit, tmp_path):
