@@ -376,10 +376,13 @@ class Outer(Method):
         every: H, counted over the run.
         rate: Of the outer optimizer.
         momentum: The same.
+        staleness: Steps before the agreement at which what it is about has left.
+        keep_local: Weight of what a node has become by itself, when it arrives.
     """
 
-    def __init__(self, every: int, rate: float, momentum: float) -> None:
+    def __init__(self, every: int, rate: float, momentum: float, staleness: int = 0, keep_local: float = 0.0) -> None:
         self._every, self._rate, self._momentum = every, rate, momentum
+        self._staleness, self._keep_local = staleness, keep_local
 
     def begin(self, state: State) -> None:
         state.extra["agreed"] = state.weights[:, :1].clone()
@@ -387,13 +390,15 @@ class Outer(Method):
 
     def step(self, state: State, gradients: Tensor) -> None:
         state.descend(gradients)
-        if (state.step + 1) % self._every:
-            return
-        agreed, way = state.extra["agreed"], state.extra["way"]
-        difference = agreed - state.weights.mean(1, keepdim=True)
-        way.mul_(self._momentum).add_(difference)
-        agreed.sub_(self._rate * (difference + self._momentum * way))
-        state.weights.copy_(agreed.expand_as(state.weights))
+        done = state.step + 1
+        if (done + self._staleness) % self._every == 0:
+            state.extra["mean"] = state.weights.mean(1, keepdim=True)
+        if done % self._every == 0:
+            agreed, way = state.extra["agreed"], state.extra["way"]
+            difference = agreed - state.extra["mean"]
+            way.mul_(self._momentum).add_(difference)
+            agreed.sub_(self._rate * (difference + self._momentum * way))
+            state.weights.lerp_(agreed.expand_as(state.weights), 1.0 - self._keep_local)
 
 
 def warm_up_steps(arena: Arena, delay: int, share: float) -> int:

@@ -308,7 +308,7 @@ def _long() -> tuple[Contender, ...]:
 
 
 def _outer() -> tuple[Contender, ...]:
-    """How often, and with which outer optimizer."""
+    """How often, with which outer optimizer, and what a node keeps of its own where the outer step comes later."""
     outers = ((1.0, 0.0), (0.7, 0.9), (0.7, 0.5))
     return (
         Contender("AllReduce", lambda _: Synchronous(), "all-reduce", -14),
@@ -321,9 +321,22 @@ def _outer() -> tuple[Contender, ...]:
                 f"H {every}, outer {rate:g}, {momentum:g}",
                 -14,
             )
-            for every in (64, 512)
+            for every in (64, 128, 256, 512)
             for rate, momentum in outers
         ),
+    )
+
+
+def _late(every: int, momentum: float) -> tuple[Contender, ...]:
+    """What a node keeps of its own where the outer step comes eight steps later."""
+    return tuple(
+        Contender(
+            f"keep_local = {kept:g}",
+            lambda _, kept=kept: Outer(every, 0.7, momentum, 8, kept),  # type: ignore[misc]
+            f"H {every}, outer 0.7, {momentum:g}, S 8, alpha {kept:g}",
+            -14,
+        )
+        for kept in (0.0, 0.5)
     )
 
 
@@ -368,6 +381,11 @@ COMPARISONS = {
         Comparison(Arena("nodes-4", 4, 16, 12), _periods()),
         Comparison(Arena("adamw-8", 8, 8, 12, "adamw"), _adam()),
         Comparison(Arena("rare-2", 2, 16, 16, "adamw"), _outer()),
+        *(
+            Comparison(Arena(f"late-{every}-{momentum:g}", 2, 16, 16, "adamw"), _late(every, momentum))
+            for every in (64, 256)
+            for momentum in (0.9, 0.5)
+        ),
         Comparison(Arena("long-8", 8, 8, 48), _long()),
         Comparison(Arena("gossip-16", 16, 4, 12), _gossips(), _TWENTY),
         Comparison(Arena("gossip-32", 32, 2, 12), _gossips(), _TWENTY),

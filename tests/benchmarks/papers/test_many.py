@@ -45,6 +45,10 @@ SAME = {
     "SGP": (push, lambda: Gossip("directed_exponential", segments=1, hierarchical=False)),
     "a ring": (ring, lambda: Gossip("ring", segments=1, hierarchical=False)),
     "DiLoCo": (lambda: Outer(12, 0.7, 0.9), lambda: DiLoCo(12)),
+    "DiLoCo, late": (
+        lambda: Outer(12, 0.7, 0.9, staleness=3, keep_local=0.5),
+        lambda: DiLoCo(12, staleness=3, keep_local=0.5),
+    ),
     "SSD-SGD": (lambda: Delayed(3, 0.25), lambda: StepsDelay(3, 12)),
 }
 
