@@ -32,6 +32,7 @@ from lightning.fabric.utilities import registry
 from tqdm import tqdm
 
 from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
 os.environ.update(OMPI_MCA_btl="^ofi")  # it sleeps for a second where Lightning asks MPI whether that started us
@@ -279,7 +280,7 @@ def _join(context: Any) -> None:
 
 
 def _main(rank: int, main: Callable[[Path], Any], folder: Path) -> None:
-    gc.freeze()  # as for WatchfulLauncher's ranks
+    settle_as_fork("fork")  # as WatchfulLauncher's ranks do
     os.environ["LOCAL_RANK"] = str(rank)
     warnings.filterwarnings("ignore")
     torch.save(main(folder), folder / f"returned-{rank}.pt")

@@ -22,6 +22,8 @@ import numpy
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from lightning_hiercomm._lightning.launcher import settle_as_fork
+
 T = TypeVar("T")
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -116,7 +118,7 @@ class Ranks:
 def _serve(rank: int, port: int, connection: Any) -> None:
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # nobody else would end one that is stopped
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have workers
-    gc.freeze()  # in a forked rank the collector's every look at what was there before is a copy
+    settle_as_fork("fork")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     warnings.filterwarnings("ignore")
     nowhere = os.open(os.devnull, os.O_WRONLY)

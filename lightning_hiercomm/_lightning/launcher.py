@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -57,7 +58,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
         return {**state, "_watcher": None}
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
-        leave_garbage_of_parent(self._start_method)
+        settle_as_fork(self._start_method)
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
             self._has_finished[process_idx] = 1
@@ -100,13 +101,16 @@ class WatchfulLauncher(_MultiProcessingLauncher):
                     return
 
 
-def leave_garbage_of_parent(start_method: str) -> None:
-    """Keep a forked rank from collecting what its parent left behind.
+def settle_as_fork(start_method: str) -> None:
+    """Keep a forked rank from collecting what its parent left behind, and give it threads of its own.
 
-    If that owns threads, as a process group does, its end would wait for ever: they are in the parent only.
+    If garbage owns threads, as a process group does, its end would wait for ever: they are in the parent only. Torch
+    makes a fork's pool of threads where it is first asked for: threads of a backward pass that ask at once may find
+    none, which ends the process ("Invalid thread pool").
     """
     if start_method == "fork":
         gc.freeze()
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _end_soon(processes: list[Any], patience: float = 3.0) -> None:

@@ -194,7 +194,9 @@ class Checkpoints:
     def remove_stale_companions(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
         """Delete the companions of what a checkpoint has replaced; on rank 0, once the checkpoint is written."""
         own = checkpoint[_KEY].get("identity")
-        after_saves(io, lambda: self._remove_companions(io, filepath, lambda other: other != own, rank=0))
+        # those that lie there now: beside training, the next checkpoint's may come before this one is written
+        replaced = {identity for identity, _ in self._companions(filepath, rank=0)} - {own}
+        after_saves(io, lambda: self._remove_companions(io, filepath, replaced.__contains__, rank=0))
 
     def remove(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
         """Delete a checkpoint and its companions, after all that was told to be written is written.
@@ -210,24 +212,33 @@ class Checkpoints:
         after_saves(io, remove)
 
     def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool], rank: int) -> None:
-        """Delete companions at a checkpoint's place whose identity is condemned: on rank 0 those of all ranks.
+        """Delete companions at a checkpoint's place whose identity is condemned: see :meth:`_companions`."""
+        for identity, path in self._companions(filepath, rank):
+            if condemned(identity):
+                with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
+                    io.remove_checkpoint(path)
+
+    def _companions(self, filepath: Any, rank: int) -> list[tuple[str, str]]:
+        """Identity and path of companions at a checkpoint's place: on rank 0 those of all ranks.
 
         On others their own, and only where the checkpoint itself is not there, so that rank 0 does not see them.
         """
         try:
             file_system, prefix = url_to_fs(companion_prefix(filepath))
             if rank != 0 and file_system.exists(prefix.removesuffix(companion_prefix(""))):
-                return
+                return []
             beside = file_system.ls(os.path.dirname(prefix), detail=False, refresh=True)
         except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
-            return
+            return []
         own = prefix if rank == 0 else f"{prefix}{rank:04d}."
-        for path in beside:
-            if path.startswith(own):
-                identity = path.removesuffix(".part").rpartition(".")[2]
-                if condemned(identity):
-                    with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
-                        io.remove_checkpoint(file_system.unstrip_protocol(path) if "://" in str(filepath) else path)
+        return [
+            (
+                path.removesuffix(".part").rpartition(".")[2],
+                file_system.unstrip_protocol(path) if "://" in str(filepath) else path,
+            )
+            for path in beside
+            if path.startswith(own)
+        ]
 
     def take(
         self,

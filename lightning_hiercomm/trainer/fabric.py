@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.ddp import (
     unused_parameters,
     warning_of_unused_parameters,
 )
-from lightning_hiercomm._lightning.launcher import leave_garbage_of_parent
+from lightning_hiercomm._lightning.launcher import settle_as_fork
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import check_backend, connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
@@ -238,7 +238,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        leave_garbage_of_parent(self._start_method)  # the first thing that a rank does
+        settle_as_fork(self._start_method)  # the first thing that a rank does
         super().setup_environment()
         settings, place = self._settings, (self.node_rank, self.local_rank)
         self.topology = connect_world(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from lightning_hiercomm.checkpoints.companion import (
     set_random_state,
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.replica import Replica
@@ -332,6 +334,25 @@ def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_comp
     assert [path.name for path in tmp_path.glob("last*")] == ["last-epoch=1.ckpt"]
     assert len(companions_of(tmp_path / "epoch=0.ckpt")) == len(companions_of(tmp_path / "epoch=1.ckpt")) == 4
     fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"})
+
+
+def test_what_a_slow_save_has_replaced_does_not_take_the_next_ones_companions_with_it(tmp_path):
+    path, may_end = tmp_path / "last.ckpt", threading.Event()
+
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *_):
+            may_end.wait(60)
+
+    io = AsyncCheckpointIO(Slow())
+    before, own, following = (Path(companion_path(path, 3, identity)) for identity in ("before", "own", "following"))
+    for companion in (before, own):
+        companion.touch()
+    io.save_checkpoint({}, path)
+    Checkpoints().remove_stale_companions(io, path, {"hiercomm": {"identity": "own"}})
+    following.touch()
+    may_end.set()
+    io.teardown()
+    assert sorted(tmp_path.iterdir()) == sorted([own, following])
 
 
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
