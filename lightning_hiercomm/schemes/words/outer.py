@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Move
@@ -225,6 +226,7 @@ class OuterOptimizer(Merge):
                 offset = 0
                 for run in self._runs[index]:
                     if name in optimizer.state.get(run, {}):
+                        streams.keep_here(optimizer.state[run][name])  # made on the stream of an exchange
                         part[offset:][: run.numel()] = optimizer.state[run][name]
                     offset += run.numel()
                 flats[name] = carrier.whole(index, part)
