@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -195,8 +195,8 @@ class Checkpoints:
         """Delete the companions of what a checkpoint has replaced; on rank 0, once the checkpoint is written."""
         own = checkpoint[_KEY].get("identity")
         # those that lie there now: beside training, the next checkpoint's may come before this one is written
-        replaced = {identity for identity, _ in self._companions(filepath, rank=0)} - {own}
-        after_saves(io, lambda: self._remove_companions(io, filepath, replaced.__contains__, rank=0))
+        replaced = [path for identity, path in self._companions(filepath, rank=0) if identity != own]
+        after_saves(io, lambda: _delete(io, replaced))
 
     def remove(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
         """Delete a checkpoint and its companions, after all that was told to be written is written.
@@ -213,10 +213,7 @@ class Checkpoints:
 
     def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool], rank: int) -> None:
         """Delete companions at a checkpoint's place whose identity is condemned: see :meth:`_companions`."""
-        for identity, path in self._companions(filepath, rank):
-            if condemned(identity):
-                with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
-                    io.remove_checkpoint(path)
+        _delete(io, [path for identity, path in self._companions(filepath, rank) if condemned(identity)])
 
     def _companions(self, filepath: Any, rank: int) -> list[tuple[str, str]]:
         """Identity and path of companions at a checkpoint's place: on rank 0 those of all ranks.
@@ -323,3 +320,9 @@ class Checkpoints:
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+
+
+def _delete(io: CheckpointIO, companions: Iterable[str]) -> None:
+    for path in companions:
+        with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
+            io.remove_checkpoint(path)

@@ -183,14 +183,18 @@ def test_when_all_have_died_the_run_goes_on_from_its_newest_checkpoint(cluster, 
         assert nodes.lives == {"0": 1, "1": 1}
 
 
+def two_train_and_die(nodes: Cluster) -> None:
+    nodes.start(0)
+    nodes.start(1)
+    nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
+    for node in range(2):
+        nodes.signal(node, signal.SIGKILL)
+
+
 @pytest.mark.nightly
 def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sentence(cluster):
     with cluster(min_nodes=2, scheme="diloco", **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
-        for node in range(2):
-            nodes.signal(node, signal.SIGKILL)
+        two_train_and_die(nodes)
         nodes.watch(until=lambda: min(nodes.lives.values()) >= 2)
         assert "would begin at step 0 once more. Give fit(ckpt_path='last')" in nodes.log(0, 1)
 
@@ -199,11 +203,7 @@ def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sente
 def test_when_all_have_died_a_node_that_was_never_there_does_not_begin_anew(cluster):
     """It has not been started again; the lighthouse knows that the run has trained."""
     with cluster(min_nodes=1, scheme="diloco", **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
-        for node in range(2):
-            nodes.signal(node, signal.SIGKILL)
+        two_train_and_die(nodes)
         nodes.watch(restarts=False)
         nodes.start(2)
         nodes.watch(restarts=False)

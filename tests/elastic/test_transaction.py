@@ -282,6 +282,14 @@ def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_g
     torch.testing.assert_close(results["1", 0], results["2", 0], rtol=0, atol=0)
 
 
+def train_to_the_end(own: ElasticRank, steps: int = 15) -> torch.Tensor:
+    """What a node ends with that nothing befalls any more."""
+    while own.scheme.steps < steps:
+        own.step()
+    own.scheme.finish()
+    return own.rank.values
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)], ids=str)
 def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_knows_it_too(sizes):
     threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
@@ -289,9 +297,7 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
 
     def newcomer(own: ElasticRank):
         assert own.join()
-        while own.scheme.steps < 15:
-            own.step()
-        own.scheme.finish()
+        train_to_the_end(own)
         return own.membership.history
 
     def work(own: ElasticRank):
@@ -402,10 +408,7 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
 
     def newcomer(own: ElasticRank):
         was_healed, began = own.join(), own.scheme.steps
-        while own.scheme.steps < 15:
-            own.step()
-        own.scheme.finish()
-        return own.rank.values, was_healed, began, own.membership.me.shares
+        return train_to_the_end(own), was_healed, began, own.membership.me.shares
 
     def work(own: ElasticRank):
         own.join()
@@ -436,10 +439,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
     def newcomer(own: ElasticRank):
         assert own.join()
         at["joined"] = own.scheme.steps
-        while own.scheme.steps < 12:
-            own.step()
-        own.scheme.finish()
-        return own.rank.values
+        return train_to_the_end(own, 12)
 
     def work(own: ElasticRank):
         own.join()
@@ -486,10 +486,7 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
     def newcomer(own: ElasticRank):
         assert own.join()
         joined.append(own.scheme.steps)
-        while own.scheme.steps < 15:
-            own.step()
-        own.scheme.finish()
-        return own.rank.values
+        return train_to_the_end(own)
 
     def work(own: ElasticRank):
         own.join()
@@ -526,10 +523,7 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
 
     def newcomer(own: ElasticRank):
         assert own.join()
-        while own.scheme.steps < 15:
-            own.step()
-        own.scheme.finish()
-        return own.rank.values
+        return train_to_the_end(own)
 
     def work(own: ElasticRank):
         own.join()
