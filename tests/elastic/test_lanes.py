@@ -89,6 +89,7 @@ def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(
     if is_known:
         links.ask(address, read, 10.0)
     os.kill(process, signal.SIGSTOP)
+    os.waitpid(process, os.WUNTRACED)  # the signal is sent: its threads may still answer until they are all stopped
     with pytest.raises(RuntimeError, match="does not answer"):
         links.ask(address, read, 0.2)
     assert links.unreachable([address]) == [address]
