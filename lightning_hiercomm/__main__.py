@@ -75,6 +75,20 @@ def _parser() -> argparse.ArgumentParser:
         "--wires", nargs="+", choices=("float32", "bfloat16", "int8", "int4"), help="what may travel between nodes"
     )
     plan.add_argument("--target", type=float, default=0.05, help="accepted overhead of a step; default: %(default)s")
+    plan.add_argument("--mtbf", help="how long one node lives on average: 3h, 2d; also shows what nodes that die cost")
+    plan.add_argument("--price", type=float, help="with --mtbf: of a node for an hour, in any currency")
+    plan.add_argument(
+        "--egress", type=float, help="with --mtbf: of a gigabyte that a node sends to others, in the same"
+    )
+    plan.add_argument(
+        "--restart-time",
+        help="with --mtbf: from a node's death until its program runs again; default: 10min, as in Daly's examples",
+    )
+    plan.add_argument(
+        "--checkpoint-time",
+        help="with --mtbf: for which training waits for a checkpoint; default: its bytes at 1 GB/s, an assumption",
+    )
+    plan.add_argument("--dead-after", help="with --mtbf: as of the elastic run; default: 5s")
     plan.add_argument("--all", action="store_true", help="show all settings, not only the best of each scheme")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     plan.add_argument("--plot", metavar="FILE.png", help="also draw it")

@@ -20,6 +20,7 @@ from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
 from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.candidates import WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
+from lightning_hiercomm.planning.predict.faults import Faults, advice
 from lightning_hiercomm.planning.simulate import curves
 from lightning_hiercomm.planning.simulate.presets import PRESETS, Preset, Setting
 from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
@@ -114,6 +115,7 @@ def plan(arguments: argparse.Namespace) -> int:
         )
     wires = [None if wire == "float32" else wire for wire in sorted(arguments.wires or WIRES[:2], key=WIRES.index)]
     memory = None if arguments.memory is None else _read("--memory", quantities.size, arguments.memory)
+    faults = _faults(arguments)
     try:
         made = make_plan(cluster, workload, wires, memory, arguments.target)
     except ValueError as error:
@@ -121,14 +123,35 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         report.plot(made, Path(arguments.plot))
     if arguments.json:
-        print(json.dumps(report.to_dict(made), indent=1))
+        print(json.dumps(report.to_dict(made, faults), indent=1))
         return 0
-    print(report.table(made, arguments.all))
+    print(report.table(made, arguments.all, faults))
     wire = made.chosen.candidate.wire_dtype
     print(f"\nRecommended: {made.chosen.candidate.title}{f' with wire_dtype={wire!r}' if wire else ''}")
     print(f"because {made.reason}\n")
+    if faults is not None:
+        print(f"{advice(made, faults)}\n")
     print(report.yaml(made), end="")
     return 0
+
+
+def _faults(arguments: argparse.Namespace) -> Faults | None:
+    """What the flags say of nodes that die; None if nothing."""
+    durations = {"restart": "--restart-time", "checkpoint": "--checkpoint-time", "dead_after": "--dead-after"}
+    prices = {"price": "--price", "egress": "--egress"}
+    given = {name: getattr(arguments, flag[2:].replace("-", "_")) for name, flag in {**durations, **prices}.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.mtbf is None:
+        if given:
+            flag = {**durations, **prices}[next(iter(given))]
+            raise PlanningError(f"{flag}: say with --mtbf how long a node lives on average, such as --mtbf 3h")
+        return None
+    for name in prices.keys() & given.keys():
+        if not 0 <= given[name] < math.inf:
+            raise PlanningError(f"{prices[name]} {given[name]} must be a price: 0 or more")
+    for name in durations.keys() & given.keys():
+        given[name] = _read(durations[name], quantities.duration, given[name])
+    return Faults(_read("--mtbf", quantities.duration, arguments.mtbf), **given)
 
 
 def simulate(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,17 @@ _PREFIXES = {
     "ti": 2.0**40,
 }
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
+_DURATIONS = {
+    "": 1.0,
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ns": 1e-9,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
 _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)\s*(/s)?\s*", re.IGNORECASE)
 
 
@@ -47,7 +57,7 @@ def size(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """``"50us"``, ``"2.5ms"``, ``"0.4s"`` or ``"0.4"``, as seconds.
+    """``"50us"``, ``"2.5ms"``, ``"0.4s"``, ``"0.4"``, ``"20min"``, ``"3h"`` or ``"2d"``, as seconds.
 
     Raises:
         ValueError: For anything else, or if it is not positive.
@@ -106,3 +116,8 @@ def shown_seconds(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g} {unit}"
     return f"{value * 1e9:.3g} ns" if value else "0 s"
+
+
+def shown_price(value: float) -> str:
+    """For people: ``"27,300"``, ``"0.123"``."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

@@ -59,6 +59,42 @@ def test_json_holds_every_number(capsys):
         assert name in row
 
 
+def test_with_the_life_of_a_node_a_plan_says_what_is_kept_and_what_it_costs(capsys):
+    assert run(*FLAGS, "--mtbf", "3h", "--price", "2.1", "--egress", "0.05") == 0
+    shown = capsys.readouterr().out
+    header, _, *rows = shown.splitlines()
+    assert header.split("apart")[1].split("  ")[-4:] == [
+        "kept, elastic",
+        "kept, restarts",
+        "cost, elastic",
+        "cost, restarts",
+    ]
+    assert {row.split()[-2] == "-" for row in rows if "AllReduce()" in row} == {True}
+    assert "Of 64 nodes that each live 3 h, one dies every 2.81 min." in shown
+    assert "Take elastic nodes with " in shown
+    assert run(*FLAGS, "--mtbf", "3h") == 0
+    assert "cost, " not in capsys.readouterr().out
+
+
+def test_where_nodes_seldom_die_or_are_back_at_once_restarts_may_do(capsys):
+    assert run(*FLAGS, "--inter", "100tbit", "--mtbf", "3000d", "--restart-time", "1s", "--checkpoint-time", "1ms") == 0
+    assert "Take AllReduce() and restarts" in capsys.readouterr().out
+
+
+def test_json_says_the_same_of_every_setting_and_the_advice(capsys):
+    assert run(*FLAGS, "--mtbf", "3h", "--price", "2.1", "--restart-time", "2min", "--dead-after", "2", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["faults"]["mtbf"] == 10800
+    assert (values["faults"]["restart"], values["faults"]["dead_after"], values["faults"]["price"]) == (120, 2, 2.1)
+    assert values["advice"].startswith("Of 64 nodes")
+    kept = {row["scheme"]: row["elastic_goodput"] for row in values["rows"] if not row["arguments"].get("staleness")}
+    assert kept["AllReduce"] is None
+    assert 0 < kept["PeriodicAveraging"] < 1
+    assert all(0 < row["restarts_goodput"] < kept["PeriodicAveraging"] for row in values["rows"])
+    assert {"elastic_cost", "restarts_cost", "checkpoint_every"} <= values["rows"][0].keys()
+    assert values["recommended"] in values["rows"]
+
+
 def test_the_recommended_configuration_is_one_that_lightning_cli_reads(capsys, tmp_path):
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningArgumentParser
@@ -111,6 +147,11 @@ def test_without_matplotlib_a_plot_is_refused(tmp_path, capsys, monkeypatch):
         ([*FLAGS, "--fast"], "unrecognized arguments: --fast"),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         ([*FLAGS, "--plot", "/nowhere/plan.png"], "/nowhere/plan.png"),
+        ([*FLAGS, "--price", "2.1"], "--price: say with --mtbf how long a node lives"),
+        ([*FLAGS, "--restart-time", "10min"], "--restart-time: say with --mtbf how long a node lives"),
+        ([*FLAGS, "--mtbf", "often"], "--mtbf: 'often' is not a duration"),
+        ([*FLAGS, "--mtbf", "3h", "--price", "-1"], "--price -1.0 must be a price"),
+        ([*FLAGS, "--mtbf", "3h", "--dead-after", "0"], "--dead-after: '0' must be positive"),
     ],
 )
 def test_wrong_flags_and_impossible_clusters_are_one_line(arguments, message, capsys):

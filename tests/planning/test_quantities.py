@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lightning_hiercomm.planning import quantities
@@ -26,7 +28,8 @@ def test_bandwidths(text, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("50us", 5e-5), ("2.5 ms", 2.5e-3), ("0.4", 0.4), ("0.4s", 0.4), ("2min", 120)]
+    ("text", "value"),
+    [("50us", 5e-5), ("2.5 ms", 2.5e-3), ("0.4", 0.4), ("0.4s", 0.4), ("2min", 120), ("3h", 10800), ("2d", 172800)],
 )
 def test_durations(text, value):
     assert quantities.duration(text) == pytest.approx(value)
@@ -75,3 +78,8 @@ def test_what_makes_no_sense_is_named(reader, text, message):
 )
 def test_people_see_three_digits(shown, value):
     assert shown == value
+
+
+def test_prices_are_shown_by_three_digits():
+    prices = {0.0: "0", 0.012345: "0.0123", 99.94: "99.9", 101.4: "101", 27345.0: "27,300", math.inf: "inf"}
+    assert {value: quantities.shown_price(value) for value in prices} == prices

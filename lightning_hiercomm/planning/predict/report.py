@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,28 @@ from typing import Any
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
 from lightning_hiercomm.planning.predict.cost import predict
-from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
+from lightning_hiercomm.planning.predict.faults import Faults, advice, survive
+from lightning_hiercomm.planning.quantities import shown_bytes, shown_price, shown_seconds
 
 _COLUMNS = ("configuration", "between nodes", "step", "exposed", "per node", "memory", "speed-up", "limit", "apart")
 
 
-def table(plan: Plan, everything: bool = False) -> str:
+_COLUMNS_WITH_FAULTS = ("kept, elastic", "kept, restarts")
+_COLUMNS_WITH_COSTS = ("cost, elastic", "cost, restarts")
+
+
+def table(plan: Plan, everything: bool = False, faults: Faults | None = None) -> str:
     """One line per configuration, and one per scheme of which there is none.
 
     Args:
         plan: What is shown.
         everything: Also the settings that are not the best of their scheme.
+        faults: Also what is kept where nodes die, and what the samples of 1,000 undisturbed steps cost.
     """
     rows = plan.rows if everything else plan.best_of_each()
     lines = [_COLUMNS, *(_cells(row, row is plan.chosen) for row in rows)]
+    if faults is not None:
+        lines = [(*cells, *more) for cells, more in zip(lines, _with_faults(plan, rows, faults), strict=True)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
     absent = [f"not in the table: {name}, for {reason}" for name, reason in plan.left_out().items()]
@@ -45,29 +54,49 @@ def _cells(row: Row, is_chosen: bool) -> tuple[str, ...]:
     )
 
 
+def _with_faults(plan: Plan, rows: Sequence[Row], faults: Faults) -> Iterator[tuple[str, ...]]:
+    is_paid = bool(faults.price or faults.egress)
+    yield _COLUMNS_WITH_FAULTS + (_COLUMNS_WITH_COSTS if is_paid else ())
+    for row in rows:
+        survival = survive(row, plan.cluster, plan.workload, faults)
+        kept, cost = survival.elastic_goodput, survival.elastic_cost
+        shown = ["-" if kept is None else f"{kept:.1%}", f"{survival.restarts_goodput:.1%}"]
+        if is_paid:
+            shown += ["-" if cost is None else shown_price(cost), shown_price(survival.restarts_cost)]
+        yield tuple(shown)
+
+
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
     left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
     right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
     return "  ".join([*left, *right])
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
-    """Everything, as primitives that JSON knows; bytes and seconds are per step, of a node and of a rank."""
+def to_dict(plan: Plan, faults: Faults | None = None) -> dict[str, Any]:
+    """Everything, as primitives that JSON knows; bytes and seconds are per step, of a node and of a rank.
+
+    Args:
+        plan: What is shown.
+        faults: Also what is kept where nodes die, and what the samples of 1,000 undisturbed steps cost.
+    """
+    more = {} if faults is None else {"faults": asdict(faults), "advice": advice(plan, faults)}
     return {
         "nodes": plan.cluster.nodes,
         "ranks_per_node": plan.cluster.ranks_per_node,
         "workload": asdict(plan.workload),
         "step_seconds_on_one_node": plan.alone,
         "target": plan.target,
-        "rows": [_row_to_dict(row) for row in plan.rows],
+        "rows": [_row_to_dict(plan, row, faults) for row in plan.rows],
         "left_out": plan.left_out(),
-        "recommended": _row_to_dict(plan.chosen),
+        "recommended": _row_to_dict(plan, plan.chosen, faults),
         "reason": plan.reason,
         "yaml": yaml(plan),
+        **more,
     }
 
 
-def _row_to_dict(row: Row) -> dict[str, Any]:
+def _row_to_dict(plan: Plan, row: Row, faults: Faults | None) -> dict[str, Any]:
+    survival = {} if faults is None else asdict(survive(row, plan.cluster, plan.workload, faults))
     return {
         "scheme": row.candidate.name,
         "arguments": dict(row.candidate.arguments),
@@ -77,6 +106,7 @@ def _row_to_dict(row: Row) -> dict[str, Any]:
         "overhead": row.overhead,
         "steps_apart": row.drift if math.isfinite(row.drift) else None,
         "fits": row.fits,
+        **{name: None if value == math.inf else value for name, value in survival.items()},
     }
 
 
