@@ -390,7 +390,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]),
             "fragments": fragments,
             "staleness": draw.randint(0, -(-period // parts) - 1),
-            "keep_local": draw.choice([0.0, 0.0, 0.5]),
+            "keep_local": draw.choice([None, 0.0, 0.5]),
             "gradients": gradients,
         }
     if kind == "agreement":
@@ -782,8 +782,10 @@ class Averaging(Reference):
         c, args = self.c, dict(self.c.arguments)
         self.through = args.get("through", "mean")
         self.merge = args.get("merge", "replace")
-        self.keep = args.get("keep_local", 0.0)
         self.staleness = args.get("staleness", 0)
+        self.keep = args.get("keep_local")
+        if self.keep is None:
+            self.keep = 0.5 if c.scheme == "diloco" and self.staleness else 0.0
         self.gradients_kind = args.get("gradients", "node")
         self.what = args.get("what", args.get("fragments", 1))
         if c.scheme == "diloco":

@@ -161,11 +161,11 @@ def _ours(period: int) -> dict[str, Row]:
         "daso": daso(1),
         "daso_stale": daso(4),
         "diloco": row("DiLoCo", f"DiLoCo({period})", {"sync_every": period}, "blocking", period=period),
-        # as torchft's: two fragments, each sent half a period before it is needed, less a step
+        # as torchft's: two fragments, each sent half a period before it is needed, less a step; nothing own is kept
         "diloco_streaming": row(
             "DiLoCo",
             f"streaming DiLoCo({period})",
-            {"sync_every": period, "fragments": 2, "staleness": period // 2 - 1},
+            {"sync_every": period, "fragments": 2, "staleness": period // 2 - 1, "keep_local": 0.0},
             period=period,
             overlap=max(1, period - 2),
         ),

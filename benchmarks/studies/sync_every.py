@@ -27,8 +27,8 @@ from lightning_hiercomm.schemes import DiLoCo, PeriodicAveraging, Scheme
 
 CONTENDERS: dict[str, tuple[Callable[[int], Scheme], str | None]] = {
     "DiLoCo": (lambda every: DiLoCo(every), None),
-    "streaming DiLoCo": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4), None),
-    "streaming DiLoCo, int4": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4), "int4"),
+    "streaming DiLoCo": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4, keep_local=0.0), None),
+    "streaming DiLoCo, int4": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4, keep_local=0.0), "int4"),
     "PeriodicAveraging": (lambda every: PeriodicAveraging(every), None),
 }
 

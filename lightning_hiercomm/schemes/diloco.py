@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.words.when import Staggered
+
+log = logging.getLogger(__name__)
 
 
 class DiLoCo(Agreement):
@@ -22,8 +26,8 @@ class DiLoCo(Agreement):
         if p is due at t:         a_p   := outer(a_p, sum_m W_m d_m)
                                   x_m,p := alpha x_m,p + (1 - alpha) a_p
 
-    Training waits for nothing but the merge. ``staleness=0, fragments=1, keep_local=0`` is DiLoCo; fragments that
-    overlap with training are Streaming DiLoCo. An outer SGD with learning rate 1 and no momentum averages parameters.
+    Training waits for nothing but the merge. ``staleness=0, fragments=1`` is DiLoCo; fragments that overlap with
+    training are Streaming DiLoCo. An outer SGD with learning rate 1 and no momentum averages parameters.
 
     Every rank holds a, and the outer optimizer's state, for its own part of the model, so both take the memory of one
     model per *node*. Between nodes ``2 (M - 1) / M`` of the model travel per node and period, or an eighth of that with
@@ -31,7 +35,7 @@ class DiLoCo(Agreement):
 
     **The agreed model** is the mean of the present x_m, as for every scheme that averages: what is validated, saved and
     left at the end has all steps that the nodes have taken. Right after an agreement on everything (the papers' moment
-    of evaluation) that is a, if ``keep_local=0``. A plain checkpoint keeps a and the outer optimizer's state beside it,
+    of evaluation) that is a, if alpha is 0. A plain checkpoint keeps a and the outer optimizer's state beside it,
     laid out as one process would have them, so a run goes on from it on any number of nodes. Schedulers of the outer
     learning rate count periods.
 
@@ -43,8 +47,8 @@ class DiLoCo(Agreement):
     Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", Algorithm 1;
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", Algorithm 2. Paper settings:
     ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads (of
-    floating point; ``"int4"`` is a linear code with a scale per block). ``keep_local=0`` with staleness, and the first
-    paper's outer learning rate for streaming, are defaults of ours.
+    floating point; ``"int4"`` is a linear code with a scale per block). The first paper's outer learning rate for
+    streaming, too, is a default of ours.
 
     Args:
         sync_every: H, optimizer steps between two agreements on the same fragment. ``"auto"``: a few steps at first,
@@ -54,8 +58,9 @@ class DiLoCo(Agreement):
         fragments: P, into how many equal parts the model is cut, or a list of module names such as ``["net.layer1",
             "net.layer2"]``: the parameters below each are one fragment, all others the last one.
         staleness: tau, steps between sending a fragment and merging it; less than ``sync_every / fragments``.
-        keep_local: alpha, the weight of what a node has become by itself when a fragment is merged, from 0 to 1. With
-            ``staleness`` and the default outer optimizer, 0.5 did better in short runs.
+        keep_local: alpha, the weight of what a node has become by itself when a fragment is merged, from 0 to 1. By
+            default 0.5 with ``staleness``, as in the second paper, and 0 without, as in the first; but a run that goes
+            on from a checkpoint with ``staleness`` keeps its alpha, which was 0 in files that do not say.
         gradients: ``"node"``: the ranks of a node share gradients at every step, so a node is one of the papers'
             replicas. ``"none"``: every rank is one.
         outer_scheduler: Makes a learning-rate scheduler of the outer optimizer; it steps once per period.
@@ -65,6 +70,8 @@ class DiLoCo(Agreement):
         ValueError: For arguments out of range, or an outer optimizer that needs whole tensors.
     """
 
+    merge: OuterOptimizer
+
     @checked_arguments
     def __init__(
         self,
@@ -72,7 +79,7 @@ class DiLoCo(Agreement):
         outer_optimizer: OptimizerFactory | None = None,
         fragments: int | list[str] = 1,
         staleness: int = 0,
-        keep_local: float = 0.0,
+        keep_local: float | None = None,
         gradients: Literal["node", "none"] = "node",
         outer_scheduler: SchedulerFactory | None = None,
         overhead_target: float = OVERHEAD_TARGET,
@@ -92,10 +99,11 @@ class DiLoCo(Agreement):
                 f"staleness={staleness} must be from 0 to {-(-period // fragments) - 1}: less than sync_every /"
                 f" fragments = {period / fragments:g} steps, because one fragment is in flight at a time"
             )
+        kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         super().__init__(
             when=Staggered(period),
             what=fragments,
-            merge=OuterOptimizer(outer_optimizer, outer_scheduler, keep_local),
+            merge=OuterOptimizer(outer_optimizer, outer_scheduler, kept),
             staleness=staleness,
             gradients=gradients,
         )
@@ -103,6 +111,22 @@ class DiLoCo(Agreement):
         self.tuner = tuner
         self.overhead_target = overhead_target
         self.fragments = fragments
+        self.keep_local = keep_local
+
+    def schedule(self) -> dict[str, Any]:
+        return {**super().schedule(), "kept_late": self.merge.keep_local if self.staleness else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        kept = state.get("kept_late", 0.0)  # it was the default of files that do not say so
+        if self.keep_local is None and self.staleness and kept not in (None, self.merge.keep_local):
+            self.merge.keep_local = kept
+            if self.topology.rank == 0:
+                log.warning(
+                    "%s: goes on with keep_local=%g, as the run of the checkpoint did; to change that, give a number",
+                    type(self).__name__,
+                    kept,
+                )
+        super().load_state_dict(state)
 
     def _set_period(self, period: int) -> None:
         super()._set_period(period)

@@ -69,6 +69,7 @@ STATES: dict[str, tuple[Any, dict[str, Any]]] = {
     "gossip_flat": (partial(Gossip, "ring", segments=2, hierarchical=False), {}),
     "diloco": (partial(DiLoCo, 4, SGD, outer_scheduler=Halved), {}),
     "streaming": (partial(DiLoCo, 4, Adam, fragments=2, staleness=1, keep_local=0.5), {"wire": "int8"}),
+    "late": (partial(DiLoCo, 4, SGD, staleness=2), {"wire": "bfloat16"}),  # when `keep_local` was 0 by default
     "in_flight": (partial(Agreement, when=Staggered(4), what=2, staleness=1, merge="delta"), {"wire": "int4"}),
     "stale": (partial(Agreement, when=3, staleness=2, merge="eq1", through="rotating"), {"wire": "bfloat16"}),
     "noloco": (partial(Agreement, when=3, through=RandomPermutation(), merge=OuterOptimizer(SGD)), {}),

@@ -107,7 +107,10 @@ def test_streaming_fragments_merge_without_an_outer_optimizer(on_nodes, nodes, t
     ("named", "sentence"),
     [
         (PeriodicAveraging(3), Agreement(3)),
-        (DiLoCo(6, fragments=2, staleness=1), Agreement(Staggered(6), 2, merge=OuterOptimizer(), staleness=1)),
+        (
+            DiLoCo(6, fragments=2, staleness=1),
+            Agreement(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1),
+        ),
     ],
     ids=["periodic averaging", "streaming DiLoCo"],
 )

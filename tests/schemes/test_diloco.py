@@ -93,7 +93,7 @@ def target_of(rank, numel):
             },
         ),
         (
-            DiLoCo(3, staleness=2),
+            DiLoCo(3, staleness=2, keep_local=0.0),
             TWO,
             (1.0, 3.0),
             {3: [0.734] * 2, 5: [0.534, 0.134], 6: [0.3546] * 2, 9: [-0.12686] * 2},
@@ -196,6 +196,34 @@ def test_every_form_does_what_the_equations_say(
         torch.testing.assert_close(trace, torch.stack([step[node] for step in expected]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("sync_every", "fragments", "staleness", "kept"), [(4, 1, 0, 0.0), (4, 1, 3, 0.5), (6, 2, 2, 0.5)]
+)
+def test_by_default_a_node_keeps_half_of_its_own_where_the_outer_step_comes_late(
+    on_nodes, sync_every, fragments, staleness, kept
+):
+    targets = [torch.stack([target_of(rank, 24) for rank in ranks]).mean(0) for ranks in TWO_OF_TWO]
+    expected, agreed = plainly(
+        14,
+        [0.5, 0.5],
+        [24 // fragments] * fragments,
+        sync_every=sync_every,
+        staleness=staleness,
+        keep_local=kept,
+        outer=NESTEROV,
+        gradient=lambda node, x: x - targets[node],
+    )
+
+    def work(rank):
+        return towards(24, 14)(rank), rank.agreed()
+
+    scheme = DiLoCo(sync_every, fragments=fragments, staleness=staleness)
+    seen = on_nodes(work, scheme, TWO_OF_TWO, shapes={"a": 10, "b": 14}, dtype=torch.float64)
+    for rank, (trace, mean) in enumerate(seen):
+        torch.testing.assert_close(trace, torch.stack([step[rank // 2] for step in expected]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, agreed[-1], rtol=0, atol=1e-12)
+
+
 def test_fragments_by_module_names_are_due_in_their_order(on_nodes):
     # c, then a, then what is left; each once in six steps
     scheme = DiLoCo(6, partial(SGD, lr=1.0), fragments=["c", "a"])
@@ -235,7 +263,8 @@ def test_on_one_node_it_is_data_parallel_training(on_nodes, scheme, nodes):
 def test_all_ranks_hold_the_same_bits_after_a_merge_on_every_wire(on_nodes, staleness):
     for wire in WIRES:
         for nodes in (TWO_OF_TWO, UNEQUAL, ((0,), (1,), (2,))):
-            traces = on_nodes(towards(23, 8), DiLoCo(4, staleness=staleness), nodes, shapes=SEVENS, wire=wire)
+            scheme = DiLoCo(4, staleness=staleness, keep_local=0.0)
+            traces = on_nodes(towards(23, 8), scheme, nodes, shapes=SEVENS, wire=wire)
             for step in (4, 8):
                 assert all(torch.equal(trace[step - 1], traces[0][step - 1]) for trace in traces), (wire, nodes)
             assert not torch.equal(traces[0][4], traces[-1][4])
@@ -460,6 +489,44 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, scheme, wire, nodes):
                 assert torch.equal(values, saved[rank][1][steps + step]), (steps, step)
 
 
+@pytest.mark.parametrize("how", ["companion", "agreed"])
+@pytest.mark.parametrize("kept", [0.0, 0.25, 0.5])
+def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_default_was(on_nodes, caplog, kept, how):
+    explicit, arguments = DiLoCo(4, staleness=2, keep_local=kept), {"shapes": SEVENS, "dtype": torch.float64}
+
+    def training(rank, steps):
+        return towards(23, steps)(rank)
+
+    def saving(rank):
+        training(rank, 5)
+        if how == "companion":
+            return rank.state()
+        schedule = rank.scheme.schedule()
+        rank.scheme.agree()
+        return reloaded({"scheme": schedule, "values": rank.scheme.replica.snapshot()})
+
+    saved = on_nodes(saving, explicit, TWO_OF_TWO, **arguments)
+    if kept == 0.0:  # which was the only default when files did not say so
+        for state in saved:
+            del state["scheme"]["kept_late"]
+
+    def resuming(rank):
+        if how == "companion":
+            rank.load(saved[rank.rank])
+        else:
+            rank.scheme.replica.restore(saved[0]["values"])
+            rank.scheme.load_schedule(saved[0]["scheme"])
+        return training(rank, 8), rank.scheme.schedule()["kept_late"]
+
+    said = on_nodes(resuming, explicit, TWO_OF_TWO, **arguments)
+    assert "keep_local" not in caplog.text
+    unsaid = on_nodes(resuming, DiLoCo(4, staleness=2), TWO_OF_TWO, **arguments)
+    assert ("goes on with keep_local" in caplog.text) == (kept != 0.5)
+    for (ours, after), (theirs, _) in zip(unsaid, said, strict=True):
+        assert after == kept
+        assert torch.equal(ours, theirs)
+
+
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
@@ -576,7 +643,7 @@ def test_a_run_ends_with_an_outer_step_over_what_was_not_agreed_on_yet(on_nodes,
         rank.scheme.finish()
         return rank.values.item()
 
-    plain = DiLoCo(6, partial(SGD, lr=1.0), staleness=staleness)
+    plain = DiLoCo(6, partial(SGD, lr=1.0), staleness=staleness, keep_local=0.0)
     assert on_nodes(work, plain, TWO) == [pytest.approx(1 - steps * 0.2, abs=1e-6)] * 2
 
 

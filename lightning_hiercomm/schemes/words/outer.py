@@ -45,7 +45,8 @@ class OuterOptimizer(Merge):
         optimizer: Makes any ``torch.optim`` optimizer that treats every element by itself. Default: SGD with learning
             rate 0.7 and Nesterov momentum 0.9, the papers' own.
         scheduler: Makes a scheduler of its learning rate, which steps once when all parts have been merged.
-        keep_local: Weight of what a node has become by itself in what it goes on with, from 0 to 1; the paper's alpha.
+        keep_local: Weight of what a node has become by itself in what it goes on with, from 0 to 1; the paper's alpha,
+            which has 0.5 where the outer step comes late, as ``DiLoCo(staleness=...)`` does.
 
     Raises:
         ValueError: If ``keep_local`` is out of range; when the optimizer is made, if it needs whole tensors.
@@ -62,8 +63,7 @@ class OuterOptimizer(Merge):
     ) -> None:
         self._make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
         self._make_scheduler = scheduler
-        self._mix = Replace(keep_local)
-        self.ends_in_agreement = self._mix.ends_in_agreement
+        self.keep_local = keep_local
         self.optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
         self._runs: list[list[torch.nn.Parameter]] = []  # this rank's part of every bucket, by history
@@ -86,6 +86,11 @@ class OuterOptimizer(Merge):
     def keep_local(self) -> float:
         """Weight of what a node has become by itself."""
         return self._mix.keep_local
+
+    @keep_local.setter
+    def keep_local(self, weight: float) -> None:
+        self._mix = Replace(weight)
+        self.ends_in_agreement = self._mix.ends_in_agreement
 
     @property
     def learning_rate(self) -> float:
