@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import prediction, report
-from benchmarks.measure import Cell
+from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.measure import Cell, first_to_reach
 from benchmarks.papers import tuned
 from benchmarks.papers.paired import difference
 from benchmarks.papers.studies import STUDIES
@@ -95,9 +96,17 @@ def _study(number: str) -> Results:
 
 
 def _papers(number: str, *keys: str) -> str:
-    """Of one setting its accuracy, of two their difference."""
+    """Of one setting its accuracy, of two their difference, or by how much less time the model says that one takes."""
+    if keys[-1] == "less time":
+        own, other = (_study(number).seconds(key).mean for key in keys[:2])
+        return f"{100 * (1 - own / other):.0f} %"
     first, *rest = (_study(number).accuracy(key) for key in keys)
     return first.against(rest[0]) if rest else first.text()
+
+
+def _model(link: str, delay: str) -> str:
+    """How many times as fast as all-reduce the model says that SSD-SGD is."""
+    return f"{json.loads((RESULTS / 'papers' / '001.json').read_text())['extra'][link][delay]:.1f}"
 
 
 @cache
@@ -106,14 +115,65 @@ def _cells(setting: str) -> dict[str, Cell]:
 
 
 def _speed(setting: str, title: str, what: str) -> str:
-    """Milliseconds of a step, or how many times as fast as DDP."""
+    """Of a step: milliseconds, with half their range or without, megabytes, or the ratio to its bound or to another."""
     cell = _cells(setting)[title]
-    if what == "ms":
-        return report.measured(cell).split(" ")[0]
-    ddp, own = _cells(setting)["Lightning DDPStrategy"].step_ms, cell.step_ms
-    assert ddp is not None
+    milliseconds = report.measured(cell)
+    if what in ("ms", "ms, range"):
+        return milliseconds if what == "ms, range" else milliseconds.split(" ")[0]
+    if what == "MB":
+        return f"{(cell.bytes_per_step or math.nan) / 1e6:.1f}"
+    if what == "bound":
+        return f"{cell.ratio:.2f}"
+    own, other = cell.step_ms, _cells(setting)[what].step_ms
     assert own is not None
-    return f"{ddp / own:.2f}x"
+    assert other is not None
+    return f"{own / other:.1f}"
+
+
+def _accuracy(setting: str) -> str:
+    """The table of a workload's time to accuracy."""
+    stored = json.loads((RESULTS / f"accuracy-{setting}.json").read_text())
+    target = stored["target"]
+    lines = [
+        f"| | last accuracy | seconds | MB sent | seconds to {target:.3f} | MB to {target:.3f} |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row, curve in stored["curves"].items():
+        last, there = curve[-1], first_to_reach(curve, target)
+        spent = [f"{last['accuracy']:.3f}", f"{last['seconds']:.1f}", f"{last['bytes'] / 1e6:.0f}"]
+        reached = [f"{there['seconds']:.1f}", f"{there['bytes'] / 1e6:.0f}"] if there else ["not reached", ""]
+        lines.append("| " + " | ".join([ROWS[row].title, *spent, *reached]) + " |")
+    return "\n".join(lines)
+
+
+@cache
+def _scaling(what: str, *only: str) -> str:
+    """How far bytes are from their formula, of some rows or of all others; or how busy processors are with 8 nodes."""
+    settings = report.load(RESULTS, "scaling-")
+    cells = [cell for cells in settings for cell in cells if cell.row not in BOUNDS]
+    if what == "processors":
+        shares = [cell.processor_share for cell in cells if cell.nodes == 8 and cell.processor_share is not None]
+        return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+    sent = [(cell.bytes_per_step, cell.bytes_needed) for cell in cells if (cell.title in only) == (what == "bytes of")]
+    above = [abs(bytes_sent / needed - 1) for bytes_sent, needed in sent if bytes_sent and needed]
+    return f"{math.ceil(100 * max(above))} %"
+
+
+def _memory() -> str:
+    """Of each scheme, how many models more than DDP it takes at its peaks."""
+    stored = json.loads((RESULTS / "memory.json").read_text())
+    rows, model = stored["rows"], stored["model_bytes"]
+    baseline = rows.pop("ddp")
+    lines = [f"| scheme | {' | '.join(baseline)} |", "|---|" + "--:|" * len(baseline)]
+    for name, peaks in rows.items():
+        extra = [f"{(peaks[when] - base) / model:+.2f}" for when, base in baseline.items()]
+        lines.append(f"| `{name}` | {' | '.join(extra)} |")
+    return "\n".join(lines)
+
+
+def _once(name: str) -> str:
+    """A number that was measured a single time, by a run whose own file was not kept: what is known of it is stored."""
+    return str(json.loads((RESULTS / "once.json").read_text())[name]["value"])
 
 
 def _quote(page: str) -> str:
@@ -144,7 +204,12 @@ _KINDS: dict[str, Callable[..., str]] = {
     "audit": _audit,
     "tuned": _tuned,
     "papers": _papers,
+    "model": _model,
     "speed": _speed,
     "quote": _quote,
+    "accuracy": _accuracy,
+    "scaling": _scaling,
+    "memory": _memory,
+    "once": _once,
     "predictions": _predictions,
 }

@@ -231,10 +231,18 @@ def measure_sharded(cases: list[str], out: Path | None) -> None:
             cells.append(f"{beyond / 2**20:+.0f} | {own / 2**20:.0f} | {rest:+.1%}")
         rows[name] = row
         print(f"| `{name}` | " + " | ".join(cells) + " |", flush=True)
-    if out is not None:
-        about = about_this_run("python -m benchmarks.memory --sharded", "2 nodes of 2 CPU ranks on one machine, gloo")
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "memory-sharded.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    keep("memory-sharded.json", "--sharded", rows, out)
+
+
+def keep(name: str, flags: str, rows: dict[str, Any], out: Path | None) -> None:
+    """Store what was measured, if there is a folder for it."""
+    if out is None:
+        return
+    command = f"python -m benchmarks.memory {flags}".rstrip()
+    about = about_this_run(command, "2 nodes of 2 CPU ranks on one machine, gloo")
+    out.mkdir(parents=True, exist_ok=True)
+    stored = {"about": about, "model_bytes": MODEL_BYTES, "rows": rows}
+    (out / name).write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def main() -> None:
@@ -244,7 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--peer", choices=["local", *PEERS], help="train by torchft, under torchrun, and print its peak"
     )
-    parser.add_argument("--out", type=Path, help="with --sharded: the folder that gets the numbers as JSON")
+    parser.add_argument("--out", type=Path, help="the folder that gets the numbers as JSON")
     parser.add_argument("--only", nargs="+", choices=[*CASES, *PEERS], default=[*CASES, *PEERS], metavar="CASE")
     arguments = parser.parse_args()
     sharded: bool = arguments.sharded
@@ -257,11 +265,13 @@ def main() -> None:
     baseline = measure_case(BASELINES[False], False)
     print(f"Model: {MODEL_BYTES / 2**20:.0f} MiB. Peak resident memory of a rank beyond DDP's, in models:\n")
     print("| scheme | " + " | ".join(baseline) + " |\n|---|" + "--:|" * len(baseline))
+    rows: dict[str, Any] = {BASELINES[False]: baseline}
     for name in [name for name in CASES if name in arguments.only]:
-        peaks = measure_case(name, False)
+        peaks = rows[name] = measure_case(name, False)
         beyond = {when: (peaks[when] - base, peaks[when] / base - 1) for when, base in baseline.items()}
         extra = [f"{extra / MODEL_BYTES:+.2f} ({share:+.1%})" for extra, share in beyond.values()]
         print(f"| `{name}` | " + " | ".join(extra) + " |", flush=True)
+    keep("memory.json", "", rows, arguments.out)
     peers = [kind for kind in PEERS if kind in arguments.only]
     if peers:
         try:

@@ -29,10 +29,36 @@ def test_a_mark_in_prose_begins_no_line_for_then_markdown_takes_it_for_html(page
     assert re.findall(r"^ *(?:- )?<!-- measured: .+? -->.+", page.read_text(), re.M) == []
 
 
-@pytest.mark.parametrize("name", ["docs/papers.md", "docs/choosing.md", "docs/unequal-machines.md"])
+_QUANTITY = (
+    r"\d[\d.,]*(?: to [\d.,]+)? (?:%|ms\b|seconds\b|[MG]B\b|times\b|points\b)|\d ± \d|\d\.\d+x|(?<!\w)[+-]\d+\.\d+"
+)
+_NO_MEASUREMENT = {
+    "README.md": [],
+    "docs/comparison.md": ["4.5 %"],  # what headers take of packets
+    "docs/planning.md": ["5 %", "90 %", "1 GB", "10 %", "20 %"],  # a target, others' runs, an assumption, and how near
+    "docs/choosing.md": ["400 MB", "150 ms", "320 ms", "166 ms", "1.25 GB", "5 %", "4.5 %", "95 %"],  # an example
+    "docs/unequal-machines.md": ["10 %"],  # a default
+    "docs/papers.md": [  # intervals; the papers' own claims; what is arithmetic, and what the model assumes
+        *(
+            "95 %",
+            "1.1 to 3 times",
+            "73.65 to 73.70 %",
+            "110 %",
+            "25 %",
+            "35 %",
+            "75 ms",
+            "1 to 11 points",
+            "8 to 12 times",
+        ),
+        "8 times",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", _NO_MEASUREMENT)
 def test_a_measured_number_outside_of_marks_is_found(name):
     prose = without_marked((CHECKOUT / name).read_text())
-    assert re.findall(r"\d ± \d|[+-]\d+\.\d", prose) == []
+    assert set(re.findall(_QUANTITY, prose)) == set(_NO_MEASUREMENT[name])
 
 
 def test_a_mark_without_a_result_is_an_error():
