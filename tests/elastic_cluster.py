@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_hiercomm.elastic.meeting import OVER_CODE
+
 JOB = Path(__file__).parent / "jobs" / "elastic_node.py"
 LIGHTHOUSE = Path(__file__).parent / "jobs" / "elastic_lighthouse.py"
 
@@ -139,8 +141,7 @@ class Cluster:
                 continue
             self.ended.append((name, code, time.time()))
             del self._nodes[name]
-            is_late = code == 1 and "this run is over" in self.log(name, self.lives[name])
-            if code and restarts and self.lives[name] < self._most_lives and not is_late:
+            if code not in (0, OVER_CODE) and restarts and self.lives[name] < self._most_lives:
                 self._live(name)
 
     @property

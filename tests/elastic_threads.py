@@ -85,7 +85,7 @@ class Wires:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._worlds: dict[tuple[str, int], ThreadWorld] = {}
+        self._worlds: dict[tuple[str, str], ThreadWorld] = {}
         self._of_node: dict[str, list[tuple[ThreadWorld, int]]] = defaultdict(list)
         self.stores: dict[str, Store] = {}
         self.dead: set[str] = set()
@@ -98,7 +98,7 @@ class Wires:
     def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
         return [address for address in addresses if address in self.dead]
 
-    def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
+    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
         stores = [member.store for member in meeting.members]
         with self._lock:
             world = self._worlds.setdefault((meeting.token, lane), ThreadWorld(len(stores), timeout=5.0))
@@ -293,6 +293,7 @@ class Threads:
             lambda: rank.scheme.undo_point(),
             lambda: f"after {rank.scheme.steps} steps",
             lambda: rank.scheme.steps,
+            lambda: rank.scheme.settle(),
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)
         yield elastic
@@ -320,12 +321,15 @@ def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: 
 
 
 class Failing(Handle):
-    """A move that never arrives."""
+    """A move that never arrives, which is found out at once, or after something."""
 
-    def __init__(self, move: Handle) -> None:
+    def __init__(self, move: Handle, after: threading.Event | None = None) -> None:
         self._move = move
+        self._after = after
 
     def wait(self) -> None:
+        if self._after is not None:
+            assert self._after.wait(10.0)
         raise CommunicationError("told to fail")
 
     def is_done(self) -> bool:

@@ -43,13 +43,13 @@ class Links(Protocol):
     def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
         """Those of these nodes that do not answer."""
 
-    def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
+    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
         """Connect this rank with the same local rank of all members.
 
         Args:
             meeting: Whose members.
             index: Of this node among them.
-            lane: The local rank.
+            lane: The local rank, and which of its lanes.
             meter: Counts the traffic.
 
         Raises:
@@ -61,13 +61,14 @@ class Breaker:
     """The first error of an exchange, after which nothing more of it is sent.
 
     An error is not raised where it happens: the other ranks of the node would wait for this one inside the node. It is
-    kept, later moves do nothing, and the vote at the end finds out. All connections of this rank are closed at once, so
-    that whoever waits for it learns.
+    kept until this rank is connected anew, later moves do nothing, and the vote at the end finds out. All connections
+    of this rank are closed at once, so that whoever waits for it learns.
     """
 
     def __init__(self) -> None:
         self.error: str | None = None
         self.close: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
 
     @property
     def is_intact(self) -> bool:
@@ -76,8 +77,9 @@ class Breaker:
 
     def trip(self, error: str) -> None:
         """Something has gone wrong."""
-        if self.error is None:
-            self.error = error.splitlines()[0] if error else "unknown"
+        with self._lock:  # what is under way beside training may go wrong at the same time
+            is_first, self.error = self.error is None, self.error or (error.splitlines()[0] if error else "unknown")
+        if is_first:
             self.close()
 
     def reset(self) -> None:
@@ -93,14 +95,16 @@ class Lane(Communicator):
     Args:
         meter: Counts this rank's traffic.
         breaker: Learns of what goes wrong.
+        is_beside: Whether it is for what leaves in an agreement and goes on beside training, so it is always open.
     """
 
-    def __init__(self, meter: Meter, breaker: Breaker) -> None:
+    def __init__(self, meter: Meter, breaker: Breaker, is_beside: bool = False) -> None:
         super().__init__([0], 0, "inter", meter)
-        self.is_open = False
+        self.is_open = self._is_beside = is_beside
         self._carrier: Communicator | None = None
         self._breaker = breaker
         self._moves: weakref.WeakSet[_Guarded] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def connect(self, carrier: Communicator | None) -> None:
         """Go on with other members; None: there are no others."""
@@ -111,10 +115,11 @@ class Lane(Communicator):
 
     def disconnect(self) -> None:
         """Let go of the connections, which closes them, and of everything under way."""
-        for move in list(self._moves):
+        with self._lock:
+            moves, carrier, self._carrier = list(self._moves), self._carrier, None
+        for move in moves:
             move.forget()
         self.meter.unawaited = None  # nobody is to wait for what was let go
-        carrier, self._carrier = self._carrier, None
         if carrier is not None:
             carrier.close()
 
@@ -144,14 +149,18 @@ class Lane(Communicator):
     def _launch(self, start: Callable[[Communicator], Handle]) -> Handle:
         if not self.is_open:
             raise RuntimeError("elastic nodes talk to each other inside an agreement only")
-        if not self._breaker.is_intact or self._carrier is None:
+        carrier = self._carrier
+        if carrier is None and self.size > 1:
+            self._breaker.trip("not connected")
+        if not self._breaker.is_intact or carrier is None:
             return finished
         try:
-            move = _Guarded(start(self._carrier), self._breaker)
+            move = _Guarded(start(carrier), self._breaker)
         except CommunicationError as error:
             self._breaker.trip(str(error))
             return finished
-        self._moves.add(move)
+        with self._lock:
+            self._moves.add(move)
         return move
 
 
@@ -305,7 +314,7 @@ class _GlooLane(TorchCommunicator):
     @property
     def _required(self) -> Any:
         if self._gloo is None:
-            raise RuntimeError("the connections of this lane are closed")
+            raise CommunicationError("the connections of this lane are closed")
         return self._gloo
 
 
@@ -371,7 +380,7 @@ class GlooLinks:
             thread.join()
         return silent
 
-    def lane(self, meeting: Meeting, index: int, lane: int, meter: Meter) -> Communicator:
+    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
         size = len(meeting.members)
 
         def connect(whole: Store) -> Any:

@@ -18,6 +18,9 @@ TRAINED, OVER = "trained", "over"
 EXIT_CODE = 75
 """Of a node that was left behind: whoever watches over it starts it again, and it heals."""
 
+OVER_CODE = 69
+"""Of a node that was started again when the run was over: whoever watches over it need not start it any more."""
+
 
 class NotInThisRun(RuntimeError):
     """This node cannot take part, and says why."""
@@ -31,6 +34,16 @@ class LeftBehind(SystemExit):
 
     def __str__(self) -> str:
         return f"the others have agreed without it; with exit code {EXIT_CODE}, it is to be started again"
+
+
+class RunIsOver(SystemExit):
+    """The others have come to the run's end, and are gone: nobody has to start this node again."""
+
+    def __init__(self, code: int = OVER_CODE) -> None:
+        super().__init__(code)
+
+    def __str__(self) -> str:
+        return f"this run is over, nobody is there to give it a state; exit code {OVER_CODE}: do not start it again"
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,7 @@ class Meeting:
         begins: Whether the run begins with it.
         waits: Why this node has to ask again; empty if it has not.
         is_hopeless: Whether it waits in vain, unless somebody comes who is only silent.
+        is_over: Whether that is because the run has come to its end.
     """
 
     members: tuple[Member, ...] = ()
@@ -126,6 +140,7 @@ class Meeting:
     begins: bool = False
     waits: str = ""
     is_hopeless: bool = False
+    is_over: bool = False
 
     @property
     def token(self) -> str:
@@ -256,7 +271,9 @@ def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int
             " with another HIERCOMM_RUN or a new lighthouse",
         )
     if origin == 0 and all_again and any(member.is_over for member in new):
-        return Meeting(is_hopeless=True, waits="this run is over: nobody is there to give a node its state")
+        return Meeting(
+            is_hopeless=True, is_over=True, waits="this run is over: nobody is there to give a node its state"
+        )
     members = [member for member in new if member.origin == origin][:max_nodes]
     others = [member for member in new if member not in members]
     newcomers = others if max_nodes is None else others[: max_nodes - len(members)]

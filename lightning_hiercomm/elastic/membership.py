@@ -24,6 +24,7 @@ from lightning_hiercomm.elastic.meeting import (
     Meeting,
     Member,
     NotInThisRun,
+    RunIsOver,
     decide,
     drawn,
     inherited,
@@ -96,7 +97,8 @@ class Membership:
         lighthouse: On the node's first rank.
         links: To other nodes.
         store: On the node's first rank, its own.
-        before_change: Called before the topology holds other nodes; what it returns, after that.
+        before_change: Called before the topology holds other nodes, perhaps more than once; what it returned last,
+            after that.
         seal: Of the run's token.
     """
 
@@ -153,6 +155,7 @@ class Membership:
         Raises:
             NotInThisRun: If this node cannot take part.
             LeftBehind: If the others have agreed without it.
+            RunIsOver: If they have come to its end.
         """
         began, said = time.monotonic(), False
         self.healing.send_away_expected()
@@ -163,7 +166,7 @@ class Membership:
             meeting = self._ask(began)
             if meeting.waits:
                 if meeting.is_hopeless and self._share(time.monotonic() - began) > _HOPE * self._elastic.dead_after:
-                    self._end(NotInThisRun(meeting.waits))
+                    self._end(RunIsOver() if meeting.is_over else NotInThisRun(meeting.waits))
                 if not said and self.is_first:
                     log.info("node %s waits: %s", self.me.node, meeting.waits)
                 said = True
@@ -230,29 +233,38 @@ class Membership:
             return False
         if meeting.is_connected:
             return True
-        lane, local, error = self._topology.lane, self._topology.local_rank, ""
-        lane.disconnect()
-        if len(meeting.members) > 1 and local < min(member.ranks for member in meeting.members):
-            try:
-                lane.connect(self._links.lane(meeting, index, local, self._topology.meter))
-            except RuntimeError as raised:
-                error = str(raised).splitlines()[0]
-        else:
-            lane.connect(None)
+        topology, local, error = self._topology, self._topology.local_rank, ""
+        topology.disconnect()
+        go_on = self._before_change()  # nothing of what is under way may come between what new connections carry
+        topology.breaker.reset()
+        has_lane = len(meeting.members) > 1 and local < min(member.ranks for member in meeting.members)
+        try:
+            for number, lane in enumerate(topology.all_lanes):
+                name = f"{local}.{number}"
+                lane.connect(self._links.lane(meeting, index, name, topology.meter) if has_lane else None)
+        except RuntimeError as raised:
+            error = str(raised).splitlines()[0]
         failures = [each for each in self._intra.all_gather_object(error) if each]
         if failures:
             if self.is_first:
                 names = ", ".join(member.node for member in meeting.members)
                 log.info("node %s cannot connect to nodes %s: %s", self.me.node, names, failures[0])
-            lane.disconnect()
+            topology.disconnect()
             self.me = replace(self.me, groups="")
             self._miss(meeting.members)
             return False
-        go_on = self._before_change()
-        self._topology.reform([member.ranks for member in meeting.members], index)
+        topology.reform([member.ranks for member in meeting.members], index)
         go_on()
         self.me = replace(self.me, groups=meeting.groups, missed=())
         return True
+
+    def note_connections(self) -> None:
+        """Something has gone wrong between two agreements: this node has to be connected anew. Collective over it."""
+        if len(self._topology.all_lanes) > 1 and any(
+            self._intra.all_gather_object(not self._topology.breaker.is_intact)
+        ):
+            self._topology.disconnect()
+            self.me = replace(self.me, groups="")
 
     def _miss(self, members: Sequence[Member]) -> None:
         """Remember who of these does not answer."""
@@ -290,7 +302,7 @@ class Membership:
         """
         decision = self._share(self._decide(meeting, well) if self.is_first else None)
         if not decision:
-            self._topology.lane.disconnect()  # who still waits for this node learns at once
+            self._topology.disconnect()  # who still waits for this node learns at once
             self.me = replace(self.me, groups="")
             self.healing.send_away(meeting.patients_of(self.me.life))
         return bool(decision)
@@ -321,18 +333,20 @@ class Membership:
             log.info("node %s cannot read the vote: %s", self.me.node, str(error).splitlines()[0])
             return False
 
-    def commit(self, meeting: Meeting, batches: int) -> None:
+    def commit(self, meeting: Meeting, batches: int, brings: bool = True) -> None:
         """The agreement holds.
 
         Args:
             meeting: Of it.
             batches: How many each rank has trained on so far.
+            brings: Whether the nodes know of them now.
         """
         self._note_batches(batches)
-        lives = [member.life for member in meeting.members]
-        self.history.lost_batches += sum(draw.lost(lives) * trained for draw, trained in self._trained)
         self.history.heals += len(meeting.newcomers)
-        self._trained = []
+        if brings:
+            lives = [member.life for member in meeting.members]
+            self.history.lost_batches += sum(draw.lost(lives) * trained for draw, trained in self._trained)
+            self._trained = []
         self._next_draw = drawn(meeting)
         self._take(
             inherited(meeting),
@@ -399,7 +413,7 @@ class Membership:
             self._lighthouse.leave()
         if not at_once:
             self._linger()
-        self._topology.lane.disconnect()
+        self._topology.disconnect()
 
     def _linger(self) -> None:
         """Stay until the others have read what this node's store keeps: the last decision, and states of newcomers."""

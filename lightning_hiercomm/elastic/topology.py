@@ -16,14 +16,17 @@ class ElasticTopology(Topology):
 
     Args:
         own: This node, as a run of one node.
+        elder: Of which it is a twin.
     """
 
     may_grow = True
 
-    def __init__(self, own: Topology) -> None:
-        self.breaker = Breaker()
-        self.lane = Lane(own.meter, self.breaker)
-        self.breaker.close = self.lane.disconnect
+    def __init__(self, own: Topology, elder: ElasticTopology | None = None) -> None:
+        self.breaker: Breaker = Breaker() if elder is None else elder.breaker
+        self.lane = Lane(own.meter, self.breaker, is_beside=elder is not None)
+        if elder is None:
+            self.breaker.close = self.disconnect
+        self._twins: list[ElasticTopology] = []
         world = World(own.intra, self.lane if own.local_rank == 0 else None)
         self._world = world
         made = {"world": world, "intra": own.intra, "inter": self.lane}
@@ -33,15 +36,25 @@ class ElasticTopology(Topology):
 
         super().__init__(own.nodes, own.rank, connect, own.meter)
         self._own = own
-        self._agreement: Callable[[Callable[[], object], bool], None] | None = None
+        self._agreement: Callable[[Callable[[], object], bool, bool], None] | None = None
 
-    def agree_by(self, agreement: Callable[[Callable[[], object], bool], None] | None) -> None:
+    def agree_by(self, agreement: Callable[[Callable[[], object], bool, bool], None] | None) -> None:
         """Let ``agreement`` do what is done between nodes; None: nothing is."""
         self._agreement = agreement
 
-    def agreement(self, work: Callable[[], object], admits: bool = False) -> None:
+    def agreement(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         if self._agreement is not None:
-            self._agreement(work, admits)
+            self._agreement(work, admits, brings)
+
+    @property
+    def all_lanes(self) -> list[Lane]:
+        """This rank's own, and those of its twins."""
+        return [self.lane, *(twin.lane for twin in self._twins)]
+
+    def disconnect(self) -> None:
+        """Let go of all connections to other nodes."""
+        for lane in self.all_lanes:
+            lane.disconnect()
 
     def reform(self, sizes: Sequence[int], node: int) -> None:
         """Hold other nodes.
@@ -58,6 +71,8 @@ class ElasticTopology(Topology):
         self.inter = self.lane if self.local_rank < self.lanes else None
         self.holders["node"] = Holders(self.intra, self.lanes)
         self.set_weights([1.0] * self.world_size)
+        for twin in self._twins:
+            twin.reform(sizes, node)
 
     def open(self) -> None:
         """An agreement begins: ranks may talk to other nodes."""
@@ -69,12 +84,13 @@ class ElasticTopology(Topology):
         self._world.reform([range(self.intra.size)], 0)
         self.lane.is_open = False
 
-    def twin(self) -> Topology:
-        """Itself: all that elastic nodes do is waited for, so nothing else is under way."""
-        return self
+    def twin(self) -> ElasticTopology:
+        twin = ElasticTopology(self._own.twin(), self)
+        self._twins.append(twin)
+        return twin
 
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self.lane.disconnect()
+            self.disconnect()
             self._own.close()

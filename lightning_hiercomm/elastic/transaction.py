@@ -24,6 +24,7 @@ class Transaction:
         undo_point: Remembers all that an agreement changes; what it returns takes it back.
         place: Says where in the training this node is.
         batches: Says how many batches a rank has trained on so far.
+        settle: Waits for what is under way beside training.
     """
 
     def __init__(
@@ -33,27 +34,31 @@ class Transaction:
         undo_point: Callable[[], Callable[[], None]],
         place: Callable[[], str],
         batches: Callable[[], int],
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self._membership = membership
         self._topology = topology
         self._undo_point = undo_point
         self._place = place
         self._batches = batches
+        self._settle = settle
         self._is_inside = False
 
-    def __call__(self, work: Callable[[], object], admits: bool = False) -> None:
+    def __call__(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         """Let the nodes do ``work`` together, whoever is there; see :meth:`ElasticTopology.agreement`."""
         if self._is_inside:
             work()
             return
-        meeting = self.begin(work, admits)
+        meeting = self.begin(work, admits, brings)
         assert meeting is None, "a node that trains has state"
 
-    def begin(self, work: Callable[[], object], admits: bool) -> Meeting | None:
+    def begin(self, work: Callable[[], object], admits: bool, brings: bool = True) -> Meeting | None:
         """The same; for a newcomer, the meeting after which it gets its state, in place of taking part."""
         began, tries, before = time.monotonic(), 0, self._membership.history.nodes
         while True:
             tries += 1
+            self._settle()  # or it would be lost on the way, if others connect anew
+            self._membership.note_connections()
             meeting = self._membership.meet(self._place(), admits)
             if meeting.source_of(self._membership.me.life) is not None:
                 return meeting
@@ -62,7 +67,7 @@ class Transaction:
             if self._membership.vote(meeting, is_well):
                 break
             undo()
-        self._membership.commit(meeting, self._batches())
+        self._membership.commit(meeting, self._batches(), brings)
         if tries > 1 or len(meeting.members) < before:
             self._membership.history.lost_seconds += time.monotonic() - began
         return None
@@ -70,7 +75,6 @@ class Transaction:
     def _attempt(self, work: Callable[[], object]) -> bool:
         """Do it; whether no move between nodes has failed on this rank."""
         breaker, raised = self._topology.breaker, None
-        breaker.reset()
         self._topology.open()
         self._is_inside = True
         try:

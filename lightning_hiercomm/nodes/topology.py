@@ -129,12 +129,13 @@ class Topology:
         """Whether there is one node, and never more."""
         return self.num_nodes == 1 and not self.may_grow
 
-    def agreement(self, work: Callable[[], object], admits: bool = False) -> None:
+    def agreement(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         """Do what nodes do together: whoever lets them talk to each other does it in here, where they come and go.
 
         Args:
             work: Called perhaps more than once, if nodes are lost meanwhile; then all that it did is taken back before.
             admits: Whether a node that comes may begin after it with what one of the others has.
+            brings: Whether nodes know of each other's steps after it; not if something leaves in it for a later one.
         """
         work()
 

@@ -153,7 +153,7 @@ class Agreement(Scheme):
 
     @property
     def begins_with_copy(self) -> bool:  # type: ignore[override]
-        return self.what != 1 or not self.makes_nodes_equal
+        return self.what != 1 or self.staleness > 0 or not self.makes_nodes_equal
 
     @property
     def needs_whole_parameters(self) -> str | None:
@@ -166,16 +166,17 @@ class Agreement(Scheme):
 
     _sharded = "through='mean'"
 
+    _ends_epochs_in_agreement = False
+    """Whether nothing is in flight, and all nodes are equal, when an epoch ends."""
+
     @property
     def needs_nodes_that_stay(self) -> str | None:
         if self.through == "rotating":
-            return "through='rotating' lets ranks of a node carry the model in turn: take through='mean'"
-        if self.staleness:
-            return f"staleness={self.staleness} has an exchange in flight when a node leaves: take staleness=0"
-        if self.begins_with_copy and not self._merge.keeps_agreed and not isinstance(self.through, Graph):
+            return f"{type(self).__name__} lets ranks of a node carry the model in turn: take {self._sharded}"
+        if self.staleness and self.staleness == self.period and not self._ends_epochs_in_agreement:
             return (
-                "nodes that agree on a part at a time, or keep what is their own, need an outer optimizer, which keeps"
-                " what they agree on: take DiLoCo(fragments=..., keep_local=...), or what=1 and a merge that replaces"
+                f"staleness={self.staleness} lets the next exchange leave with the step that merges the last, so a node"
+                " that comes would always find one in flight: take less than the period"
             )
         if not self.equal_in_node:
             return "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
@@ -230,7 +231,7 @@ class Agreement(Scheme):
         if self.is_alone:
             return
         # every move between nodes, waited for or not, takes the same communicators, in the order of the program
-        self._beside = self.topology.twin()
+        self._beside = self.topology.twin() if self.staleness or not self.topology.may_grow else self.topology
         self._second: Topology | None = None
         self._inbound = self.background()
         self._outbound = None if self.equal_in_node else self.background(waits_for_nodes=False)
@@ -242,7 +243,9 @@ class Agreement(Scheme):
         if self.is_alone:
             return
         is_in_rounds = not self.wire.codec.adds or any(map(is_short, replica.dtypes))
-        if self._second is None and is_in_rounds and self.topology.num_nodes > 2:
+        # where nodes come and go, and all of it is waited for, it takes one lane
+        needs_second = self.staleness > 0 if self.topology.may_grow else self.topology.num_nodes > 2
+        if self._second is None and is_in_rounds and needs_second:
             self._second = self.topology.twin()
         cut = [replica.buckets_of_parameters] if self.what == 1 else replica.cut(self.what, replica.bucket_bytes)
         ends = list(accumulate(map(len, cut)))
@@ -346,7 +349,6 @@ class Agreement(Scheme):
 
     def average(self) -> None:
         """Agree on everything and wait for it; what is in flight is dropped."""
-        self._in_flight.drop()
         if self.tuner is not None:
             self.tuner.drop()
         if self.is_alone:
@@ -369,6 +371,8 @@ class Agreement(Scheme):
 
     def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
+        if is_all:
+            self._in_flight.drop()
         void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
         landed = self._carrier.landed if isinstance(self._carrier, Average) else ()
         self._recover(self._carrier, void, landed, self._carrier.is_sick)
@@ -389,7 +393,30 @@ class Agreement(Scheme):
     def _turn(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next."""
         with self._exchanging(starts=bool(leaving), ends=arrived is not None):
-            self._merge_and_send(arrived, leaving)
+            if self.topology.may_grow:
+                self._merge_then_send(arrived, leaving)
+            else:
+                self._merge_and_send(arrived, leaving)
+
+    def _merge_then_send(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
+        """The same where nodes come and go, who meet when something leaves, and when it is merged.
+
+        If others meet then than those who sent it, or it has not arrived everywhere, it is lost: what it has moved
+        beside training is taken back, and the nodes that are there agree on what they hold by now, and wait for it.
+        """
+        if arrived is not None:
+            self._in_flight.keep(arrived)
+            is_last_to_leave = self.staleness < (self.period or math.inf)  # a node may come when nothing is in flight
+            self.topology.agreement(lambda: self._merge_or_agree(arrived), admits=is_last_to_leave)
+            self._in_flight.forget(arrived)
+        if leaving:
+            self.topology.agreement(lambda: self._merge_and_send(None, leaving), brings=False)
+
+    def _merge_or_agree(self, arrived: Exchange) -> None:
+        if arrived.is_lost:
+            self._agree_and_wait(arrived.parts)
+        else:
+            self._merge_and_send(arrived, ())
 
     def _merge_and_send(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next.
@@ -404,6 +431,8 @@ class Agreement(Scheme):
             check = carrier.begin(self.steps, self._take_turn(), self._buckets_of(leaving))
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
             sent.is_sick = carrier.is_sick
+            if self.topology.may_grow:
+                sent.undo = self._remember_agreed()
         if arrived is not None:
             arrived.check.wait()
             self._end_round(arrived.parts, arrived)  # before what leaves now arrives, and is stepped
@@ -524,7 +553,22 @@ class Agreement(Scheme):
         if self._merge.keeps_agreed:
             self.settle()
             state["outer"] = self._outer_state()
+        elif self._is_copied_with_agreed:
+            self.settle()
+            kept = self._kept_values()
+            state["last_agreed"] = [kept[id(tensor)] for tensor in self._carried]
         return state
+
+    @property
+    def _carried(self) -> list[Tensor]:
+        """The tensors that travel, in the order of the replica."""
+        carried = {id(piece.tensor) for bucket in self._carrier.buckets for piece in bucket.pieces}
+        return [tensor for tensor in self.replica.tensors if id(tensor) in carried]
+
+    @property
+    def _is_copied_with_agreed(self) -> bool:
+        """Whether a node that comes has to know more than what the one has become that it begins from."""
+        return self.topology.may_grow and self.begins_with_copy and bool(self._carrier.anchors)
 
     def _outer_state(self) -> dict[str, Any]:
         """What lies beside the parameters, for each of them: the outer optimizer's state, and values kept. Collective.
@@ -534,8 +578,9 @@ class Agreement(Scheme):
         parameters = self.replica.parameters
         state = {"state": [{} for _ in parameters]} if self.outer is None else self.outer.state_dict(parameters)
         if self._keeps_common_values:
-            for of_parameter, values in zip(state["state"], self._kept_values(), strict=True):
-                of_parameter["agreed"] = values
+            kept = self._kept_values()
+            for of_parameter, parameter in zip(state["state"], parameters, strict=True):
+                of_parameter["agreed"] = kept[id(parameter)]
         return state
 
     def _load_outer_state(self, outer: Mapping[str, Any], with_values: bool) -> None:
@@ -543,7 +588,8 @@ class Agreement(Scheme):
             state = [{name: v for name, v in own.items() if name != "agreed"} for own in outer["state"]]
             self.outer.load_state_dict({**outer, "state": state}, self.replica.parameters)
         if with_values and self._keeps_common_values and all("agreed" in own for own in outer["state"]):
-            self._keep_values([own["agreed"] for own in outer["state"]])
+            kept = (own["agreed"] for own in outer["state"])
+            self._keep_values(dict(zip(map(id, self.replica.parameters), kept, strict=True)))
 
     @property
     def _keeps_common_values(self) -> bool:
@@ -551,23 +597,24 @@ class Agreement(Scheme):
         return self._merge.keeps_agreed and not isinstance(self.through, Graph) and not self.is_alone
 
     @torch.no_grad()
-    def _kept_values(self) -> list[Tensor]:
-        """What the merge keeps of every parameter, in the order of the replica. Collective over the node."""
-        kept = {id(parameter): torch.empty_like(parameter) for parameter in self.replica.parameters}
+    def _kept_values(self) -> dict[int, Tensor]:
+        """The last agreed values of every tensor that is carried, by its ``id``. Collective over the node."""
+        kept: dict[int, Tensor] = {}
         for index, anchor in enumerate(self._carrier.anchors):
             for piece, values in self._carrier.buckets[index].split(self._carrier.whole(index, anchor)):
+                if id(piece.tensor) not in kept:
+                    kept[id(piece.tensor)] = torch.empty_like(piece.tensor)
                 kept[id(piece.tensor)].view(-1)[piece.start :][: piece.length] = values
-        return [kept[id(parameter)] for parameter in self.replica.parameters]
+        return kept
 
     @torch.no_grad()
-    def _keep_values(self, kept: Sequence[Tensor]) -> None:
+    def _keep_values(self, kept: Mapping[int, Tensor]) -> None:
         """Undo :meth:`_kept_values`, on any number of nodes and ranks."""
-        of_tensor = {id(p): saved for p, saved in zip(self.replica.parameters, kept, strict=True)}
         for index, anchor in enumerate(self._carrier.anchors):
             bucket = self._carrier.buckets[index]
             flat = bucket.empty(self._carrier.parts_of(index))
             for piece, values in bucket.split(flat):
-                values.copy_(of_tensor[id(piece.tensor)].reshape(-1)[piece.start :][: piece.length])
+                values.copy_(kept[id(piece.tensor)].reshape(-1)[piece.start :][: piece.length])
             anchor.copy_(self._carrier.carried(flat, index))
 
     def state_dict(self) -> dict[str, Any]:
@@ -582,12 +629,27 @@ class Agreement(Scheme):
 
     def undo_point(self) -> Callable[[], None]:
         undo_values, synchronizations, was_sick = super().undo_point(), self.synchronizations, self._was_sick
+        exchanges = list(self._in_flight.exchanges)
+        moves_beside = any(not exchange.is_lost for exchange in exchanges)
+        undo_agreed = None if moves_beside else self._remember_agreed()
+
+        def undo() -> None:
+            self._in_flight.settle()
+            undo_values()
+            self.synchronizations, self._was_sick = synchronizations, was_sick
+            self._in_flight.exchanges = exchanges
+            self._in_flight.lose()
+            if undo_agreed is not None:
+                undo_agreed()
+
+        return undo
+
+    def _remember_agreed(self) -> Callable[[], None]:
+        """Remember the last agreed values, and all that goes with them; what is returned goes back to them."""
         carried = self._carrier.state_dict()
         undo_outer = self.outer.undo_point() if self.outer is not None else None
 
         def undo() -> None:
-            undo_values()
-            self.synchronizations, self._was_sick = synchronizations, was_sick
             self._carrier.load_state_dict(carried)
             if undo_outer is not None:
                 undo_outer()
@@ -595,16 +657,19 @@ class Agreement(Scheme):
         return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
+        self._in_flight.lose()
+        exchanges = self._in_flight.exchanges
         # what lies beside the parameters is cut by the lanes, of which there may be others
         go_on, outer = super().before_nodes_change(), self.outer
         kept = self._kept_values() if self._carrier.anchors else None
         parameters = self.replica.parameters
         state = None if outer is None else outer.state_dict(parameters)
-        if outer is not None:
-            outer.let_go()
 
         def go_on_with_state() -> None:
+            if outer is not None:
+                outer.let_go()
             go_on()
+            self._in_flight.exchanges = exchanges
             if outer is not None and state is not None:
                 outer.load_state_dict(state, parameters)
             if kept is not None:
@@ -632,6 +697,8 @@ class Agreement(Scheme):
             self._carrier.anchor()
             if self._merge.keeps_agreed:
                 self._merge.attach(self._carrier)
+            if "last_agreed" in state and self._is_copied_with_agreed:
+                self._keep_values(dict(zip(map(id, self._carried), state["last_agreed"], strict=True)))
         if "outer" in state:
             self._load_outer_state(state["outer"], with_values="carrier" not in state)
         if self.outer is not None and "outer_parts" in state:

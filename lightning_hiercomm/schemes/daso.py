@@ -195,9 +195,16 @@ class DASO(Agreement):
 
     _sharded = "exchange='sharded'"
 
+    _ends_epochs_in_agreement = True
+
     @property
-    def needs_nodes_that_stay(self) -> str:
-        return "DASO is not made for nodes that come and go: take PeriodicAveraging or DiLoCo"
+    def needs_nodes_that_stay(self) -> str | None:
+        if self.adapt and self.monitor is not None:
+            return (
+                f"monitor={self.monitor!r} is judged between an agreement and the next epoch, where no node could come:"
+                " leave it out, which watches the training loss, or take adapt=False"
+            )
+        return super().needs_nodes_that_stay
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
@@ -269,7 +276,7 @@ class DASO(Agreement):
             assert self.monitor is not None
             self._awaits_metric = False
             if self.monitor in metrics:
-                self._judge(metrics[self.monitor])
+                self._judge(*self._summed(metrics[self.monitor]))
             elif not self._has_resumed:  # Lightning forgets its metrics between runs
                 logged = ", ".join(metrics) or "nothing"
                 raise ValueError(
@@ -295,13 +302,21 @@ class DASO(Agreement):
             self._turn(arrived, self.all_parts if leaves else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        if self.unagreed_steps:
-            self.average()
-        if self._phase == "cycling" and self.adapt:
-            if self.monitor is None:
-                self._judge(loss)
-            else:
-                self._awaits_metric = True  # it is logged by the validation that comes next
+        adapts, losses = self._phase == "cycling" and self.adapt, list[tuple[float, float]]()
+        judges = adapts and self.monitor is None
+
+        def agree() -> None:
+            if self.unagreed_steps:
+                self.average()
+            if judges:
+                losses.append(self._summed(loss))
+
+        if self.unagreed_steps or judges:
+            self.topology.agreement(agree, admits=True)
+        if judges:
+            self._judge(*losses[-1])
+        elif adapts:
+            self._awaits_metric = True  # it is logged by the validation that comes next
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
@@ -348,13 +363,22 @@ class DASO(Agreement):
 
     # ---- plateau -------------------------------------------------------------------------------------------------
 
-    def _judge(self, loss: Tensor | None) -> None:
-        """Halve B and S if the loss, averaged over all ranks, has stopped falling; from 1 they return to the start."""
+    def _summed(self, loss: Tensor | None) -> tuple[float, float]:
+        """The weighted sum of all ranks' losses, and that of the weights of those that have one. Collective."""
         weight = 0.0 if loss is None else self.topology.rank_weight
         value = 0.0 if loss is None else float(loss)
         sums = torch.tensor([weight * value, weight], device=self.replica.device)
         self.topology.world.all_reduce(sums).wait()
         weighted, total = sums.tolist()
+        return weighted, total
+
+    def _judge(self, weighted: float, total: float) -> None:
+        """Halve B and S if the loss, averaged over all ranks, has stopped falling; from 1 they return to the start.
+
+        Args:
+            weighted: See :meth:`_summed`.
+            total: Likewise.
+        """
         if total == 0.0:
             if not self._has_missed_a_loss:
                 self._has_missed_a_loss = True

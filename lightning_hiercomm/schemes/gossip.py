@@ -124,6 +124,7 @@ class Gossip(Scheme):
         self.push_sum = push_sum
         self.gradients = "node" if hierarchical else "none"
         self._in_flight = InFlight()
+        self._nodes_are_new = False
 
     @property
     def needs_whole_parameters(self) -> str | None:
@@ -133,6 +134,19 @@ class Gossip(Scheme):
             f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the ranks of"
             " a node hold parts of one: use hierarchical=True"
         )
+
+    begins_with_copy = True
+
+    @property
+    def needs_nodes_that_stay(self) -> str | None:
+        if not self.hierarchical:
+            return "ranks of a node that train alone cannot be healed from one state: take hierarchical=True"
+        if self.overlap:
+            return (
+                "overlap=True always has something in flight, so a node that comes would find no moment to begin: take"
+                " overlap=False"
+            )
+        return None
 
     def drift(self, nodes: int) -> float:
         """Random pairs halve the squared distance from the mean at each step.
@@ -151,7 +165,8 @@ class Gossip(Scheme):
 
     def open(self) -> None:
         if not self.is_alone:
-            self._beside = self.topology.twin()
+            # where nodes come and go, training waits for all of it, so nobody else uses the communicators
+            self._beside = self.topology if self.topology.may_grow else self.topology.twin()
             self._background = self.background()
 
     def follow(self, replica: Replica) -> None:
@@ -161,7 +176,8 @@ class Gossip(Scheme):
         self._segments = self._cut(replica)
         self._peers = Peers(self._segments, self.graph, self.topology, self._beside, self.wire, self.push_sum)
         self._begin_anew()
-        self._compare_with_other_ranks()
+        if not self.topology.may_grow:
+            self._compare_with_other_ranks()
 
     def has_update(self) -> bool:
         if self.is_alone:
@@ -172,6 +188,10 @@ class Gossip(Scheme):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
+        self.topology.agreement(self._mix, admits=True)
+
+    def _mix(self) -> None:
+        self._learn_weights()
         self._send()
         if not self.overlap:
             self._merge()
@@ -187,13 +207,17 @@ class Gossip(Scheme):
         """
         self.settle()
         if self.unagreed_steps and not self.is_alone:
-            weighted = [
-                (bucket, self._rank_weights(of_nodes))
-                for segment, of_nodes in zip(self._segments, self._weights, strict=True)
-                for bucket in segment.cut(self.replica.bucket_bytes)
-            ]
-            weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
-            self.average_exactly([bucket for bucket, _ in weighted], lambda index: weighted[index][1])
+            self.topology.agreement(self._write_mean)
+
+    def _write_mean(self) -> None:
+        self._learn_weights()
+        weighted = [
+            (bucket, self._rank_weights(of_nodes))
+            for segment, of_nodes in zip(self._segments, self._weights, strict=True)
+            for bucket in segment.cut(self.replica.bucket_bytes)
+        ]
+        weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
+        self.average_exactly([bucket for bucket, _ in weighted], lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
@@ -299,6 +323,35 @@ class Gossip(Scheme):
             )
         self._weights = state["weights"].tolist()
         self._in_flight.load_state_dict(state["in_flight"], self.device)
+
+    def undo_point(self) -> Callable[[], None]:
+        undo_values, weights, has_news = super().undo_point(), [[*each] for each in self._weights], self._nodes_are_new
+
+        def undo() -> None:
+            self._in_flight.drop()
+            undo_values()
+            self._weights, self._nodes_are_new = weights, has_news
+
+        return undo
+
+    def before_nodes_change(self) -> Callable[[], None]:
+        go_on, own = super().before_nodes_change(), self._own_weights
+
+        def go_on_with_weights() -> None:
+            go_on()
+            self._weights = [[weight] * self.topology.num_nodes for weight in own]
+            self._nodes_are_new = True
+
+        return go_on_with_weights
+
+    def _learn_weights(self) -> None:
+        """Hear what push-sum weights nodes have that have come together; who comes has 1. Collective."""
+        if self._nodes_are_new:
+            self._compare_with_other_ranks()
+            everyone = self.topology.world.all_gather_object(self._own_weights)
+            of_nodes = [everyone[ranks[0]] for ranks in self.topology.nodes]
+            self._weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+            self._nodes_are_new = False
 
     def _begin_anew(self) -> None:
         """The replicas are equal: nothing is in flight and every node has the same weight."""

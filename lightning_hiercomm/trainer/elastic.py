@@ -92,7 +92,7 @@ class ElasticNode:
         self._history = self._membership.history
         batches = trainer.fit_loop.epoch_loop.batch_progress
         self._transaction = Transaction(
-            self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready
+            self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready, self._settle
         )
         tell_stage_of_dataloaders(
             trainer,
@@ -146,6 +146,10 @@ class ElasticNode:
             self._required_run.replicas.have_written()
 
         return undo_all
+
+    def _settle(self) -> None:
+        for scheme in self._required_run.schemes:
+            scheme.settle()
 
     def _place(self) -> str:
         return "after " + ", ".join(str(scheme.steps) for scheme in self._required_run.schemes) + " optimizer steps"

@@ -240,6 +240,8 @@ class HierarchicalHooks(ParallelStrategy):
         check_equal_work(self._topology, trainer.num_training_batches)
         epochs, steps = _length(trainer)
         length = math.inf if steps is None else steps
+        if self._topology.may_grow:  # an epoch is as long as nodes are many
+            epochs, steps = _length_as_given(trainer)
         for warning in self.scheme.check_run(self._topology.num_nodes, _steps_of_epoch(trainer), length):
             rank_zero_warn(warning)
         if self.batches is not None:
@@ -530,10 +532,15 @@ def _steps_of_epoch(trainer: pl.Trainer) -> float:
     return trainer.num_training_batches / trainer.accumulate_grad_batches
 
 
+def _length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
+    """Epochs and optimizer steps after which the user wants a run to end."""
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+    return epochs, trainer.max_steps if trainer.max_steps >= 0 else None
+
+
 def _length(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
-    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-    steps = trainer.max_steps if trainer.max_steps >= 0 else None
+    epochs, steps = _length_as_given(trainer)
     per_epoch = _steps_of_epoch(trainer)
     if not 0 < per_epoch < math.inf:
         return epochs, steps

@@ -33,7 +33,7 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
 
     def member(index: int) -> tuple[list[float], int, bool]:
         meter, values = Meter(), torch.arange(3.0) * (index + 1)
-        lane = GlooLinks("127.0.0.1", dead_after=20.0).lane(meeting, index, 0, meter)
+        lane = GlooLinks("127.0.0.1", dead_after=20.0).lane(meeting, index, "0", meter)
         lane.all_reduce(values).wait()
         lane.close()
         return values.tolist(), meter.snapshot()["inter_bytes"], isinstance(lane, StagedCommunicator)
@@ -45,7 +45,7 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
 def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
     _store, meeting = meeting_of_two()
     with pytest.raises(RuntimeError):
-        GlooLinks("127.0.0.1", dead_after=1.0).lane(meeting, 0, 0, Meter())
+        GlooLinks("127.0.0.1", dead_after=1.0).lane(meeting, 0, "0", Meter())
 
 
 def keep_store(port) -> None:

@@ -79,7 +79,9 @@ def test_where_the_lighthouse_does_not_say_nodes_that_were_all_started_again_do_
 
 def test_a_node_that_is_started_again_when_the_run_is_over_says_so():
     late = node("a", restarts=1, is_lost=False, is_over=True)
-    assert meet(late) == Meeting(is_hopeless=True, waits="this run is over: nobody is there to give a node its state")
+    meeting = meet(late)
+    assert (meeting.is_hopeless, meeting.is_over) == (True, True)
+    assert meeting.waits == "this run is over: nobody is there to give a node its state"
     assert meet(replace(late, restarts=0)).begins, "the next fit of one program"
 
 

@@ -17,6 +17,7 @@ from forked import ForkedPython
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
 SCHEMES = ["periodic", "diloco"]
+NEVER_EQUAL = ["fragments", "streaming", "noloco", "daso", "gossip"]
 MOMENTS = ["before the quorum", "after the quorum", "in the exchange", "before the vote", "after the vote"]
 LASTING = {"epochs": 7, "pause": 0.01}
 
@@ -67,6 +68,9 @@ def ends_equal(nodes: Cluster, names: list[int]) -> dict[str, Any]:
         pytest.param("diloco", [2, 2], marks=pytest.mark.nightly),
         pytest.param("periodic", [1, 1, 1], marks=pytest.mark.nightly),
         pytest.param("diloco", [1, 2, 1], marks=pytest.mark.nightly),
+        ("streaming", [1, 1]),
+        *(pytest.param(scheme, [1, 1, 1], marks=pytest.mark.nightly) for scheme in NEVER_EQUAL),
+        *(pytest.param(scheme, [2, 2], marks=pytest.mark.nightly) for scheme in NEVER_EQUAL),
     ],
 )
 def test_undisturbed_nodes_end_with_the_bits_of_nodes_that_stay(cluster, tmp_path, scheme, ranks):
@@ -85,6 +89,8 @@ def test_undisturbed_nodes_end_with_the_bits_of_nodes_that_stay(cluster, tmp_pat
 def nightly_but(*kept: tuple[str, int, str]) -> list[Any]:
     """All schemes, ranks and moments; those that are not named are left to the nightly job."""
     cases = [(scheme, ranks, moment) for scheme in SCHEMES for ranks in (1, 2) for moment in MOMENTS]
+    cases += [(scheme, ranks, "in the exchange") for scheme in NEVER_EQUAL for ranks in (1, 2)]
+    cases += [(scheme, 1, "before the vote") for scheme in NEVER_EQUAL]
     return [pytest.param(*case, marks=[] if case in kept else [pytest.mark.nightly]) for case in cases]
 
 

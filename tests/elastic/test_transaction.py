@@ -11,9 +11,10 @@ import torch
 from elastic_threads import ElasticRank, Failing, Threads, play
 from harness import on_nodes
 
-from lightning_hiercomm import DiLoCo, PeriodicAveraging
+from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.elastic.meeting import LeftBehind
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
+from lightning_hiercomm.schemes.words.merging import Replace
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
 TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64}
@@ -22,6 +23,8 @@ COPIED = {
     "fragments": DiLoCo(sync_every=4, fragments=2),
     "local": DiLoCo(sync_every=3, keep_local=0.5),
     "both": DiLoCo(sync_every=4, fragments=2, keep_local=0.25, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
+    "parts": Agreement(when=4, what=2),
+    "kept": Agreement(when=3, merge=Replace(0.5)),
 }
 """Whose nodes are never equal."""
 PEERS = {
@@ -30,6 +33,25 @@ PEERS = {
     "ring": Agreement(when=2, through=Ring()),
 }
 """The same, each agreeing with those that a graph names: of the nodes that are there."""
+GOSSIP = {
+    "gossip": Gossip(segments=3),
+    "push-sum": Gossip(segments=2, fair=None),
+    "one way": Gossip("directed_exponential", segments=1),
+    "no push-sum": Gossip(segments=2, fair=None, push_sum=False),
+}
+"""Nodes that mix at every step."""
+LATE = {
+    "late": DiLoCo(sync_every=4, staleness=2, keep_local=0.0),
+    "streaming": DiLoCo(sync_every=6, fragments=2, staleness=2, keep_local=0.5),
+    "late adam": DiLoCo(sync_every=3, staleness=1, keep_local=0.0, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
+    "delta": Agreement(when=4, staleness=2, merge="delta"),
+    "eq1": Agreement(when=4, staleness=3, merge="eq1"),
+    "late peers": Agreement(when=4, staleness=2, through=RandomPermutation()),
+    "late noloco": Agreement(when=4, staleness=2, through=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": DASO(sync_every=3, warmup_steps=2, exchange="sharded", adapt=False),
+}
+"""Which train on while something is in flight."""
+ALL = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}
 SIZES = [(1, 1), (2, 2), (1, 1, 1), (2, 1), (3, 2, 1)]
 
 
@@ -43,7 +65,7 @@ def train(steps: int):
         for _ in range(steps):
             own.step()
         own.scheme.finish()
-        return own.rank.values
+        return own.rank.values, own.rank.trace
 
     return work
 
@@ -65,7 +87,7 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None):
 
             rank.train(drawn)
         rank.scheme.finish()
-        return rank.values
+        return rank.values, rank.trace
 
     return on_nodes(work, scheme, ends, start=1.0, inner=adam, wire=wire, **TRAINING)
 
@@ -77,19 +99,30 @@ def test_nodes_that_may_leave_but_do_not_end_with_the_bits_of_nodes_that_stay(na
     ends_as_nodes_that_stay(SCHEMES[name], sizes, wire)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", [*COPIED, *PEERS])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP])
 def test_so_do_nodes_that_are_never_equal(name, sizes, wire):
-    ends_as_nodes_that_stay({**COPIED, **PEERS}[name], sizes, wire)
+    ends_as_nodes_that_stay(ALL[name], sizes, wire)
 
 
-def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire) -> None:
-    results = play(scheme, train(10), sizes, inner=adam, wire=wire, **TRAINING)
-    expected = undisturbed(scheme, sizes, 10, wire)
+@pytest.mark.covering
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", LATE)
+def test_so_do_nodes_that_train_on_while_something_is_in_flight(name, sizes, wire):
+    ends_as_nodes_that_stay(ALL[name], sizes, wire, steps=14)
+
+
+def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> None:
+    """At every step."""
+    results = play(scheme, train(steps), sizes, inner=adam, wire=wire, **TRAINING)
+    expected = undisturbed(scheme, sizes, steps, wire)
     assert len(results) == len(expected)
-    for values in results.values():
-        torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
+    for (_, (values, trace)), (stays, trace_that_stays) in zip(sorted(results.items()), expected, strict=True):
+        assert trace == trace_that_stays
+        torch.testing.assert_close(values, stays, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wire", [None, "int8"])
@@ -128,7 +161,7 @@ def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_on
         return own.rank.values
 
     results = play(SCHEMES[name], work, sizes, inner=adam, wire=wire, **TRAINING)
-    expected = undisturbed(SCHEMES[name], sizes, 10, wire)
+    expected = [values for values, _ in undisturbed(SCHEMES[name], sizes, 10, wire)]
     assert broken == [True], "no exchange was broken"
     agreements = 3 + 1  # the last at the end of the run
     assert len(tries) == (agreements + 1) * sum(sizes), "one was made twice, by all"
@@ -179,7 +212,7 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
     [((1, 1, 1), "1"), ((2, 2, 2), "1"), ((1, 2, 1), "1"), ((1, 1, 1), "0"), ((2, 1, 1), "0")],
     ids=str,
 )
-@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum"])
 def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who, moment):
     """Node 0 keeps the vote."""
 
@@ -192,7 +225,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, own.scheme.agreements
 
-    threads = Threads({**SCHEMES, **COPIED, **PEERS}[name], training={"inner": adam, **TRAINING})
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = len(sizes)
     for node, ranks in enumerate(sizes):
         threads.start(node, work, ranks)
@@ -204,9 +237,180 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
     assert len({agreements for _, _, agreements in results.values()}) == 1
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
+@pytest.mark.parametrize("agreement", [3, 4], ids=["leaving", "merging"])
+@pytest.mark.parametrize(
+    ("sizes", "who"), [((1, 1, 1), "1"), ((2, 2, 2), "1"), ((2, 1, 1), "0"), ((1, 1, 1), "0")], ids=str
+)
+@pytest.mark.parametrize("name", LATE)
+def test_so_does_one_that_dies_while_something_leaves_or_is_merged(name, sizes, who, agreement, moment):
+    """What nodes have in common beside their parameters is equal, too."""
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == who:
+            die_at(own, moment, agreement)
+        common = []
+        for _ in range(14):
+            own.step()
+            own.scheme.settle()
+            schedule = own.scheme.schedule()
+            common.append(repr({**schedule, "outer": None if name == "late noloco" else schedule.get("outer")}))
+        own.scheme.finish()
+        return own.rank.values, own.membership.history.nodes, common
+
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = len(sizes)
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    results = threads.end()
+    assert {node for node, _ in results} == {"0", "1", "2"} - {who}
+    for values, nodes, common in results.values():
+        torch.testing.assert_close(values, results["2", 0][0], rtol=0, atol=0)
+        assert nodes == 2
+        assert common[8:] == results["2", 0][2][8:]
+
+
+LANDINGS = {"late": (8, 4), "streaming": (9, 6), "delta": (8, 4), "eq1": (8, 4), "late adam": (6, 4)}
+"""The step after which something is due, and the number of the agreement in which it is merged."""
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize(
+    "moment",
+    ["in flight", "as it leaves", "before the quorum", "before the vote", "after the vote", "a move fails"],
+)
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("name", LANDINGS)
+def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when_it_is_due(
+    name, wire, moment, monkeypatch
+):
+    """As two nodes that stay would: they take up what the two had before it left."""
+    scheme, (due, landing), at, has_left = ALL[name], LANDINGS[name], {}, threading.Event()
+    before = due - scheme.staleness - 1
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "1":
+            if moment == "as it leaves":
+                die_at(own, "in the exchange", landing - 1)
+            elif moment not in ("in flight", "a move fails"):
+                die_at(own, moment, landing)
+        while own.scheme.steps < 14:
+            if own.scheme.steps == before:
+                at[own.node] = copy.deepcopy(own.state())
+                if own.node == "1" and moment == "a move fails":
+                    lane = own.rank.topology.all_lanes[1]
+                    monkeypatch.setattr(lane, "_launch", lambda start, lane=lane: broken(lane, start))
+            if own.scheme.steps == due - 1 and own.node == "1":
+                has_left.set()
+                if moment == "in flight":
+                    own.die()
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, own.rank.trace
+
+    def broken(lane, start):
+        monkeypatch.undo()
+        move = lane._launch(start)
+        move._move = Failing(move._move, has_left)
+        return move
+
+    threads = Threads(scheme, training={"inner": adam, "wire": wire, **TRAINING})
+    threads.lights.min_nodes = 3
+    for node in range(3):
+        threads.start(node, work)
+    results = threads.end()
+    names = ["0", "1", "2"] if moment == "a move fails" else ["0", "2"]
+    assert sorted(node for node, _ in results) == names
+    if moment == "after the vote":
+        torch.testing.assert_close(results["0", 0][0], results["2", 0][0], rtol=0, atol=0)
+        return
+
+    def stays(rank):
+        name = names[rank.node]
+        put(rank, at[name])
+        after_step = rank.scheme.after_step
+        while rank.scheme.steps < 14:
+            if moment != "as it leaves" and rank.scheme.steps < due:
+                rank.scheme.after_step = lambda last: None
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * int(name))
+            rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
+            if moment != "as it leaves" and rank.scheme.steps == due:
+                rank.scheme._agree_and_wait(scheme.when.due(due, due, len(rank.scheme._parts)))
+                rank.trace[-1] = rank.values.tolist()
+            rank.scheme.after_step = after_step
+        rank.scheme.finish()
+        return rank.values, rank.trace
+
+    expected = on_nodes(stays, scheme, [(node,) for node, _ in enumerate(names)], inner=adam, wire=wire, **TRAINING)
+    for node, (values, trace) in zip(names, expected, strict=True):
+        assert results[node, 0][1][before:] == trace
+        torch.testing.assert_close(results[node, 0][0], values, rtol=0, atol=0)
+
+
+def put(rank, state) -> None:
+    """Let a rank that stays go on from an elastic one's state."""
+    state = copy.deepcopy(state)
+    with torch.no_grad():
+        for parameter, values in zip(rank.parameters, state["values"], strict=True):
+            parameter.copy_(values)
+    rank.optimizer.load_state_dict(state["optimizer"])
+    rank.scheme.follow(rank.replica())
+    rank.scheme.load_schedule(state["schedule"])
+    if "last_agreed" in state["schedule"]:
+        rank.scheme._keep_values(
+            dict(zip(map(id, rank.scheme._carried), state["schedule"]["last_agreed"], strict=True))
+        )
+
+
+def put_weights(rank, of_nodes) -> None:
+    """Give push-sum weights to all nodes, by segment."""
+    rank.scheme._weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+
+
+@pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote"])
+@pytest.mark.parametrize("name", GOSSIP)
+def test_what_a_node_holds_of_the_sums_of_push_sum_is_lost_with_it(name, moment):
+    """The others go on with their own values and weights, as two nodes that stay would."""
+    at = {}
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "1":
+            die_at(own, moment, agreement=6)
+        while own.scheme.steps < 12:
+            if own.scheme.steps == 5:
+                at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme._own_weights}
+            own.step()
+        own.scheme.finish()
+        return own.rank.values, own.rank.trace
+
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+    for node in range(3):
+        threads.start(node, work)
+    results = threads.end()
+
+    def stays(rank):
+        put(rank, at["02"[rank.node]])
+        put_weights(rank, [at["0"]["weights"], at["2"]["weights"]])
+        while rank.scheme.steps < 12:
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 20 * rank.node)
+            rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
+        rank.scheme.finish()
+        return rank.values, rank.trace
+
+    expected = on_nodes(stays, ALL[name], ((0,), (1,)), inner=adam, **TRAINING)
+    for node, (values, trace) in zip("02", expected, strict=True):
+        assert results[node, 0][1][5:] == trace
+        torch.testing.assert_close(results[node, 0][0], values, rtol=0, atol=0)
+
+
 def die_at(own: ElasticRank, moment: str, agreement: int = 2) -> None:
     """Let a node die in its agreement with that number."""
-    membership, lane = own.membership, own.rank.topology.lane
+    membership = own.membership
 
     def wrapped(function, before: bool):
         def call(*args, **kwargs):
@@ -222,7 +426,8 @@ def die_at(own: ElasticRank, moment: str, agreement: int = 2) -> None:
     if moment == "before the quorum":
         membership.meet = wrapped(membership.meet, before=True)
     elif moment == "in the exchange":
-        lane._launch = wrapped(lane._launch, before=False) if own.local == 0 else lane._launch
+        for lane in own.rank.topology.all_lanes if own.local == 0 else ():
+            lane._launch = wrapped(lane._launch, before=False)
     elif moment == "before the vote":
         membership.vote = wrapped(membership.vote, before=True)
     else:
@@ -323,8 +528,25 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
         assert "1 healed; waited" in history.lines()[0]
 
 
+@pytest.mark.parametrize("name", ["periodic", "parts", "delta"])
+def test_float_buffers_and_what_encoding_needs_of_them_outlive_a_change_of_nodes(name):
+    threads = Threads(ALL[name], training={"inner": adam, "wire": "int8", "buffer": torch.ones(3), **TRAINING})
+    threads.lights.min_nodes = 3
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "1":
+            die_at(own, "before the vote")
+        return train_to_the_end(own, 10)
+
+    for node in range(3):
+        threads.start(node, work)
+    results = threads.end()
+    torch.testing.assert_close(results["0", 0], results["2", 0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dying", ["12", "01", "012"])
-@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum", "streaming"])
 def test_several_nodes_may_die_at_once_down_to_the_last(name, dying):
     def work(own: ElasticRank):
         own.join()
@@ -335,7 +557,7 @@ def test_several_nodes_may_die_at_once_down_to_the_last(name, dying):
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes
 
-    threads = Threads({**SCHEMES, **COPIED, **PEERS}[name], training={"inner": adam, **TRAINING})
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = 4
     for node in range(4):
         threads.start(node, work)
@@ -346,9 +568,9 @@ def test_several_nodes_may_die_at_once_down_to_the_last(name, dying):
         torch.testing.assert_close(values, results["3", 0][0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum", "late", "delta"])
 def test_a_node_that_comes_and_goes_again_and_again_does_not_hold_up_the_others(name):
-    threads = Threads({**SCHEMES, **COPIED, **PEERS}[name], training={"inner": adam, **TRAINING})
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
     lives = []
 
     def flaps(own: ElasticRank):
@@ -428,13 +650,15 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
         assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
 
 
-@pytest.mark.parametrize("name", [*COPIED, *PEERS, "diloco"])
-def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_source_had(name):
+@pytest.mark.covering
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, "diloco", *LATE])
+def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_source_had(name, wire):
     """The same three nodes that stay, put where the two, and the copy of the first, were."""
-    scheme = {**SCHEMES, **COPIED, **PEERS}[name]
-    threads = Threads(scheme, training={"inner": adam, **TRAINING})
+    scheme = ALL[name]
+    threads = Threads(scheme, training={"inner": adam, "wire": wire, **TRAINING})
     threads.lights.min_nodes = 2
-    period, at = scheme.cycle, {}  # of parts, all have been sent by then
+    period, at = 5 if name == "daso" else scheme.cycle, {}  # of parts, all have been sent by then
 
     def newcomer(own: ElasticRank):
         assert own.join()
@@ -449,7 +673,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
                 wait_until(lambda: "2" in threads.lights._alive.values())
             own.step()
             if own.scheme.steps == period:
-                at[own.node] = copy.deepcopy(own.state())
+                at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
         own.scheme.finish()
         return own.rank.values
 
@@ -459,20 +683,16 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
     assert at["joined"] == period
 
     def stays(rank):
-        state = at[str(rank.node % 2)]
-        with torch.no_grad():
-            for parameter, values in zip(rank.parameters, state["values"], strict=True):
-                parameter.copy_(values)
-        rank.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        rank.scheme.follow(rank.replica())
-        rank.scheme.load_schedule(copy.deepcopy(state["schedule"]))
+        put(rank, at[str(rank.node % 2)])
+        if isinstance(rank.scheme, Gossip):  # who comes has the weight 1
+            put_weights(rank, [at["0"]["weights"], at["1"]["weights"], [1.0] * len(at["0"]["weights"])])
         while rank.scheme.steps < 12:
             generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.node)
             rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
         rank.scheme.finish()
         return rank.values
 
-    expected = on_nodes(stays, scheme, ((0,), (1,), (2,)), inner=adam, **TRAINING)
+    expected = on_nodes(stays, scheme, ((0,), (1,), (2,)), inner=adam, wire=wire, **TRAINING)
     for values in results.values():
         torch.testing.assert_close(values, expected[0], rtol=0, atol=0)
 
@@ -480,7 +700,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
 @pytest.mark.parametrize("name", ["diloco", "local"])
 def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed_after_it(name):
     """A validation may begin with an agreement of its own, right after one that has admitted a newcomer."""
-    threads = Threads({**SCHEMES, **COPIED}[name], training={"inner": adam, **TRAINING})
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
     joined = []
 
     def newcomer(own: ElasticRank):

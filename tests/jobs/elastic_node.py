@@ -15,7 +15,9 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,29 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import CommunicationMonitor, DiLoCo, Elastic, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import (
+    DASO,
+    CommunicationMonitor,
+    DiLoCo,
+    Elastic,
+    Gossip,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+)
 from lightning_hiercomm.elastic import healing, lanes, membership
+from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Scheme
 from lightning_hiercomm.trainer.elastic import ElasticNode
 
 SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
-SCHEMES = {"periodic": PeriodicAveraging, "diloco": DiLoCo}
+SCHEMES: dict[str, Callable[[int], Scheme]] = {
+    "periodic": PeriodicAveraging,
+    "diloco": DiLoCo,
+    "fragments": partial(DiLoCo, fragments=2),
+    "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
+    "noloco": partial(Agreement, through=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, exchange="sharded"),
+    "gossip": lambda every: Gossip(segments=2),
+}
 
 
 @dataclass
@@ -280,7 +299,7 @@ def main(node: Node) -> None:
     note_asking(folder / f"{name}.{life()}.asks")
     if node.fault:
         Fault(node.fault, folder, name).install()
-    scheme = SCHEMES[node.scheme](sync_every=node.every)
+    scheme = SCHEMES[node.scheme](node.every)
     elastic = None if node.elastic is None else Elastic(**node.elastic)
     strategy = HierarchicalStrategy(
         scheme, elastic=elastic, start_method="fork" if node.ranks > 1 else "popen", **node.settings

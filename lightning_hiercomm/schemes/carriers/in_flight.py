@@ -49,6 +49,8 @@ class Exchange:
         is_sick: Whether this node sent values that are not finite, and others go on without it.
         void: Buckets that could not be merged, because nothing finite has arrived.
         landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
+        undo: Takes back what has been moved beside training since it left; where nodes come and go.
+        is_lost: Whether it never arrives, because nodes came or went meanwhile: nodes agree anew when it is due.
     """
 
     started: int
@@ -60,6 +62,8 @@ class Exchange:
     is_sick: bool = False
     void: list[int] = field(default_factory=list)
     landed: set[int] = field(default_factory=set)
+    undo: Callable[[], None] = lambda: None
+    is_lost: bool = False
 
     @property
     def staleness(self) -> int:
@@ -75,6 +79,14 @@ class Exchange:
         self.check.wait()
         for move in self.moves:
             move.arrived.wait()
+
+    def lose(self) -> None:
+        """Drop what it brings, and take back what it has moved; it stays due."""
+        if not self.is_lost:
+            self.wait()
+            self.moves.clear()
+            self.undo()
+            self.is_lost = True
 
     def is_nearly_done(self) -> bool:
         """Whether no more than the last buckets have not arrived yet: they do so in their order."""
@@ -111,6 +123,19 @@ class InFlight:
         """All exchanges; they are no longer in flight."""
         taken, self.exchanges = self.exchanges, []
         return taken
+
+    def keep(self, exchange: Exchange) -> None:
+        """Undo :meth:`take`."""
+        self.exchanges.insert(0, exchange)
+
+    def forget(self, exchange: Exchange) -> None:
+        """It is no longer in flight, if it was."""
+        self.exchanges = [other for other in self.exchanges if other is not exchange]
+
+    def lose(self) -> None:
+        """Lose them all, see :meth:`Exchange.lose`."""
+        for exchange in self.exchanges:
+            exchange.lose()
 
     def settle(self) -> None:
         """Wait until all has arrived, and keep it."""
