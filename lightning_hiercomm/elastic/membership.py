@@ -143,6 +143,11 @@ class Membership:
         """Whether this node is the first of those that met last: the one that writes what all have in common."""
         return self._last is None or self._last.index(self.me.life) == 0
 
+    @property
+    def draw(self) -> Draw:
+        """Who takes which shares of the data at this moment."""
+        return self._draw
+
     # ---- meeting -------------------------------------------------------------------------------------------------
 
     def meet(self, place: str, admits: bool = False) -> Meeting:

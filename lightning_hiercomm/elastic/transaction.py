@@ -25,6 +25,9 @@ class Transaction:
         place: Says where in the training this node is.
         batches: Says how many batches a rank has trained on so far.
         settle: Waits for what is under way beside training.
+
+    Attributes:
+        has_agreed: Called with the meeting of an agreement that holds.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Transaction:
         self._batches = batches
         self._settle = settle
         self._is_inside = False
+        self.has_agreed: Callable[[Meeting], object] = lambda meeting: None
 
     def __call__(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         """Let the nodes do ``work`` together, whoever is there; see :meth:`ElasticTopology.agreement`."""
@@ -68,6 +72,7 @@ class Transaction:
                 break
             undo()
         self._membership.commit(meeting, self._batches(), brings)
+        self.has_agreed(meeting)
         if tries > 1 or len(meeting.members) < before:
             self._membership.history.lost_seconds += time.monotonic() - began
         return None

@@ -48,6 +48,11 @@ class AgreedModel:
         )
 
     @property
+    def is_asked_for(self) -> bool:
+        """Whether somebody looks at it, or is about to."""
+        return self._depth > 0
+
+    @property
     def holds_own_values(self) -> bool:
         """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
         return any(snapshot is not None for snapshot in self._own) or bool(self._own_others)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -30,8 +30,9 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.lanes import GlooLinks
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
-from lightning_hiercomm.elastic.meeting import Member
+from lightning_hiercomm.elastic.meeting import Meeting, Member
 from lightning_hiercomm.elastic.membership import History, Membership
+from lightning_hiercomm.elastic.record import Recorder
 from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
@@ -60,6 +61,7 @@ class ElasticNode:
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]
         self._store: Store | None = None
+        self._recorder: Recorder | None = None
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class ElasticNode:
         me = Member(
             node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
             life="",
-            run=f"{os.environ.get('HIERCOMM_RUN', '')}:{_print_of(run)}",
+            run=f"{os.environ.get('HIERCOMM_RUN', '')}:{run.fingerprint()}",
             ranks=topology.ranks_on_node,
             store=f"{host}:{port}",
             origin=_steps_of_checkpoint(trainer),
@@ -94,12 +96,14 @@ class ElasticNode:
         self._transaction = Transaction(
             self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready, self._settle
         )
+        self._recorder = Recorder(_about(trainer, run, me.run), self._place_of_record(trainer))
+        self._transaction.has_agreed = self._note_agreement
         tell_stage_of_dataloaders(
             trainer,
             self._stage,
             lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._is_in_epoch else 0,
         )
-        draw_train_data_anew(trainer, lambda: self._divides_data(batches.total.ready))
+        draw_train_data_anew(trainer, lambda: self._divides_data(trainer, batches.total.ready))
         while True:
             meeting = self._transaction.begin(self._begin_equal, admits=True)
             if meeting is not None:
@@ -111,17 +115,40 @@ class ElasticNode:
                 self._checkpoints.take(take_state(trainer, state), None, None)
                 self._moment = state["moment"]
                 self._is_in_epoch = self._moment == "batch"
+                self._recorder.take(state["record"])
             run.begin_from_module()
             run.remember_values()
             topology.agree_by(self._transaction)
             return
 
-    def _divides_data(self, batches: int) -> bool:
+    def _divides_data(self, trainer: pl.Trainer, batches: int) -> bool:
         """Whether this node takes other shares of the data from now on, before an epoch."""
         is_first, self._has_data = not self._has_data, True
         if self._is_in_epoch or self._membership is None:
             return is_first  # or there are loaders already, if `estimated_stepping_batches` was asked for
-        return self._membership.begin_epoch(batches) or is_first
+        changes, draw = self._membership.begin_epoch(batches), self._membership.draw
+        if self._recorder is not None:
+            self._recorder.note_epoch(trainer.current_epoch, batches, draw.shares, draw.total)
+        return changes or is_first
+
+    def _note_agreement(self, meeting: Meeting) -> None:
+        run, membership = self._required_run, self._membership
+        assert membership is not None
+        assert self._recorder is not None
+        draw, looks = membership.draw, run.agreed_model.is_asked_for
+        self._recorder.note(meeting, looks, run.schemes[0].steps, draw.shares, draw.total)
+
+    def _place_of_record(self, trainer: pl.Trainer) -> Callable[[], Path | None]:
+        """Where this node is to write at this moment, if it is to."""
+        folder = trainer.default_root_dir
+        membership, is_local = self._membership, "://" not in folder
+        assert membership is not None
+
+        def place() -> Path | None:
+            writes = self._elastic.record and is_local and membership.is_first and membership.leads
+            return Path(folder) / f"elastic-{membership.me.begun[:8]}.json" if writes else None
+
+        return place
 
     def _begin_equal(self) -> None:
         module, topology = self._required_run.module, self._topology
@@ -182,7 +209,8 @@ class ElasticNode:
             with run.agreed_model.nobody_asked():
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
-            return whole
+            assert self._recorder is not None
+            return {**whole, "record": self._recorder.give()}
 
         membership.give_state(state)
 
@@ -191,6 +219,13 @@ class ElasticNode:
         if self._moment is not None:
             begin_as(trainer, self._moment)
         self._moment = None
+
+    def end_training(self, trainer: pl.Trainer) -> None:
+        """The run is over, and all nodes are equal."""
+        self.at_boundary(trainer, "end")
+        if self._recorder is not None and self._run is not None:
+            ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+            self._recorder.end(self._run.schemes[0].steps, ends_epoch, self._run.module)
 
     def end_epoch(self) -> None:
         """The epoch in which this node was healed, at the latest, is over."""
@@ -271,7 +306,7 @@ class BoundaryCallback(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The run is over, and all nodes are equal."""
-        self._node.at_boundary(trainer, "end")
+        self._node.end_training(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run fails, or stops."""
@@ -282,8 +317,20 @@ def _steps_of_checkpoint(trainer: pl.Trainer) -> int:
     return int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
 
 
-def _print_of(run: TrainingRun) -> str:
-    """Equal on nodes that train the same module by the same scheme."""
-    shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in run.module.named_parameters()]
-    what = re.sub(r" at 0x[0-9a-f]+", "", repr([run.schemes, shapes, run.wire]))
-    return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
+def _about(trainer: pl.Trainer, run: TrainingRun, name: str) -> dict[str, Any]:
+    """What a record says of a run, beside who took part: by this a replay sees whether it can do the same."""
+    return {
+        "run": name,
+        "scheme": repr(run.schemes[0]),
+        "optimizers": len(run.schemes),
+        "wire": repr(run.wire),
+        "bucket_bytes": run.replicas.bucket_bytes,
+        "average_buffers": run.replicas.average_buffers,
+        "begins_after_steps": _steps_of_checkpoint(trainer),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val or 0,
+        "precision": str(trainer.precision),
+        "seed": int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }

@@ -316,6 +316,7 @@ def main(node: Node) -> None:
         strategy=strategy,
         callbacks=callbacks,
         logger=False,
+        default_root_dir=node.folder,
         enable_checkpointing=bool(node.checkpoints),
         enable_progress_bar=False,
         enable_model_summary=False,
