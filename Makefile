@@ -11,8 +11,8 @@ SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
 
-# Three tests at a time on two cores, because most start processes that wait for each other; in the order of their names, or the files of
-# few tests, which take longest, would be last, and one worker wait. `make test NIGHTLY=--nightly` leaves out none.
+# Three tests at a time on two cores, because most start processes that wait for each other; in tests/covering.py's order, or the files
+# of few tests, which take longest, would be last, and one worker wait. `make test NIGHTLY=--nightly` leaves out none.
 test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

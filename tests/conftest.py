@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from lightning.fabric.plugins.environments import lightning as environment_of_lightning
 from lightning.fabric.utilities import registry
 from tqdm import tqdm
 
@@ -46,8 +46,10 @@ registry.entry_points = functools.cache(registry.entry_points)  # every Trainer 
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 sys.path += [_STARTUP, str(_HERE)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
 from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
+from ports import free_port  # noqa: E402
 from pretended_gpu import is_wanted, pretended_gpu  # noqa: E402
 
+environment_of_lightning.find_free_network_port = free_port  # Lightning's may be a connection's before it is used
 HAS_GPU = torch.cuda.is_available() or is_wanted()
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -59,13 +61,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what is imported: in a forked rank its every look is a copy."""
+    """Let the garbage collector leave alone what is imported: in a forked rank its every look is a copy.
+
+    For good: when all tests have run, pytest collects five times, while nobody else works.
+    """
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which is not to count the wait
@@ -235,7 +236,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
         folder = folder or tmp_path_factory.mktemp("launch")
         before = dict(os.environ)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(find_free_network_port()))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         try:
             with ends_ranks_after_an_error():
                 _join(

@@ -114,6 +114,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if spared and not config.getoption("--nightly") and not any("::" in argument for argument in config.args):
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=spared)
+    long_ones_first(items)
+
+
+def long_ones_first(items: list[pytest.Item]) -> None:
+    """Move files to the front by how many of their tests say that they are long.
+
+    pytest's workers take file after file: with a long one at the end, one works and the others have nothing left.
+    """
+    long_tests = Counter(item.path for item in items if item.get_closest_marker("long"))
+    items.sort(key=lambda item: -long_tests[item.path])
 
 
 class _Listing:

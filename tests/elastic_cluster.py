@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from ports import free_port
 
 from lightning_hiercomm.elastic.meeting import OVER_CODE
 
@@ -68,9 +69,7 @@ class Cluster:
         self._nodes: dict[str, Process] = {}
         self._arguments: dict[str, dict[str, Any]] = {}
         self._environments: dict[str, dict[str, str]] = {}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._lighthouse: Process | None = None
 
     def __enter__(self) -> Cluster:

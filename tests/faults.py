@@ -38,7 +38,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None,
 import lightning  # noqa: E402
 import torch  # noqa: E402
 from forked import ForkedPython, stand_in_for_python  # noqa: E402
-from lightning.fabric.plugins.environments.lightning import find_free_network_port  # noqa: E402
+from ports import free_port  # noqa: E402
 from unlucky import BATCHES, EPOCHS, FAULTS, MOMENTS, SCHEMES  # noqa: E402
 
 SECONDS = 60.0  # after the fault, when a run counts as hanging
@@ -197,7 +197,7 @@ def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
         *(["--replicas"] if case.replicas else []),
         *("--workers", str(int(case.workers))),
     ]
-    port, ranks = str(find_free_network_port()), case.ranks
+    port, ranks = str(free_port()), case.ranks
     outputs = (folder / f"output-{number}" for number in range(2 * ranks))
     if case.launcher in ("fork", "spawn", "popen"):
         where = ("--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", case.launcher)

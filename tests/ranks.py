@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import numpy
 import torch
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from ports import free_port
 
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 
@@ -97,7 +97,7 @@ class Ranks:
 
     def _start(self, ranks: int) -> list[tuple[Any, Any]]:
         context = multiprocessing.get_context("fork")
-        port = find_free_network_port()
+        port = free_port()
         world = []
         for rank in range(ranks):
             own, other = context.Pipe()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
-from covering import cover, usual
+from covering import cover, long_ones_first, usual
 
 FACTORS = {"scheme": "abcdefg", "wire": "vwxyz", "nodes": (1, 2, 3), "order": (False, True)}
 CELLS = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
@@ -89,3 +90,14 @@ def test_make_test_runs_the_covering_set_and_the_night_or_who_names_a_test_the_r
     collected = Collected()
     pytest.main([*QUIETLY, *arguments], [collected])
     assert len(collected.names) == number
+
+
+def test_files_whose_tests_are_long_come_first_and_the_others_in_their_order():
+    class Item(SimpleNamespace):
+        def get_closest_marker(self, name):
+            return self.is_long and name == "long"
+
+    told = [("a", False), ("b", False), ("b", True), ("c", False), ("d", True), ("d", True)]
+    items = [Item(path=path, is_long=is_long, number=number) for number, (path, is_long) in enumerate(told)]
+    long_ones_first(items)
+    assert [item.number for item in items] == [4, 5, 1, 2, 0, 3]

@@ -28,9 +28,9 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedPython, stand_in_for_python
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from ports import free_port
 from problems import Oracle
 from torch.multiprocessing.spawn import ProcessException
 
@@ -68,7 +68,7 @@ class Launch:
         self.processes.append(ForkedPython(arguments, {**os.environ, **(environment or {})}, output))
 
     def torchrun(self, *arguments: str, ranks_per_node: Sequence[int] = (2, 2)) -> None:
-        port, nodes = str(find_free_network_port()), len(ranks_per_node)
+        port, nodes = str(free_port()), len(ranks_per_node)
         # torchrun can fork its workers, too, but they inherit its handlers
         fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
         for node, ranks in enumerate(ranks_per_node):
@@ -90,7 +90,7 @@ class Launch:
     def slurm(self, *arguments: str, nodes: int = 2, ranks: int = 2) -> None:
         """What srun does: one process per task, which finds its place in the environment."""
         job = {
-            "SLURM_JOB_ID": str(find_free_network_port() - 15_000),  # Lightning makes it the port
+            "SLURM_JOB_ID": str(free_port() - 15_000),  # Lightning makes it the port
             "SLURM_JOB_NAME": "digits",
             "SLURM_NTASKS": str(nodes * ranks),
             "SLURM_NTASKS_PER_NODE": str(ranks),
@@ -110,7 +110,7 @@ class Launch:
 
     def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2, address: str = "127.0.0.1") -> None:
         """What torchrun's agents do, but for watching the ranks."""
-        port = str(find_free_network_port())
+        port = str(free_port())
         for rank in range(nodes * ranks):
             place = {
                 "RANK": str(rank),
@@ -326,7 +326,7 @@ def _completed(launch: Launch, steps: int) -> str:
 
 @pytest.mark.long("the run lasts while strangers come: 200 steps of 0.02 s")
 def test_strangers_at_the_control_port_change_nothing(launch):
-    port = find_free_network_port()
+    port = free_port()
     launch.ranks_of_torchrun(*SLOWLY, "--steps", "200", "--control-port", str(port), ranks=1)
     hub = _when_training(launch)
     resource.prlimit(hub, resource.RLIMIT_NOFILE, (40, 40))  # so that few idle connections do what 1100 would
@@ -359,7 +359,7 @@ def test_the_control_plane_speaks_ipv6(launch):
 
 
 def test_all_ranks_do_without_a_control_plane_that_one_cannot_reach(launch):
-    port = find_free_network_port()
+    port = free_port()
     launch.ranks_of_torchrun(*SLOWLY, "--cut-off", "1", "--control-port", str(port), ranks=1)
     output = _completed(launch, 5)
     warning = f"No control plane: rank 1 (node 1) cannot reach 127.0.0.1:{port}: [Errno 113] No route to host."

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedPython
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = ROOT / "examples" / "digits"
@@ -32,7 +32,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
     started: list[ForkedPython] = []
 
     def start(folder: str, *arguments: str, nodes: str = "2", ranks: int = 2) -> list[ForkedPython]:
-        where, port = tmp_path / folder, find_free_network_port()
+        where, port = tmp_path / folder, free_port()
         where.mkdir()
         # a node that is lost is missed after ten seconds, and nobody waits long for it to come back; for less, a busy
         # machine would lose one that is there

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from forked import ForkedPython
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from ports import free_port
 
 JOB = Path(__file__).parent / "jobs" / "soak.py"
 STEPS = int(os.environ.get("SOAK_STEPS", "200"))
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
     """What each rank saw."""
-    port = str(find_free_network_port())
+    port = str(free_port())
     fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port, *fork)
     job = (JOB, "--out", folder, *arguments)

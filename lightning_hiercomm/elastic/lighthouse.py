@@ -64,7 +64,9 @@ class TorchftLighthouse:
         self._name = address
         self._dead_after = dead_after
         self._left = threading.Event()
+        self._timeout = max(1.0, dead_after / 2)
         self._beating: threading.Thread | None = None
+        self._asker: threading.Thread | None = None
         self._last_beat = time.monotonic()
         self._asking: Future[Any] | None = None
         self._idle: Any = None
@@ -117,6 +119,9 @@ class TorchftLighthouse:
 
     def leave(self) -> None:
         self._left.set()
+        for thread in (self._beating, self._asker):
+            if thread is not None:  # one that comes back from torchft while the interpreter ends aborts the process
+                thread.join(2 * self._timeout)
 
     def _say(self, what: str) -> None:
         if not self._has_said:
@@ -127,7 +132,7 @@ class TorchftLighthouse:
         os.environ.setdefault("RUST_LOG", "warn")  # it tells of every call
         from torchft.coordination import LighthouseClient
 
-        return LighthouseClient(self._address, timedelta(seconds=max(1.0, self._dead_after / 2)))
+        return LighthouseClient(self._address, timedelta(seconds=self._timeout))
 
     def _ask_beside(self, life: str, says: dict[str, Any]) -> Future[Any]:
         """On a thread that holds nobody up: not the main one, which signals could not reach, nor the program's end."""
@@ -139,7 +144,8 @@ class TorchftLighthouse:
             except BaseException as error:
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, daemon=True, name="lighthouse-ask").start()
+        self._asker = threading.Thread(target=ask, daemon=True, name="lighthouse-ask")
+        self._asker.start()
         return answer
 
     def _quorum(self, life: str, says: dict[str, Any]) -> list[Mapping[str, Any]]:

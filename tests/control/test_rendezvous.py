@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from ports import free_port
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lightning_hiercomm.control import rendezvous
@@ -25,7 +25,7 @@ def one_process_per_rank(monkeypatch):
 
 def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
     """What ``work`` gives each of these ranks."""
-    port = port or find_free_network_port()
+    port = port or free_port()
 
     def come(rank):
         meeting = Rendezvous(host, port, rank, size, timedelta(seconds=seconds))

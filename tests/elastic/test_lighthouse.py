@@ -100,6 +100,14 @@ def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
     assert caplog.text.count("the lighthouse at 127.0.0.1:9 does not answer") == 1
 
 
+def test_nothing_comes_back_from_torchft_after_a_node_has_left():
+    """While the interpreter ends that would abort the process, whatever its exit code was to be."""
+    a = TorchftLighthouse("127.0.0.1:9", 0.5)
+    assert a.ask("a", {"life": "a"}, 0.1) is None
+    a.leave()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lighthouse")]
+
+
 def test_the_address_that_others_reach_is_that_of_the_way_to_them():
     assert own_address("127.0.0.1:29510") == "127.0.0.1"
     assert own_address("[::1]:29510") == "::1"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs.on_a_device import BATCH, ROOM, SCHEMES, fits
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from ports import free_port
 
 Found = list[dict[str, dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def launched(where: str, folder: Path) -> Found:
     """What both ranks found; in processes that were not forked."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port()), "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     shared |= {"TORCHELASTIC_RUN_ID": "gpu", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     ranks = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedPython, stand_in_for_python
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from ports import free_port
 
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.predict.cost import predict
@@ -53,7 +53,7 @@ def run_ranks(folder: Path, environments: list[dict[str, str]], *arguments: str)
 
 
 def torchrun(nodes: int, ranks: int) -> list[dict[str, str]]:
-    port = str(find_free_network_port())
+    port = str(free_port())
     return [
         {
             "RANK": str(rank),
@@ -71,7 +71,7 @@ def torchrun(nodes: int, ranks: int) -> list[dict[str, str]]:
 
 def slurm(nodes: int, ranks: int) -> list[dict[str, str]]:
     job = {
-        "SLURM_JOB_ID": str(find_free_network_port() - 15_000),  # Lightning makes it the port
+        "SLURM_JOB_ID": str(free_port() - 15_000),  # Lightning makes it the port
         "SLURM_JOB_NAME": "planning",
         "SLURM_NTASKS": str(nodes * ranks),
         "SLURM_NTASKS_PER_NODE": str(ranks),
