@@ -7,6 +7,7 @@ parameters; that they end where the schemes' own code ends is a test.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Graph, 
 
 MOMENTUM = 0.9
 _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's AdamW
+_MUON, _NEWTON_SCHULZ = 0.95, (3.4445, -4.775, 2.0315)  # torch's Muon: its momentum, and its polynomial's coefficients
+_HIDDEN, _KERNEL = (slice(150, 2025), slice(2050, 3925)), (25, 75)  # the CNN's second and third kernel, as matrices
 _FRESH, _TUNING = 6000, 2000
 _JUDGED_AT_ONCE = 8
 
@@ -91,7 +94,7 @@ class Arena:
         nodes: Of one rank each.
         batch: Examples that a node takes per step.
         epochs: Of all nodes together.
-        optimizer: Momentum SGD, or AdamW with torch's defaults.
+        optimizer: Momentum SGD, AdamW with torch's defaults, or Muon of the CNN's hidden kernels and AdamW of the rest.
         model: The data set's own CNN, or the perceptron of :mod:`benchmarks.papers.perceptron`.
     """
 
@@ -99,7 +102,7 @@ class Arena:
     nodes: int
     batch: int
     epochs: int
-    optimizer: Literal["sgd", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
     model: Literal["cnn", "perceptron"] = "cnn"
 
     @property
@@ -117,6 +120,16 @@ class Arena:
         """All nodes see as many examples as there are."""
         (_, targets), _, _ = data()
         return len(targets) // (self.nodes * self.batch)
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """What torch's Muon makes of each matrix, in float32: nearly the orthogonal one next to it."""
+    a, b, c = _NEWTON_SCHULZ
+    matrices = matrices / matrices.flatten(-2).norm(dim=-1).clamp(min=1e-7)[..., None, None]
+    for _ in range(5):
+        gram = matrices @ matrices.mT
+        matrices = a * matrices + (b * gram + c * gram @ gram) @ matrices
+    return matrices
 
 
 @dataclass
@@ -160,6 +173,18 @@ class State:
             self.velocity.mul_(MOMENTUM).add_(gradients)
             self.weights.sub_(self.rate * self.velocity)
             return
+        hidden = _HIDDEN if self.arena.optimizer == "muon" else ()
+        kernels = [self.weights[..., part].clone() for part in hidden]
+        self._descend_by_adamw(gradients)
+        for part, kernel in zip(hidden, kernels, strict=True):
+            own = gradients[..., part]
+            momentum = self.extra.setdefault(f"momentum from {part.start}", torch.zeros_like(kernel))
+            momentum.lerp_(own, 1 - _MUON)
+            way = orthogonalised(own.lerp(momentum, _MUON).unflatten(-1, _KERNEL)).flatten(-2)
+            size = 0.2 * math.sqrt(max(_KERNEL))  # as large as AdamW's
+            self.weights[..., part] = kernel * (1 - self.rate * _DECAY) - self.rate * size * way
+
+    def _descend_by_adamw(self, gradients: Tensor) -> None:
         first, second = _BETAS
         squares = self.extra.setdefault("squares", torch.zeros_like(self.weights))
         self.velocity.lerp_(gradients, 1 - first)

@@ -238,6 +238,7 @@ def _common() -> tuple[Contender, ...]:
         ),
         Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
         Contender("SGP, flat", lambda _: push(), "directed exponential"),
+        Contender("StepsDelay(4), warm-up of 0.8 of the run", lambda _: Delayed(4, 0.8), "GLU, k 4, 0.8"),
         Contender("StepsDelay(4), warm-up of half the run", lambda _: Delayed(4, 0.5), "GLU, k 4, 0.5", -8),
         Contender("StepsDelay(4), warm-up of a sixth", lambda _: Delayed(4, 1 / 6), "GLU, k 4, 1/6", -8),
         Contender("PeriodicAveraging, epoch ends", lambda _: Averages(None), "means at epoch ends", -10),
@@ -293,7 +294,7 @@ def _periods() -> tuple[Contender, ...]:
                 f"GLU, k {delay}, {share:g}",
                 -9,
             )
-            for delay, share in ((1, 0.16), (1, 0.5), (1, 0.8), (4, 0.8))
+            for delay, share in ((1, 0.16), (1, 0.5), (1, 0.8), (4, 0.65), (4, 0.8))
         ),
     )
 
@@ -324,6 +325,15 @@ def _outer() -> tuple[Contender, ...]:
             for every in (64, 128, 256, 512)
             for rate, momentum in outers
         ),
+    )
+
+
+def _muons() -> tuple[Contender, ...]:
+    """MuLoCo: Muon inside."""
+    return tuple(
+        replace(contender, starts=-12)
+        for contender in _outer()
+        if contender.name == "AllReduce" or "H = 64" in contender.name or "H = 512" in contender.name
     )
 
 
@@ -386,6 +396,7 @@ COMPARISONS = {
             for every in (64, 256)
             for momentum in (0.9, 0.5)
         ),
+        Comparison(Arena("muon-2", 2, 16, 16, "muon"), _muons()),
         Comparison(Arena("long-8", 8, 8, 48), _long()),
         Comparison(Arena("gossip-16", 16, 4, 12), _gossips(), _TWENTY),
         Comparison(Arena("gossip-32", 32, 2, 12), _gossips(), _TWENTY),

@@ -14,6 +14,7 @@ from benchmarks.papers.many import (
     Delayed,
     Outer,
     Stale,
+    State,
     Synchronous,
     accuracies,
     crossover,
@@ -72,6 +73,38 @@ def test_adamw_is_torchs():
     )
     expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
     torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
+
+
+def test_muon_is_torchs():
+    model, arena = TASKS["mnist1d"].model(1), replace(ARENA, optimizer="muon")
+    weights = parameters_to_vector(model.parameters()).detach()[None, None].clone()
+    hidden = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Conv1d)][1:]
+    kernels = [torch.nn.Parameter(weight.detach().flatten(1).clone()) for weight in hidden]
+    others = [parameter for parameter in model.parameters() if all(parameter is not weight for weight in hidden)]
+    optimizers = [
+        torch.optim.Muon(kernels, lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.01),
+    ]
+    state = State(arena, weights.clone(), torch.zeros_like(weights), torch.full((1, 1, 1), 0.01))
+    for state.step in range(3):
+        gradients = [torch.randn_like(parameter) for parameter in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for kernel, weight in zip(kernels, hidden, strict=True):
+            kernel.grad = weight.grad.flatten(1)
+        for optimizer in optimizers:
+            optimizer.step()
+        state.descend(torch.cat([gradient.flatten() for gradient in gradients])[None, None])
+    with torch.no_grad():
+        for kernel, weight in zip(kernels, hidden, strict=True):
+            weight.copy_(kernel.view_as(weight))
+    expected = parameters_to_vector(model.parameters())
+    moved = (expected - weights[0, 0]).split([150, 1875, 25, 1875, 25, 1250, 10])
+    for ours, theirs in zip(
+        (state.weights - weights)[0, 0].split([150, 1875, 25, 1875, 25, 1250, 10]), moved, strict=True
+    ):
+        near = 0.02 if len(ours) == 1875 else 1e-5  # torch's Muon has eight bits
+        assert (ours - theirs).norm() < near * theirs.norm()
 
 
 def test_unequal_batches_weigh_as_they_are_told():
