@@ -71,6 +71,7 @@ class Member:
         is_lost: Of a newcomer, whether the lighthouse knows that this run has trained and is not over; None if it does
             not say.
         is_over: Of a newcomer, whether the lighthouse knows that this run has come to its end.
+        has_seen_it: Of a newcomer, whether it has asked while nodes that have the run's state did.
     """
 
     node: str
@@ -92,11 +93,17 @@ class Member:
     missed: tuple[str, ...] = ()
     is_lost: bool | None = None
     is_over: bool = False
+    has_seen_it: bool = False
 
     @property
     def is_new(self) -> bool:
         """Whether it has no state that counts."""
         return self.agreement == NEWCOMER
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a run that is over may be the one that it comes to; otherwise it may be about to begin another."""
+        return self.restarts > 0 or self.has_seen_it
 
     def note(self, what: str) -> str:
         """What the lighthouse is to remember of this run, such as that it has ``"trained"``."""
@@ -259,6 +266,11 @@ def _who_reach_each_other(members: Sequence[Member]) -> list[Member]:
 
 def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int | None) -> Meeting:
     """Nobody has state: the run begins, or goes on from the newest checkpoint that any node was given."""
+    is_over = any(member.is_over for member in new) and not any(member.origin or member.is_lost for member in new)
+    if is_over and all(member.is_late for member in new):
+        return Meeting(
+            is_hopeless=True, is_over=True, waits="this run is over: nobody is there to give a node its state"
+        )
     if len(new) < min_nodes:
         return Meeting(waits=f"{len(new)} of at least {min_nodes} nodes are there")
     origin = max(member.origin for member in new)
@@ -269,10 +281,6 @@ def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int
             waits="this run has trained, and no node that is there has its state: it would begin at step 0 once more."
             " Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run,"
             " with another HIERCOMM_RUN or a new lighthouse",
-        )
-    if origin == 0 and all_again and any(member.is_over for member in new):
-        return Meeting(
-            is_hopeless=True, is_over=True, waits="this run is over: nobody is there to give a node its state"
         )
     members = [member for member in new if member.origin == origin][:max_nodes]
     others = [member for member in new if member not in members]

@@ -199,6 +199,8 @@ class Membership:
                     present = self._lighthouse.ask(self.me.life, self._says(), _PATIENCE)
                     if present is not None:
                         answer = self._decided([each for each in present if "life" in (each or {})])
+                    elif time.monotonic() - began > _HOPE * self._elastic.dead_after and self._comes_too_late():
+                        raise RunIsOver
                 except (NotInThisRun, SystemExit) as refusal:
                     answer = refusal
             answer = self._share(answer)
@@ -218,18 +220,27 @@ class Membership:
     def _decided(self, present: Sequence[Mapping[str, Any]]) -> Meeting:
         known = [each for each in present if self._seal.holds(each)]
         members = [Member.from_json(dict(each)) for each in known]
+        if self.me.is_new and any(member.run == self.me.run and not member.is_new for member in members):
+            self.me = replace(self.me, has_seen_it=True)
         if len(known) < len(present) and self.me.is_new and all(member.is_new for member in members):
             strangers = [each.get("node") for each in present if each not in known]
             return Meeting(waits=f"nodes {strangers} have another HIERCOMM_TOKEN, or none")
         return decide(members, self.me.life, self._elastic.min_nodes, self._elastic.max_nodes)
 
     def _says(self) -> dict[str, Any]:
-        me = self.me
-        if me.is_new and not me.origin:
-            assert self._lighthouse is not None
-            notes = self._lighthouse.notes()
-            me = me if notes is None else me.reads(notes)
-        return self._seal.signed(me.to_json())
+        return self._seal.signed(self._with_notes().to_json())
+
+    def _with_notes(self) -> Member:
+        """This node, which if it is new knows what the lighthouse remembers."""
+        if not self.me.is_new or self.me.origin:
+            return self.me
+        assert self._lighthouse is not None
+        notes = self._lighthouse.notes()
+        return self.me if notes is None else self.me.reads(notes)
+
+    def _comes_too_late(self) -> bool:
+        me = self._with_notes()
+        return me.is_new and me.is_late and me.is_over and not me.is_lost
 
     def _connect(self, meeting: Meeting) -> bool:
         """Connect to all members, unless that is done; whether all ranks of this node are."""

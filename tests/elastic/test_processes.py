@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from elastic_cluster import Cluster
 from forked import ForkedPython
 
@@ -240,3 +242,127 @@ def test_a_node_of_another_run_is_refused_by_the_lighthouse_of_this_one(cluster)
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
         assert "belongs to run 'another:" in nodes.log(2)
+
+
+@pytest.mark.nightly
+def test_two_runs_that_come_to_one_lighthouse_do_not_mix_and_one_of_them_is_told(cluster):
+    with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
+        for node in range(4):
+            nodes.start(node, {"HIERCOMM_RUN": "ab"[node % 2]})
+        nodes.watch(restarts=False)
+        ended = [node for node in range(4) if (nodes.folder / f"{node}.json").exists()]
+        assert ended in ([0, 2], [1, 3]), nodes.said()
+        ends_equal(nodes, ended)
+        for other in {*range(4)} - {*ended}:
+            assert "belongs to run " in nodes.log(other), nodes.said()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["periodic", "streaming"])
+def test_a_node_that_is_there_twice_goes_on_as_the_later_one(cluster, scheme):
+    with cluster(min_nodes=2, scheme=scheme, hold={"20": "1.1"}, **LASTING) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
+        first = nodes.living["1"]
+        nodes.start(1)
+        nodes.watch(restarts=False)
+        assert first.poll() == 1
+        assert "node '1' was started once more, and this life of it is over" in nodes.log(1, 0)
+        ends_equal(nodes, [0, 1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", [*SCHEMES, *NEVER_EQUAL])
+def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme):
+    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, **LASTING) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(0)))
+        nodes.start(2)
+        nodes.watch(restarts=False)
+        first = ends_equal(nodes, [0, 1, 2])
+        assert first["communication"]["heals"] == 1
+        assert "node 2 has come" in nodes.log(0)
+
+
+@pytest.mark.nightly
+def test_a_node_that_joins_at_the_last_agreement_ends_with_the_others(cluster):
+    with cluster(min_nodes=2, scheme="periodic", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] == 29)
+        nodes.start(2)
+        nodes.watch(restarts=False)
+        first = ends_equal(nodes, [0, 1, 2])
+        assert first["global_step"] == 30
+        assert not nodes.steps(2), "it has not trained"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_a_node_that_comes_too_late_for_the_last_agreement_says_that_the_run_is_over(cluster, min_nodes):
+    """It has asked while the others were there, and was told to wait; it does not begin a run of its own."""
+    with cluster(min_nodes=2, scheme="diloco", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
+        elastic = {"min_nodes": min_nodes, "dead_after": nodes.dead_after}
+        for node in range(2):
+            nodes.start(node, elastic=elastic)
+        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] == 29)
+        nodes.start(2, elastic=elastic)
+        nodes.watch()
+        ends_equal(nodes, [0, 1])
+        assert ("2", 69) in [(node, code) for node, code, _ in nodes.ended], nodes.said()
+        assert "node 2 ends: this run is over" in nodes.log(2)
+        assert "Traceback" not in nodes.log(2)
+        assert not nodes.steps(2)
+        assert nodes.lives["2"] == 0, "nobody starts it again"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["periodic", "streaming"])
+def test_when_the_node_that_writes_checkpoints_dies_another_one_writes_them(cluster, tmp_path, scheme):
+    folder = tmp_path / "checkpoints"
+    with cluster(min_nodes=2, scheme=scheme, checkpoints=str(folder), pause=0.01, epochs=6) as nodes:
+        for node in range(3):
+            nodes.start(node, fault="kill:before the vote:5" if node == 0 else "")
+        nodes.watch(restarts=False)
+        first = ends_equal(nodes, [1, 2])
+        assert not (nodes.folder / "0.json").exists(), "it is gone for good"
+    saved = torch.load(folder / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == first["global_step"] == 60
+    values = [value for _, value in sorted(saved["state_dict"].items()) if value.is_floating_point()]
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
+    assert digest.startswith(first["parameters"]), "a plain one, of the agreed model"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["diloco", "streaming"])
+@pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
+def test_a_heal_that_takes_longer_than_dead_after_loses_nobody(cluster, who, moment, scheme):
+    """Others wait for who is late: it is not silent."""
+    with cluster(min_nodes=2, scheme=scheme, hold={"20": "1.1"}, **LASTING) as nodes:
+        for node in range(3):
+            faults = {0: "slow:while it heals:1", 1: "slow:while it is healed:1"} if node == who else {}
+            nodes.start(node, fault=faults.get(node, ""))
+        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
+        nodes.signal(1, signal.SIGKILL)
+        nodes.watch()
+        ends_equal(nodes, [0, 1, 2])
+        assert nodes.lives == {"0": 0, "1": 1, "2": 0}, nodes.said()
+        assert (nodes.folder / f"{who}.struck").exists(), moment
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["close", "mute"])
+@pytest.mark.parametrize("scheme", ["periodic", "diloco"])
+def test_an_agreement_in_which_one_lane_of_several_is_cut_is_made_once_more_by_all(cluster, tmp_path, scheme, what):
+    """No node is lost, and it ends with the bits of nodes that stay."""
+    with cluster(min_nodes=2, scheme=scheme, ranks=2, **LASTING) as nodes:
+        for node in range(2):
+            nodes.start(node, fault=f"{what}:in the exchange:3" if node == 1 else "")
+        nodes.watch(restarts=False)
+        first = ends_equal(nodes, [0, 1])
+        assert (nodes.folder / "1.struck").exists()
+        assert nodes.lives == {"0": 0, "1": 0}
+        assert first["communication"]["lost_seconds"] > 0.0
+    assert exact(first) == exact(plain(tmp_path, [2, 2], scheme=scheme, **LASTING))

@@ -12,7 +12,7 @@ from elastic_threads import ElasticRank, Failing, Threads, play
 from harness import on_nodes
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
-from lightning_hiercomm.elastic.meeting import LeftBehind
+from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.words.merging import Replace
 
@@ -766,3 +766,19 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
     results = threads.end()
     assert set(results) == {("1", 0), ("2", 0)}
     torch.testing.assert_close(results["2", 0], results["1", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_nodes, caplog):
+    """Also where the lighthouse waits for more nodes than one."""
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    for node in range(2):
+        threads.start(node, train(4))
+    assert len(threads.end()) == 2
+    threads.lights.min_nodes = min_nodes
+    threads.start(1, train(4), restarts=1)
+    with pytest.raises(RunIsOver) as ended:
+        threads.end()
+    assert ended.value.code == 69
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"node 1 ends: {ended.value}"]

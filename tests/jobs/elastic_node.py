@@ -23,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,7 +36,8 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     PeriodicAveraging,
 )
-from lightning_hiercomm.elastic import healing, lanes, membership
+from lightning_hiercomm.comm.base import finished
+from lightning_hiercomm.elastic import healing, lanes, lighthouse, membership
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Scheme
 from lightning_hiercomm.trainer.elastic import ElasticNode
 
@@ -63,9 +65,11 @@ class Node:
         epochs: Of the run.
         batches: Of an epoch.
         pause: Seconds that a step takes.
-        fault: `"kill:moment:agreement"`, or `"stop:..."`; none if empty.
+        fault: `"kill:moment:agreement"`, `"stop:..."`, or `"slow:..."`, which takes three seconds; `"close:..."` and
+            `"mute:..."` let rank 1 of the node alone close its lane, or send nothing; none if empty.
         hold: By optimizer steps, a life of a node, such as `1.2` for the third one of node 1, that it waits for: until
             that asks, and then it takes its time until that trains, so that no test depends on the machine's speed.
+            With `1.2.heard`, until the lighthouse has surely heard it.
         elastic: Arguments of `Elastic`; none: the node is one of a run whose nodes stay.
         settings: Further arguments of the strategy.
         checkpoints: The folder for them; none if empty.
@@ -153,17 +157,25 @@ class Fault:
     """Strikes this process at a moment of its n-th agreement, once: the next life of the node goes on."""
 
     def __init__(self, fault: str, folder: Path, name: str) -> None:
-        what, self.moment, number = fault.split(":")
-        self.signal = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what]
+        self.what, self.moment, number = fault.split(":")
         self.at, self.done = int(number), folder / f"{name}.struck"
         self.seen = 0
 
-    def __call__(self, moment: str) -> None:
-        if moment == self.moment and not self.done.exists():
-            self.seen += 1
-            if self.seen == self.at:
-                self.done.touch()
-                os.kill(os.getpid(), self.signal)
+    def __call__(self, moment: str) -> bool:
+        """Strike, if it is time; whether it was."""
+        if moment != self.moment or self.done.exists():
+            return False
+        if self.what in ("close", "mute") and dist.get_rank() != 1:
+            return False
+        self.seen += 1
+        if self.seen < self.at:
+            return False
+        self.done.touch()
+        if self.what == "slow":
+            time.sleep(3.0)
+        elif self.what in ("kill", "stop"):
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.what])
+        return True
 
     def install(self) -> None:
         """Look for its moment."""
@@ -183,8 +195,12 @@ class Fault:
             return voted
 
         def launches(own: Any, start: Any) -> Any:
+            if self.what == "mute" and self("in the exchange"):
+                return finished
             move = launch(own, start)
-            self("in the exchange")
+            if self("in the exchange") and self.what == "close":
+                move.wait()
+                own._carrier.close()
             return move
 
         def fetches(own: Any, *args: Any) -> Any:
@@ -228,8 +244,15 @@ def life() -> str:
 
 
 def note_asking(path: Path) -> None:
-    """Leave a file when this life of the node looks for the others."""
-    ask = membership.Membership._ask
+    """Leave a file when this life of the node looks for the others, and one when the lighthouse has heard it."""
+    ask, told = membership.Membership._ask, lighthouse.TorchftLighthouse.ask
+
+    def tells(own: Any, *args: Any) -> Any:
+        answer = told(own, *args)  # or has waited for one, for a second
+        path.with_suffix(".heard").touch()
+        return answer
+
+    lighthouse.TorchftLighthouse.ask = tells
 
     def asks(own: Any, began: float) -> Any:
         if not path.exists():
@@ -255,7 +278,8 @@ class Looks(pl.Callback):
         self.path.with_name(f"{self.path.name}.{life()}.trains").touch()
         for step, who in self.hold.items():
             until = time.monotonic() + 0.5
-            asks, trains = (self.path.with_name(f"{who}.{what}") for what in ("asks", "trains"))
+            file = who if who.endswith(".heard") else f"{who}.asks"
+            asks, trains = self.path.with_name(file), self.path.with_name(f"{who}.trains")
             while trainer.global_step == int(step) and not asks.exists():
                 time.sleep(0.01)
             while trainer.global_step > int(step) and not trains.exists() and time.monotonic() < until:
