@@ -1,7 +1,8 @@
-"""Where an epoch begins and ends: Lightning tells it to callbacks, not to strategies."""
+"""Where an epoch begins and ends, which Lightning tells to callbacks and not to strategies; how long a run will be."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,3 +95,29 @@ class EpochClock(pl.Callback):
         if not self._epoch_has_ended:
             self._epoch_has_ended = True
             self._run.end_epoch()
+
+
+def steps_of_epoch(trainer: pl.Trainer) -> float:
+    """Optimizer steps; where the last accumulates fewer batches, it is a fraction of one."""
+    return trainer.num_training_batches / trainer.accumulate_grad_batches
+
+
+def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
+    """Epochs and optimizer steps after which the user wants a run to end."""
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+    return epochs, trainer.max_steps if trainer.max_steps >= 0 else None
+
+
+def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
+    """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
+    epochs, steps = length_as_given(trainer)
+    per_epoch = steps_of_epoch(trainer)
+    if not 0 < per_epoch < math.inf:
+        return epochs, steps
+    whole = math.ceil(per_epoch)
+    if steps is not None and trainer.lightning_module.automatic_optimization:
+        needed = math.ceil(steps / whole)
+        epochs = needed if epochs is None else min(epochs, needed)
+    if epochs is not None:
+        steps = epochs * whole if steps is None else min(steps, epochs * whole)
+    return epochs, steps

@@ -24,16 +24,16 @@ from lightning_hiercomm._lightning.ddp import (
     warning_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import settle_as_fork
-from lightning_hiercomm.comm import streams
-from lightning_hiercomm.nodes.connect import check_backend, connect_world, process_group
+from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
 
@@ -138,19 +138,14 @@ class HierarchicalFabricStrategy(DDPStrategy):
         )
         self._settings = Settings.checked(
             scheme=scheme,
-            batches=None,
             ranks_per_node=ranks_per_node,
             inter_node=inter_node,
             wire_dtype=wire_dtype,
             wire_raw=wire_raw,
             average_buffers=average_buffers,
             average_optimizer_state=average_optimizer_state,
-            evaluate="consensus",
-            checkpoint_replicas=False,
             on_nonfinite=on_nonfinite,
             verify_replicas=verify_replicas,
-            control_port=None,
-            hang_timeout=None,
             bucket_mb=bucket_mb,
         )
         self._backward_sync_control = FabricSyncControl()
@@ -229,11 +224,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        for device in self.parallel_devices or ():
-            streams.check_known(device)
-        check_backend(self._process_group_backend, self.parallel_devices or ())
-        if self._settings.ranks_per_node is not None:  # here, where no process has been started
-            nodes_by_count(self._settings.ranks_per_node, self.world_size)
+        backend, sizes = self._process_group_backend, self._settings.ranks_per_node
+        check_launch(self.parallel_devices, backend, sizes, self.world_size)
         super()._configure_launcher()
 
     @override
@@ -390,8 +382,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         if not state:  # somebody only wants to read
             return rest
         for run in self._runs:
-            for scheme, optimizer in zip(run.schemes, run.optimizers, strict=True):
-                scheme.follow(run.replicas.of(optimizer))  # all ranks have read the same
+            run.begin_from_module()  # all ranks have read the same
         if self._loaded:
             if len(self._loaded) != len(self._runs):
                 raise ValueError(

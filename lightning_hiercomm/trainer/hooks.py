@@ -3,123 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.averages import heal_averages
-from lightning_hiercomm._lightning.launcher import check_ranks_of_node, process_group_meets_at
+from lightning_hiercomm._lightning.launcher import process_group_meets_at
 from lightning_hiercomm._lightning.saves import entries_of_rank, with_base_io
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
     put_callback_first,
     raw_optimizer,
     remove_callback,
-    shown_with_tree,
     skips_backward,
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
-from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.control.rendezvous import Rendezvous
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
-from lightning_hiercomm.nodes.connect import check_backend, check_equal_work, connect_world
-from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
-from lightning_hiercomm.run import traffic
+from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Scheme
-from lightning_hiercomm.trainer.batches import WeightedMeans, attach_batches, begin_batches, detach_batches
+from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
+from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
-from lightning_hiercomm.trainer.epoch_clock import EpochClock
-from lightning_hiercomm.trainer.settings import Settings
-from lightning_hiercomm.trainer.watch import RunControl
-
-T = TypeVar("T")
+from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
+from lightning_hiercomm.trainer.reports import Reports
 
 
-class HierarchicalHooks(ParallelStrategy):
+class HierarchicalHooks(Reports):
     """Stands before one of Lightning's strategies, which trains inside a node, and lets the nodes agree.
 
     That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``, and what
-    ``super()`` means here. The constructor calls :meth:`_configure` after Lightning's own.
-
-    Attributes:
-        scheme: As the user configured it.
-        batches: Batch sizes by the ranks' speeds, or None.
-        topology: The nodes; None before a Trainer has started the processes.
+    ``super()`` means here.
     """
-
-    topology: Topology | None
-    set_world_ranks: Callable[[], None]
-    _timeout: timedelta | None
-    _process_group_backend: str | None
-
-    def _configure(self, settings: Settings) -> None:
-        self._settings = settings
-        self.scheme = settings.scheme
-        self.batches = settings.batches
-        self.wire = settings.wire
-        self._checkpoints = Checkpoints(settings.checkpoint_replicas)
-        self._control = RunControl()
-        self._means = WeightedMeans()
-        # these exist only inside a process that trains, and go into no pickle and no copy
-        self.topology = None
-        self._run_or_none: TrainingRun | None = None
-        self._epoch_clock: EpochClock | None = None
-        self._elastic_node: ElasticNode | None = None
-        self._boundary: BoundaryCallback | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # spawn pickles a strategy before it trains, and programs copy and pickle Trainers, and what they gave them, at
-        # any time
-        state: dict[str, Any] = super().__getstate__()
-        alone = {"topology": None, "_run_or_none": None, "_epoch_clock": None, "_control": RunControl()}
-        alone |= {"_elastic_node": None, "_boundary": None}
-        return {**state, **alone}
-
-    def __repr__(self) -> str:
-        """The strategy as one would write it, and the nodes, where they are known."""
-        name, sizes = type(self).__name__, None
-        if self.topology is not None:
-            sizes = [len(ranks) for ranks in self.topology.nodes]
-        elif self._settings.ranks_per_node is not None and self._knows_ranks:
-            with contextlib.suppress(ValueError):  # they do not fit, which a Trainer says
-                sizes = [len(ranks) for ranks in nodes_by_count(self._settings.ranks_per_node, self.world_size)]
-        said = self._settings.said_of(type(self), sizes)
-        return shown_with_tree(name, f"{name}({', '.join(said)})")
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 
     @override
     def _configure_launcher(self) -> None:
-        for device in self.parallel_devices or ():
-            streams.check_known(device)
-        check_backend(self._process_group_backend, self.parallel_devices or ())
-        if self._environment.creates_processes_externally:
-            check_ranks_of_node(self._environment)
-            if isinstance(self._environment, MPIEnvironment):
-                abort_on_uncaught_exceptions()
-        if self._settings.ranks_per_node is not None:  # here, where no process has been started
-            nodes_by_count(self._settings.ranks_per_node, self.world_size)
+        if isinstance(self._environment, MPIEnvironment):
+            abort_on_uncaught_exceptions()
+        backend, sizes = self._process_group_backend, self._settings.ranks_per_node
+        check_launch(self.parallel_devices, backend, sizes, self.world_size, self._environment)
         super()._configure_launcher()
 
     @override
@@ -237,13 +176,9 @@ class HierarchicalHooks(ParallelStrategy):
         trainer = self._module.trainer
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
-        check_equal_work(self._topology, trainer.num_training_batches)
-        epochs, steps = _length(trainer)
-        length = math.inf if steps is None else steps
-        if self._topology.may_grow:  # an epoch is as long as nodes are many
-            epochs, steps = _length_as_given(trainer)
-        for warning in self.scheme.check_run(self._topology.num_nodes, _steps_of_epoch(trainer), length):
-            rank_zero_warn(warning)
+        check_training(trainer, self.scheme, self._topology)
+        # where nodes come and go an epoch is as long as they are many
+        epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
@@ -252,22 +187,6 @@ class HierarchicalHooks(ParallelStrategy):
         if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
             steps = trainer.max_steps if trainer.max_steps >= 0 else None
         self._run.begin(epochs, steps)
-
-    def _announce(self) -> None:
-        """Say once what runs."""
-        topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
-        if topology.is_one_node and self.scheme.gradients != "none":
-            say = rank_zero_info if topology.world_size == 1 else rank_zero_warn
-            say(
-                f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
-                " environment does not say so: set ranks_per_node."
-            )
-            return
-        nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
-        rank_zero_info(
-            f"{topology.num_nodes} nodes {nodes} over {self._settings.inter_node}; {self.scheme!r};"
-            f" {megabytes:.3g} MB of parameters and buffers"
-        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
@@ -327,11 +246,6 @@ class HierarchicalHooks(ParallelStrategy):
     def on_validation_end(self) -> None:  # callbacks have heard of it, and put back what they took out
         if self._run_or_none is not None and self._settings.evaluate == "consensus":
             self._run.agreed_model.leave()
-
-    @property
-    def _may_communicate(self) -> bool:
-        """Whether there is a run that is not over, and all ranks are there."""
-        return self._run_or_none is not None and not self._run.is_closed and self._ranks_are_together
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -436,118 +350,3 @@ class HierarchicalHooks(ParallelStrategy):
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return super().broadcast(obj, src) if self._ranks_are_together else obj  # type: ignore[safe-super]
-
-    # ---- what others may ask -------------------------------------------------------------------------------------
-
-    @property
-    def schemes(self) -> list[Scheme]:
-        """One scheme per optimizer, of the present or the last ``fit``; empty before the first."""
-        return self._run_or_none.schemes if self._run_or_none is not None else []
-
-    @property
-    def meter(self) -> Meter | None:
-        """Counts this rank's traffic; None before a Trainer has started the processes."""
-        return self.topology.meter if self.topology is not None else None
-
-    @property
-    def phase(self) -> str:
-        """What the (first) scheme is doing, such as ``"warm-up"``."""
-        return self.schemes[0].phase if self.schemes else "not training"
-
-    def communication(self) -> dict[str, float]:
-        """This rank's counters since the run began, and the schemes' present values; costs nothing.
-
-        Returns:
-            ``intra_bytes``, ``inter_bytes``, ``world_bytes`` (bytes sent by this rank), ``intra_messages``, ...,
-            ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
-            ``agreements``, ``steps``, and the scheme's own scalars.
-        """
-        values = traffic.communication(self.meter, self.schemes, self.batches)
-        return values if self._elastic_node is None else values | self._elastic_node.scalars()
-
-    def node_communication(self) -> dict[str, float]:
-        """:meth:`communication` with the meter's counters summed over this node's ranks. Collective over the node."""
-        topology = self._topology
-        return traffic.summed_over(topology.intra, topology.meter, self.communication(), self.root_device)
-
-    def total_communication(self) -> dict[str, float]:
-        """:meth:`communication` with the meter's counters summed over all ranks. Collective over the world."""
-        topology = self._topology
-        return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
-
-    def history(self) -> list[str]:
-        """Who came and went in this run, and what it has cost, in words; empty where nodes stay."""
-        return [] if self._elastic_node is None else self._elastic_node.history()
-
-    def ddp_inter_bytes(self, steps: float) -> float:
-        """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps."""
-        return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)
-
-    # ---- what is there from some moment on -----------------------------------------------------------------------
-
-    @property
-    def _topology(self) -> Topology:
-        return required(self.topology, "topology", "Strategy.setup_environment, when a Trainer starts")
-
-    @property
-    def _run(self) -> TrainingRun:
-        return required(self._run_or_none, "training run", "Strategy.setup, when a Trainer starts to fit")
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        return required(self.lightning_module, "LightningModule", "Strategy.connect, when a Trainer starts")
-
-    @property
-    def _environment(self) -> ClusterEnvironment:
-        return required(self.cluster_environment, "cluster environment", "the Trainer's constructor")
-
-    @property
-    def _knows_ranks(self) -> bool:
-        """Whether a Trainer has said how many ranks there will be."""
-        return self.cluster_environment is not None and bool(self.parallel_devices)
-
-    @property
-    def _trainer_or_none(self) -> pl.Trainer | None:
-        module = self.lightning_module
-        return None if module is None else module._trainer
-
-    @property
-    def _ranks_are_together(self) -> bool:
-        return self._control.ranks_are_together(self._trainer_or_none)
-
-
-def required(value: T | None, what: str, set_by: str) -> T:
-    """``value``, if it is there.
-
-    Raises:
-        RuntimeError: If not, naming what it is and what sets it up.
-    """
-    if value is None:
-        raise RuntimeError(f"there is no {what} yet: it is set up by {set_by}")
-    return value
-
-
-def _steps_of_epoch(trainer: pl.Trainer) -> float:
-    """Optimizer steps; where the last accumulates fewer batches, it is a fraction of one."""
-    return trainer.num_training_batches / trainer.accumulate_grad_batches
-
-
-def _length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
-    """Epochs and optimizer steps after which the user wants a run to end."""
-    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-    return epochs, trainer.max_steps if trainer.max_steps >= 0 else None
-
-
-def _length(trainer: pl.Trainer) -> tuple[int | None, int | None]:
-    """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
-    epochs, steps = _length_as_given(trainer)
-    per_epoch = _steps_of_epoch(trainer)
-    if not 0 < per_epoch < math.inf:
-        return epochs, steps
-    whole = math.ceil(per_epoch)
-    if steps is not None and trainer.lightning_module.automatic_optimization:
-        needed = math.ceil(steps / whole)
-        epochs = needed if epochs is None else min(epochs, needed)
-    if epochs is not None:
-        steps = epochs * whole if steps is None else min(steps, epochs * whole)
-    return epochs, steps

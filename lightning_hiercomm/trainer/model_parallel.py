@@ -212,13 +212,11 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         )
         settings = Settings.checked(
             scheme=DASO(exchange="sharded") if scheme == "daso" else scheme,
-            batches=None,
             ranks_per_node=ranks_per_node,
             inter_node=inter_node,
             wire_dtype=wire_dtype,
             wire_raw=wire_raw,
             average_buffers=average_buffers,
-            average_optimizer_state=False,
             evaluate=evaluate,
             checkpoint_replicas=checkpoint_replicas,
             on_nonfinite=on_nonfinite,
@@ -337,8 +335,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         reshard(self._module)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             run = self._run
-            for scheme, optimizer in zip(run.schemes, run.optimizers, strict=True):
-                scheme.follow(run.replicas.of(optimizer))
+            run.begin_from_module()
             with run.training(self._checkpoints.trained):
                 load_sharded_state(checkpoint, Path(self.broadcast(checkpoint_path)), run.optimizers)
                 self._checkpoints.restore(run)

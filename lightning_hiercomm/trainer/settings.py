@@ -65,23 +65,23 @@ class Settings:
         cls,
         *,
         scheme: Scheme | SchemeName,
-        batches: HeterogeneousBatches | None,
+        batches: HeterogeneousBatches | None = None,
         ranks_per_node: int | list[int] | None,
         inter_node: Literal["torch", "gloo", "mpi"],
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
         wire_raw: bool,
         average_buffers: bool,
-        average_optimizer_state: bool,
-        evaluate: Literal["consensus", "replica"],
-        checkpoint_replicas: bool,
+        average_optimizer_state: bool = False,
+        evaluate: Literal["consensus", "replica"] = "consensus",
+        checkpoint_replicas: bool = False,
         on_nonfinite: OnNonfinite,
         verify_replicas: VerifyReplicas,
-        control_port: int | None,
-        hang_timeout: float | None,
+        control_port: int | None = None,
+        hang_timeout: float | None = None,
         bucket_mb: float,
         elastic: Elastic | str | None = None,
     ) -> Settings:
-        """Make settings of a strategy's arguments.
+        """Make settings of a strategy's arguments; what has a default here is what not all of them offer.
 
         Raises:
             ValueError: For arguments that make no sense, naming what would be right.

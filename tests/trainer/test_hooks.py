@@ -72,8 +72,8 @@ def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
 
     strategy = Sharded()
     assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
-    order = [cls.__name__ for cls in Sharded.__mro__[1:4]]
-    assert order == ["HierarchicalHooks", "ModelParallelStrategy", "ParallelStrategy"]
+    order = [cls.__name__ for cls in Sharded.__mro__[1:6]]
+    assert order == ["HierarchicalHooks", "Reports", "StrategyState", "ModelParallelStrategy", "ParallelStrategy"]
 
 
 @pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])

@@ -1,0 +1,44 @@
+"""What is refused, or warned of, before anything trains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_hiercomm._lightning.launcher import check_ranks_of_node
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.nodes.connect import check_backend, check_equal_work
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.trainer.epoch_clock import length_of_run, steps_of_epoch
+
+
+def check_launch(
+    devices: Sequence[torch.device] | None,
+    backend: str | None,
+    ranks_per_node: int | Sequence[int] | None,
+    world_size: int,
+    environment: ClusterEnvironment | None = None,
+) -> None:
+    """Refuse what cannot run, here, where no process has been started; an environment, if it starts them, is asked."""
+    for device in devices or ():
+        streams.check_known(device)
+    check_backend(backend, devices or ())
+    if environment is not None and environment.creates_processes_externally:
+        check_ranks_of_node(environment)
+    if ranks_per_node is not None:
+        nodes_by_count(ranks_per_node, world_size)
+
+
+def check_training(trainer: pl.Trainer, scheme: Scheme, topology: Topology) -> None:
+    """Refuse ranks with unequal work, and warn of a run too short for its scheme, before it begins; collective."""
+    check_equal_work(topology, trainer.num_training_batches)
+    _, steps = length_of_run(trainer)
+    length = math.inf if steps is None else steps
+    for warning in scheme.check_run(topology.num_nodes, steps_of_epoch(trainer), length):
+        rank_zero_warn(warning)

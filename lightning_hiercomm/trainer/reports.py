@@ -1,0 +1,83 @@
+"""What a strategy says of itself and of a run, to people and to whoever logs."""
+
+from __future__ import annotations
+
+import contextlib
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_hiercomm._lightning.trainer import shown_with_tree
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.nodes.topology import nodes_by_count
+from lightning_hiercomm.run import traffic
+from lightning_hiercomm.trainer.state import StrategyState
+
+
+class Reports(StrategyState):
+    """Reads what the strategy holds, and changes nothing."""
+
+    def __repr__(self) -> str:
+        """The strategy as one would write it, and the nodes, where they are known."""
+        name, sizes = type(self).__name__, None
+        if self.topology is not None:
+            sizes = [len(ranks) for ranks in self.topology.nodes]
+        elif (chosen := self._settings.ranks_per_node) is not None and self._knows_ranks:
+            with contextlib.suppress(ValueError):  # they do not fit, which a Trainer says
+                sizes = [len(ranks) for ranks in nodes_by_count(chosen, self.world_size)]
+        said = self._settings.said_of(type(self), sizes)
+        return shown_with_tree(name, f"{name}({', '.join(said)})")
+
+    def _announce(self) -> None:
+        """Say once what runs."""
+        topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
+        if topology.is_one_node and self.scheme.gradients != "none":
+            say = rank_zero_info if topology.world_size == 1 else rank_zero_warn
+            say(
+                f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
+                " environment does not say so: set ranks_per_node."
+            )
+            return
+        nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
+        rank_zero_info(
+            f"{topology.num_nodes} nodes {nodes} over {self._settings.inter_node}; {self.scheme!r};"
+            f" {megabytes:.3g} MB of parameters and buffers"
+        )
+
+    @property
+    def meter(self) -> Meter | None:
+        """Counts this rank's traffic; None before a Trainer has started the processes."""
+        return self.topology.meter if self.topology is not None else None
+
+    @property
+    def phase(self) -> str:
+        """What the (first) scheme is doing, such as ``"warm-up"``."""
+        return self.schemes[0].phase if self.schemes else "not training"
+
+    def communication(self) -> dict[str, float]:
+        """This rank's counters since the run began, and the schemes' present values; costs nothing.
+
+        Returns:
+            ``intra_bytes``, ``inter_bytes``, ``world_bytes`` (bytes sent by this rank), ``intra_messages``, ...,
+            ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
+            ``agreements``, ``steps``, and the scheme's own scalars.
+        """
+        values = traffic.communication(self.meter, self.schemes, self.batches)
+        return values if self._elastic_node is None else values | self._elastic_node.scalars()
+
+    def node_communication(self) -> dict[str, float]:
+        """:meth:`communication` with the meter's counters summed over this node's ranks. Collective over the node."""
+        topology = self._topology
+        return traffic.summed_over(topology.intra, topology.meter, self.communication(), self.root_device)
+
+    def total_communication(self) -> dict[str, float]:
+        """:meth:`communication` with the meter's counters summed over all ranks. Collective over the world."""
+        topology = self._topology
+        return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
+
+    def history(self) -> list[str]:
+        """Who came and went in this run, and what it has cost, in words; empty where nodes stay."""
+        return [] if self._elastic_node is None else self._elastic_node.history()
+
+    def ddp_inter_bytes(self, steps: float) -> float:
+        """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps."""
+        return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)

@@ -1,0 +1,111 @@
+"""What a strategy whose nodes agree holds, and from which moment on it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.trainer.batches import WeightedMeans
+from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+from lightning_hiercomm.trainer.epoch_clock import EpochClock
+from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.watch import RunControl
+
+T = TypeVar("T")
+
+
+class StrategyState(ParallelStrategy):
+    """The constructor calls :meth:`_configure` after Lightning's own; the rest comes with a Trainer.
+
+    Attributes:
+        scheme: As the user configured it.
+        batches: Batch sizes by the ranks' speeds, or None.
+        topology: The nodes; None before a Trainer has started the processes.
+    """
+
+    topology: Topology | None
+    set_world_ranks: Callable[[], None]
+    _timeout: timedelta | None
+    _process_group_backend: str | None
+
+    def _configure(self, settings: Settings) -> None:
+        self._settings = settings
+        self.scheme = settings.scheme
+        self.batches = settings.batches
+        self.wire = settings.wire
+        self._checkpoints = Checkpoints(settings.checkpoint_replicas)
+        self._control = RunControl()
+        self._means = WeightedMeans()
+        # these exist only inside a process that trains, and go into no pickle and no copy
+        self.topology = None
+        self._run_or_none: TrainingRun | None = None
+        self._epoch_clock: EpochClock | None = None
+        self._elastic_node: ElasticNode | None = None
+        self._boundary: BoundaryCallback | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # spawn pickles a strategy before it trains, and programs copy and pickle Trainers, and what they gave them, at
+        # any time
+        state: dict[str, Any] = super().__getstate__()
+        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node", "_boundary")
+        return {**state, **dict.fromkeys(absent), "_control": RunControl()}
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """One scheme per optimizer, of the present or the last ``fit``; empty before the first."""
+        return self._run_or_none.schemes if self._run_or_none is not None else []
+
+    @property
+    def _topology(self) -> Topology:
+        return required(self.topology, "topology", "Strategy.setup_environment, when a Trainer starts")
+
+    @property
+    def _run(self) -> TrainingRun:
+        return required(self._run_or_none, "training run", "Strategy.setup, when a Trainer starts to fit")
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        return required(self.lightning_module, "LightningModule", "Strategy.connect, when a Trainer starts")
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        return required(self.cluster_environment, "cluster environment", "the Trainer's constructor")
+
+    @property
+    def _knows_ranks(self) -> bool:
+        """Whether a Trainer has said how many ranks there will be."""
+        return self.cluster_environment is not None and bool(self.parallel_devices)
+
+    @property
+    def _trainer_or_none(self) -> pl.Trainer | None:
+        module = self.lightning_module
+        return None if module is None else module._trainer
+
+    @property
+    def _ranks_are_together(self) -> bool:
+        return self._control.ranks_are_together(self._trainer_or_none)
+
+    @property
+    def _may_communicate(self) -> bool:
+        """Whether there is a run that is not over, and all ranks are there."""
+        return self._run_or_none is not None and not self._run.is_closed and self._ranks_are_together
+
+
+def required(value: T | None, what: str, set_by: str) -> T:
+    """``value``, if it is there.
+
+    Raises:
+        RuntimeError: If not, naming what it is and what sets it up.
+    """
+    if value is None:
+        raise RuntimeError(f"there is no {what} yet: it is set up by {set_by}")
+    return value
