@@ -100,7 +100,7 @@ class Record:
         shares: Mapping[str, tuple[int, ...]],
         all_shares: int,
     ) -> bool:
-        """An agreement holds; whether anything but its number is new.
+        """An agreement holds; whether nodes went or came.
 
         Args:
             meeting: Of it.
@@ -122,12 +122,13 @@ class Record:
             steps,
             steps,
         )
-        together = self.entries[-1].followed_by(entry) if self.entries else None
+        last = self.entries[-1] if self.entries else None
+        together = None if last is None else last.followed_by(entry)
         if together is not None:
             self.entries[-1] = together
-            return False
-        self.entries.append(entry)
-        return True
+        else:
+            self.entries.append(entry)
+        return last is None or last.members != entry.members or bool(entry.newcomers)
 
     def agreements(self) -> Iterator[Entry]:
         """Each agreement by itself; of several in one entry it is only known between which steps they were."""
@@ -282,7 +283,9 @@ class Recorder:
 
     def end(self, steps: int, ends_epoch: bool, module: nn.Module) -> None:
         """The run is over, and nodes are equal."""
-        self.record.steps, self.record.ends_epoch, self.record.parameters = steps, ends_epoch, digest(module)
+        self.record.steps, self.record.ends_epoch = steps, ends_epoch
+        if self._place() is not None:  # it takes seconds for a large model
+            self.record.parameters = digest(module)
         self.write()
 
     def give(self) -> str:

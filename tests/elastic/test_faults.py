@@ -27,6 +27,7 @@ def test_a_dozen_faults(tmp_path):
     assert len(outcome.faults) == 12
     assert outcome.lives >= 6, "but for those that were stopped and not missed"
     assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
+    assert "as plan predicts it from these times: " in said(outcome, parsed(["--nodes", "3", "--sync-every", "10"]))
 
 
 @pytest.mark.nightly

@@ -30,8 +30,8 @@ def noted() -> Record:
     zero, one = member("0.a", 1, False), member("1.a", 2, False)
     assert record.note(Meeting((zero, one), begins=True), False, 0, FIRST, 3)
     for step in (4, 8, 12):
-        record.note(connected(zero, one), False, step, FIRST, 3)
-    record.note(connected(zero, one), True, 12, FIRST, 3)
+        assert not record.note(connected(zero, one), False, step, FIRST, 3)
+    assert not record.note(connected(zero, one), True, 12, FIRST, 3), "nobody went or came: nothing is to be written"
     assert record.note(Meeting((zero,), (member("1.b", 2),)), False, 16, {**FIRST, "1.b": (1, 2)}, 3)
     return record
 
