@@ -26,7 +26,7 @@ def test_spectra_show_what_the_paper_says_and_draw_the_plot(folder):
 
 
 @pytest.mark.long("two epochs of the main job on four ranks, which have to learn")
-@pytest.mark.parametrize("config", ["gossip.yaml", "sgp.yaml"])
+@pytest.mark.parametrize("config", ["gossip.yaml", pytest.param("sgp.yaml", marks=pytest.mark.nightly)])
 def test_digits_train_with_gossip(folder, config):
     out = folder.fit_digits("--config", folder.digits / config, "--trainer.max_epochs=2")
     assert folder.accuracy(out) > 50

@@ -6,14 +6,14 @@ import pytest
 
 
 def bits(output):
-    assert "Communication of 60 optimizer steps on 4 ranks" in output
+    assert "Communication of 40 optimizer steps on 4 ranks" in output
     assert float(re.search(r"([\d.]+) times what was sent", output)[1]) > 5
     found = re.search(r"needs ([\d.]+) bits for a byte of held-out text", output)
     assert found is not None, output
     return float(found[1])
 
 
-@pytest.mark.long("two runs of 60 steps on four ranks, the model whole and sharded, which have to learn the same")
+@pytest.mark.long("two runs of 40 steps on four ranks, the model whole and sharded, which have to learn the same")
 @pytest.mark.slow
 def test_both_ways_inside_the_node_learn_the_same(folder):
     example = folder.examples / "language_model"
@@ -23,7 +23,7 @@ def test_both_ways_inside_the_node_learn_the_same(folder):
                 "language_model/main.py",
                 "fit",
                 *("--config", example / "config.yaml", "--config", example / f"{inside}.yaml"),
-                *("--trainer.max_steps=60", "--trainer.val_check_interval=60", "--data.context=32"),
+                *("--trainer.max_steps=40", "--trainer.val_check_interval=40", "--data.context=32"),
             )
         )
         for inside in ("ddp", "fsdp2")

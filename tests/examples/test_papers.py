@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import cover
 from PIL import Image
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
@@ -74,11 +75,23 @@ def fit(folder, config, *arguments):
     return folder.run(script, "fit", "--config", PAPERS / config, *arguments)
 
 
-CONFIGS = {path.name: re.search(r"dataset: (\w+)", path.read_text())[1] for path in sorted(PAPERS.glob("*.yaml"))}
+def said(config, what):
+    return re.search(what, (PAPERS / config).read_text())[1]
+
+
+RUNS = [(path.name, said(path.name, r"dataset: (\w+)")) for path in sorted(PAPERS.glob("*.yaml"))]
+RUNS.append(("001-cifar10.yaml", "mnist"))
+BY_DAY = cover(  # every scheme, and every kind of files
+    [{"scheme": said(config, r"class_path: lightning_hiercomm\.(?!H)(\w+)"), "dataset": data} for config, data in RUNS],
+    [("scheme",), ("dataset",)],
+)
 
 
 @pytest.mark.long("a program imports torchvision, and two ranks train a network of it")
-@pytest.mark.parametrize(("config", "dataset"), [*CONFIGS.items(), ("001-cifar10.yaml", "mnist")])
+@pytest.mark.parametrize(
+    ("config", "dataset"),
+    [pytest.param(*run, marks=[pytest.mark.nightly] * (number not in BY_DAY)) for number, run in enumerate(RUNS)],
+)
 def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, dataset):
     text = (PAPERS / config).read_text()
     make_pictures(folder.path / "data", dataset)

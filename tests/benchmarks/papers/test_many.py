@@ -54,15 +54,14 @@ SAME = {
 }
 
 
-@pytest.mark.long("two runs of 40 steps by the scheme itself beside the three that are trained at once")
+@pytest.mark.long("a run of 40 steps by the scheme itself beside the three that are trained at once")
 @pytest.mark.parametrize("name", SAME)
 def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]
     found = train(ARENA, ours(), [(0.3, 1), (0.02, 2), (0.02, 3)])
-    for run, (rate, seed) in ((1, (0.02, 2)), (2, (0.02, 3))):
-        experiment = Experiment(name, scheme(), 4, 40, rate, 100, TASKS["mnist1d"], seed=seed, shards=True)
-        expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
-        torch.testing.assert_close(found[run], expected, atol=3e-4, rtol=0)
+    experiment = Experiment(name, scheme(), 4, 40, 0.02, 100, TASKS["mnist1d"], seed=3, shards=True)
+    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    torch.testing.assert_close(found[2], expected, atol=3e-4, rtol=0)
 
 
 def test_adamw_is_torchs():

@@ -89,7 +89,7 @@ def test_a_probe_under_torchrun_writes_a_profile_that_can_be_planned_with(tmp_pa
     (tmp_path / "model_of_a_person.py").write_text(MODULE)
     module = ("--module", "model_of_a_person:Model", "--module-args", '{"width": 32}')
     environments = [{**own, "PYTHONPATH": str(tmp_path)} for own in torchrun(2, 2)]
-    first, *others = run_ranks(tmp_path, environments, "probe", *module, "--seconds", "0.05", "--out", "cluster.json")
+    first, *others = run_ranks(tmp_path, environments, "probe", *module, "--seconds", "0.02", "--out", "cluster.json")
     profile = Profile.read(tmp_path / "cluster.json")
     assert (profile.cluster.nodes, profile.cluster.ranks_per_node) == (2, 2)
     assert profile.workload.parameters == 32 * 32 + 32
@@ -104,7 +104,7 @@ def test_a_probe_under_torchrun_writes_a_profile_that_can_be_planned_with(tmp_pa
 
 
 def test_ranks_may_play_nodes(tmp_path):
-    arguments = ("probe", "--ranks-per-node", "1", "--params", "1e4", "--seconds", "0.05")
+    arguments = ("probe", "--ranks-per-node", "1", "--params", "1e4", "--seconds", "0.02")
     run_ranks(tmp_path, torchrun(1, 2), *arguments)
     values = json.loads((tmp_path / "profile.json").read_text())
     assert values["about"]["nodes"] == [[0], [1]]
