@@ -79,6 +79,12 @@ def _tuned(arena: str, *contenders: str) -> str:
     return difference(known[one].judged, known[other].judged).text()
 
 
+def _across(one: str, other: str, contender: str) -> str:
+    """How much better a contender is in one arena than in another, whose seeds are the same."""
+    found = (tuned.load(tuned.COMPARISONS[arena], RESULTS / "tuned")[contender].judged for arena in (one, other))
+    return difference(*found).text()
+
+
 def table_of(comparison: tuned.Comparison, known: dict[str, tuned.Climb]) -> str:
     """Markdown."""
     baseline = comparison.contenders[0].name
@@ -171,6 +177,12 @@ def _memory() -> str:
     return "\n".join(lines)
 
 
+def _sync_every(period: str, how: str) -> str:
+    """The loss in the table of that study."""
+    rows = (line.strip("| ").split(" | ") for line in (RESULTS / "sync-every.md").read_text().splitlines())
+    return next(row[2] for row in rows if row[:2] == [period, how])
+
+
 def _once(name: str) -> str:
     """A number that was measured a single time, by a run whose own file was not kept: what is known of it is stored."""
     return str(json.loads((RESULTS / "once.json").read_text())[name]["value"])
@@ -203,6 +215,7 @@ def _audit() -> str:
 _KINDS: dict[str, Callable[..., str]] = {
     "audit": _audit,
     "tuned": _tuned,
+    "across": _across,
     "papers": _papers,
     "model": _model,
     "speed": _speed,
@@ -210,6 +223,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "accuracy": _accuracy,
     "scaling": _scaling,
     "memory": _memory,
+    "sync-every": _sync_every,
     "once": _once,
     "predictions": _predictions,
 }

@@ -1,9 +1,10 @@
 """How far may nodes go between two agreements?
 
 Nodes of one rank train the character model with AdamW, as threads of one process, for one number of steps and with
-every period H: DiLoCo with its default outer optimizer, the same in two fragments that overlap with training, the same
-with 4-bit payloads, and plain averaging. The table has the held-out loss of the agreed model at the end, the mean over
-the seeds, and the spread between them; the bytes are those that a node sends per step.
+every period H: DiLoCo with its default outer optimizer, the same in two fragments that overlap with training (nodes
+keep nothing of their own, or half), the same with 4-bit payloads, and plain averaging. The table has the held-out loss
+of the agreed model at the end, the mean over the seeds, and the spread between them; the bytes are those that a node
+sends per step.
 
     python -m benchmarks.studies.sync_every
 """
@@ -28,6 +29,7 @@ from lightning_hiercomm.schemes import DiLoCo, PeriodicAveraging, Scheme
 CONTENDERS: dict[str, tuple[Callable[[int], Scheme], str | None]] = {
     "DiLoCo": (lambda every: DiLoCo(every), None),
     "streaming DiLoCo": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4, keep_local=0.0), None),
+    "streaming DiLoCo, keep_local=0.5": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4), None),
     "streaming DiLoCo, int4": (lambda every: DiLoCo(every, fragments=2, staleness=every // 4, keep_local=0.0), "int4"),
     "PeriodicAveraging": (lambda every: PeriodicAveraging(every), None),
 }
