@@ -39,6 +39,14 @@ def test_two_hundred_faults(tmp_path, scheme, seed):
     assert len(outcome.faults) == 20
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", ["streaming", "noloco", "daso", "gossip"])
+def test_a_dozen_faults_where_nodes_are_never_equal(tmp_path, scheme):
+    """Also while something is in flight."""
+    outcome = outcome_of(tmp_path, f"--nodes 3 --faults 12 --seed 7 --kinds kill stop --scheme {scheme}")
+    assert len(outcome.faults) == 12
+
+
 @pytest.fixture
 def can_cut():
     from benchmarks.network import why_no_namespaces
