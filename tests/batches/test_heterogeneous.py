@@ -230,7 +230,6 @@ class Trained:
         return list(self.batches.division.sizes)
 
 
-@on_both
 def test_a_rank_that_slows_down_gets_less_within_two_epochs(clock, caplog):
     def work(rank, topology):
         run = Trained(clock, topology)

@@ -86,7 +86,10 @@ class OnDevice:
         return getattr(self._communicator, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self if name in ("_communicator", "_device") else self._communicator, name, value)
+        if name in ("_communicator", "_device"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._communicator, name, value)
 
     def all_reduce(self, tensor: Tensor, *arguments: Any, **named: Any) -> Handle:
         return self._move(lambda there: self._communicator.all_reduce(there(tensor), *arguments, **named), [tensor])
