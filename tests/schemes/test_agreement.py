@@ -386,3 +386,8 @@ def test_an_exchange_that_would_meet_the_next_one_is_refused(on_nodes):
         on_nodes(towards(1), Agreement(Staggered(6), 2, staleness=3), ((0,), (1,)), shapes=SEVENS)
     with pytest.raises(ValueError, match=r"staleness=5 is too long for Every\(period=4"):
         on_nodes(towards(1), Agreement(4, staleness=5), ((0,), (1,)), shapes=SEVENS)
+
+
+def test_an_agreement_is_shown_as_one_would_write_it_however_it_merges():
+    shown = "Agreement(when=Every(period=100, of='run'), merge=Replace(keep_local=0.5))"
+    assert repr(Agreement(merge=Replace(0.5))) == shown

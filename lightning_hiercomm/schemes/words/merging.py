@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.arguments import as_call, checked_arguments
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Move
@@ -28,6 +28,9 @@ class Merge(ABC):
     needs_sent: bool = False
     ends_in_agreement: bool = True
     keeps_agreed: bool = False
+
+    def __repr__(self) -> str:
+        return as_call(self)
 
     @abstractmethod
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
