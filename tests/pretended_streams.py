@@ -94,6 +94,7 @@ class _Use:
 class _Memory:
     storage: StorageWeakRef
     made_in: int
+    made_by: _Rank
     uses: list[_Use] = field(default_factory=list)
     kept_for: set[int] = field(default_factory=set)
     on_host: bool = False
@@ -231,7 +232,7 @@ class PretendedDevice:
         if memory is None:
             if not (on_host or self._has(tensor.device)):  # the host's own, which it uses in its own order
                 return None
-            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current().number)
+            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current().number, self._rank)
         return memory
 
     def _free(self, now: PretendedStream) -> None:
@@ -242,7 +243,8 @@ class PretendedDevice:
             del self._memory[key]
             made_in = self._streams[memory.made_in]
             for use in [] if memory.on_host else memory.uses:
-                is_known_to_end = made_in.clock.get(use.stream, 0) >= use.time
+                # a stream that has waited, or a host, after which nothing is launched that could be there before
+                is_known_to_end = any(c.get(use.stream, 0) >= use.time for c in (made_in.clock, memory.made_by.host))
                 if use.stream != memory.made_in and use.stream not in memory.kept_for and not is_known_to_end:
                     self._note(
                         f"memory that {made_in.name} made may be used again while {self._streams[use.stream].name}"
