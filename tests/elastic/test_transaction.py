@@ -92,6 +92,7 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None):
     return on_nodes(work, scheme, ends, start=1.0, inner=adam, wire=wire, **TRAINING)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -125,6 +126,7 @@ def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> Non
         torch.testing.assert_close(values, stays, rtol=0, atol=0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -172,6 +174,7 @@ def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_on
         torch.testing.assert_close(values, results["0", 0], rtol=0, atol=0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -206,6 +209,7 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
         assert repr(before) != repr(between)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
 @pytest.mark.parametrize(
     ("sizes", "who"),
