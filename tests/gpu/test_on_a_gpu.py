@@ -53,7 +53,7 @@ ALL: dict[str, Callable[[], Scheme]] = {
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
 }
 COPIES = {  # of the model, on one rank, beyond parameters, gradients and momentum; one more for what is on its way
-    "periodic": 2.0,
+    "periodic": 3.0,  # what leaves; and threads have no wire: a copy of it, and the sum, before it is written back
     "daso": 3.0,
     "diloco": 5.0,  # outer parameters, their momentum, and the way
     "streaming": 6.0,
