@@ -188,6 +188,7 @@ EVERY_LAUNCHER = {
 }
 
 
+@pytest.mark.long("starts Python for every rank, and Lightning is imported there")
 @pytest.mark.parametrize(
     "start",
     # MPICH's ranks import Lightning, all four at once: by day two of them train until one is lost

@@ -15,6 +15,7 @@ def test_a_page_says_what_is_stored(page):
     assert page.read_text() == written(page.read_text()), "python -m benchmarks documents"
 
 
+@pytest.mark.long("writes the page anew for every number on it")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_a_changed_digit_is_found(page):
     text = page.read_text()

@@ -85,6 +85,7 @@ runpy.run_module("benchmarks", run_name="__main__")
 """
 
 
+@pytest.mark.long("a Python that sees nothing else imports both")
 def test_it_needs_torch_and_lightning_only():
     ended = subprocess.run([sys.executable, "-c", WITHOUT], cwd=gpu.ROOT, capture_output=True, text=True)
     assert "two processes" in ended.stdout.lower(), ended.stderr[-2000:]

@@ -382,6 +382,7 @@ class Fails(DurableCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+@pytest.mark.long("a run that is broken off in mid-save, and its resume, on forked ranks")
 @pytest.mark.parametrize("how", ["dies", "finds no space"])
 @pytest.mark.parametrize("name", ["last.ckpt.rank-0003", "last.ckpt"], ids=["companion", "checkpoint"])
 def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, tmp_path, name, how):

@@ -31,6 +31,7 @@ class Epochs(Quadratic):
         self.report = [*(self.report or []), self.trainer.current_epoch]
 
 
+@pytest.mark.long("fits under one scheme after another until they stop")
 @pytest.mark.feature("EarlyStopping")
 def test_early_stopping(follows_one_device):
     ours, one = follows_one_device(Epochs, callbacks=lambda: [EarlyStopping("val_loss", 0.2)], max_epochs=20)

@@ -107,6 +107,7 @@ def ends_as_if_uninterrupted(reports, uninterrupted):
         torch.testing.assert_close(reports[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long("a fit, and its resume on other ranks")
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_a_plain_checkpoint_is_resumed_elsewhere(resumed, scheme_name, uninterrupted, place):
@@ -146,6 +147,7 @@ def test_a_plain_checkpoint_is_what_lightning_writes(on_ranks, tmp_path):
         assert momenta[parameter]["momentum_buffer"].abs().min() > 0
 
 
+@pytest.mark.long("a fit that is broken off in mid-epoch, and its resume")
 @pytest.mark.feature("plain checkpoint: saved between two agreements, in mid-epoch")
 def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
     def main(trainer, rank):

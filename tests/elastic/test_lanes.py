@@ -77,7 +77,7 @@ def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     assert not links.unreachable([address])
     os.kill(process, signal.SIGKILL)
     with pytest.raises(RuntimeError):
-        links.ask(address, lambda store: store.wait(["other"], timedelta(seconds=5)))
+        links.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))
     assert links.unreachable([address]) == [address]
 
 

@@ -96,6 +96,7 @@ def nightly_but(*kept: tuple[str, int, str]) -> list[Any]:
     return [pytest.param(*case, marks=[] if case in kept else [pytest.mark.nightly]) for case in cases]
 
 
+@pytest.mark.long("nodes are started, one is killed, missed, and started again")
 @pytest.mark.parametrize(
     ("scheme", "ranks", "moment"), nightly_but(("diloco", 1, "in the exchange"), ("periodic", 2, "before the vote"))
 )

@@ -274,6 +274,7 @@ def _sick_with_averages(folder):
     return reports
 
 
+@pytest.mark.long("a fit for every kind of average, with checkpoints")
 def test_averages_of_a_node_that_was_sick_and_is_healed_are_healthy_and_so_is_all_that_is_seen_and_saved(launch):
     one, other = launch(_sick_with_averages, ranks=2)
     assert len(one) == len(SICK) + 1

@@ -187,6 +187,7 @@ graphs = st.one_of(
 )
 
 
+@pytest.mark.long("fifteen graphs of up to 64 ranks, each a thread")
 @settings(deadline=None, max_examples=15)
 @given(graphs, st.integers(2, 64) | st.integers(2, 8), st.integers(1, 4), st.booleans())
 def test_mixing_conserves_the_sum_of_every_segment_and_brings_replicas_together(graph, size, segments, overlap):

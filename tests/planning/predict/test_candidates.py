@@ -83,6 +83,7 @@ def test_the_recommendation_has_the_least_drift_that_meets_the_target():
     assert "AllReduce would take" in made.reason
 
 
+@pytest.mark.long("predicts all candidates for several networks")
 def test_slower_networks_get_settings_that_agree_less_often():
     drifts = [plan(on(bandwidth), MODEL).chosen.drift for bandwidth in (1e12, 2e10, 5e9, 1e9)]
     assert drifts == sorted(drifts)
