@@ -69,6 +69,7 @@ class PretendedEvent:
             self.clock = dict(device.current().clock)
 
     def query(self) -> bool:
+        self._device.host_knows(self.clock)
         return True
 
     def synchronize(self) -> None:
@@ -159,9 +160,12 @@ class PretendedDevice:
         finally:
             self._rank.current = before
 
-    def host_waits(self, what: str, clock: Clock) -> None:
+    def host_knows(self, clock: Clock) -> None:
         with self.lock:
             _merge(self._rank.host, clock)
+
+    def host_waits(self, what: str, clock: Clock) -> None:
+        self.host_knows(clock)
         self._rank.waits.append(what)
 
     def host_reads(self, tensor: Tensor) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from harness import place
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
@@ -328,7 +329,7 @@ def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
     saved, values = on_nodes(saving, SENTENCES[sentence], ((0, 1), (2, 3)), shapes=SEVENS)[0]
 
     def resuming(rank):
-        torch.nn.utils.vector_to_parameters(values.clone(), list(rank.module.parameters()))
+        torch.nn.utils.vector_to_parameters(values.to(place.device, copy=True), list(rank.module.parameters()))
         rank.scheme.load_state_dict(saved)
         assert torch.equal(rank.agreed(), values)
         towards(4)(rank)

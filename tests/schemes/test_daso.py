@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import TWO_BY_TWO, attached, on_nodes, on_ranks, steps
+from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, steps
 from lightning.pytorch.callbacks import ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader
@@ -133,6 +133,7 @@ def test_a_sharded_exchange_is_carried_by_all_ranks_alike(run_oracle):
 
 
 def test_nothing_waits_between_a_send_and_its_merge():
+    needs_a_thread_beside_training()
     # node 1 does not even send before node 0 has sent and taken two steps more: waiting would be a deadlock
     node_0_went_on = threading.Barrier(4)
 
@@ -522,6 +523,7 @@ def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_sch
 
 
 def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
+    needs_a_thread_beside_training()
     # after an exception the others may never answer
     saved = threading.Barrier(4)
 

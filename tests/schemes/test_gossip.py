@@ -7,7 +7,7 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import on_nodes, on_ranks
+from harness import on_nodes, on_ranks, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import Oracle
@@ -44,7 +44,7 @@ def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.
 
     def body(rank):
         own = values if starts is None else values[rank.rank]
-        torch.nn.utils.vector_to_parameters(own.expand_as(rank.values).clone(), rank.parameters)
+        torch.nn.utils.vector_to_parameters(own.expand_as(rank.values).to(place.device, copy=True), rank.parameters)
         rank.scheme.unagreed_steps = 1  # they differ
         return work(rank)
 

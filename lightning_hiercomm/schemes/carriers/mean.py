@@ -479,6 +479,7 @@ class _SameStep(Handle):
     def bounds(self) -> Tensor:
         """The most steps that a rank has taken, and minus the least; for the current stream."""
         self._handle.wait()
+        streams.keep_here(self._bounds)  # made by training; whoever reads it beside that may not be waited for
         return self._bounds
 
     def compare(self, most: float, least: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, on_nodes, on_ranks, run_to_end, steps
+from harness import Rank, needs_a_thread_beside_training, on_nodes, on_ranks, run_to_end, steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import STEPS_DELAY_TABLE as TABLE
@@ -293,6 +293,7 @@ def test_bits_and_checkpoints_are_the_same_however_small_the_parts_are_that_rule
 
 
 def test_a_step_does_not_wait_for_its_own_push_and_pull():
+    needs_a_thread_beside_training()
     may_start = [threading.Event() for _ in range(10)]
 
     def work(run: Rank) -> Rank:
@@ -319,6 +320,7 @@ class FailsAtThird(torch.optim.SGD):
 
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_an_error_beside_training_reaches_the_training_thread(warmup):
+    needs_a_thread_beside_training()
     reached = []
 
     def work(run: Rank) -> None:
