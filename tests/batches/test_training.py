@@ -340,6 +340,7 @@ def test_a_stream_trains_as_one_process_would(fit, speeds):
         assert_close(report["state_dict"], plain_training(10, epochs=2))
 
 
+@pytest.mark.long("workers of a loader start, and start again")
 @pytest.mark.usefixtures("careless")
 def test_workers_that_ran_ahead_with_unmeasured_sizes_start_again(fit):
     strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[6, 4]), "scheme": AllReduce()}

@@ -88,6 +88,7 @@ class Tuned(Quadratic):
         self.lr = 0.01
 
 
+@pytest.mark.long("the finder takes its steps in a fit of its own before the fit")
 @pytest.mark.feature("Tuner.lr_find")
 def test_tuner(on_ranks):
     def main(trainer, rank):

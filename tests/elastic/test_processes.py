@@ -61,6 +61,7 @@ def ends_equal(nodes: Cluster, names: list[int]) -> dict[str, Any]:
     return first
 
 
+@pytest.mark.long("two runs of several nodes, each of which starts Python")
 @pytest.mark.parametrize(
     ("scheme", "ranks"),
     [

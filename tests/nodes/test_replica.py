@@ -123,6 +123,7 @@ def filled_without_empty(kinds, seed):
     return [tensor for tensor in filled(kinds, seed) if tensor.numel()]
 
 
+@pytest.mark.long("dozens of drawn replicas, each on ranks that are threads")
 @settings(deadline=None)
 @given(
     st.sampled_from(NODES),

@@ -115,6 +115,7 @@ def test_the_recommended_configuration_is_one_that_lightning_cli_reads(capsys, t
         assert (made.trainer.num_nodes, made.trainer.devices) == (64, 8)
 
 
+@pytest.mark.long("predicts all candidates, and draws them")
 @pytest.mark.parametrize("more", [[], ["--optimizer", "momentum"]])
 def test_a_plan_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, capsys, check_pictures, more):
     path = tmp_path / "plan.png"
