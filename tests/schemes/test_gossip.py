@@ -370,7 +370,7 @@ def test_a_run_resumed_from_its_state_is_the_same_to_the_bit(fair, overlap):
 
     def second_half(rank):
         values, state = saved[rank.rank]
-        torch.nn.utils.vector_to_parameters(values, rank.parameters)
+        torch.nn.utils.vector_to_parameters(values.to(place.device, copy=True), rank.parameters)
         rank.scheme.load_state_dict(state)
         train(rank, 5)
         return rank.values.tolist(), rank.agreed().tolist()

@@ -46,6 +46,9 @@ SCHEMES = {
 }
 
 
+KEEPS_MINUS_ZERO = {"periodic", "periodic, before the step", "ranks alone", "DASO", "stale", "stale, ranks alone"}
+
+
 def numbers(dtype, count=185, seed=0):
     """Of all magnitudes, and minus zero."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,7 +70,7 @@ def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
     values = numbers(dtype)
 
     def work(rank):
-        torch.nn.utils.vector_to_parameters(values.to(place.device), rank.parameters)
+        torch.nn.utils.vector_to_parameters(values.to(place.device, copy=True), rank.parameters)
         rank.scheme.follow(rank.scheme.replica)
         for _ in range(4):
             rank.train(0.0)
@@ -76,9 +79,11 @@ def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
         return look, rank.values
 
     arguments = {"shapes": [(150,), (7, 5)], "dtype": dtype, "bucket_bytes": 128, "epochs": 1, "timeout": 10.0}
+    # where what is added to the values is the difference of equal ones, minus zero becomes zero
+    seen = bits if name in KEEPS_MINUS_ZERO else lambda found: bits(found + 0.0)
     for look, end in on_nodes(work, SCHEMES[name], NODES[nodes_of], **arguments):
-        assert torch.equal(bits(look), bits(values))
-        assert torch.equal(bits(end), bits(values))
+        assert torch.equal(seen(look), seen(values))
+        assert torch.equal(seen(end), seen(values))
 
 
 def is_nearest(found, exact, slack=2**-20):
@@ -169,10 +174,10 @@ def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, nodes_of)
     before, after = numbers(dtype, 300, seed=1), numbers(dtype, 300, seed=2)
 
     def work(rank):
-        torch.nn.utils.vector_to_parameters(before.to(place.device), rank.parameters)
+        torch.nn.utils.vector_to_parameters(before.to(place.device, copy=True), rank.parameters)
         rank.scheme.follow(rank.scheme.replica)
         rank.train(0.0)
-        torch.nn.utils.vector_to_parameters(after.to(place.device), rank.parameters)
+        torch.nn.utils.vector_to_parameters(after.to(place.device, copy=True), rank.parameters)
         rank.train(0.0)
         return rank.values
 
