@@ -224,7 +224,7 @@ def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file, weights_only=True)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _flat(parameters: Sequence[Tensor]) -> Tensor:

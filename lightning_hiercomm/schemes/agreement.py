@@ -209,6 +209,15 @@ class Agreement(Scheme):
             raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
         return self.period
 
+    @property
+    def agreements_per_cycle(self) -> int:
+        parts = self.what if isinstance(self.what, int) else len(self.what) + 1
+        return max(1, sum(bool(self.leaving(step, parts)) for step in range(1, self.cycle + 1)))
+
+    @property
+    def outer_copies(self) -> float:
+        return 0.0 if self.outer is None else 2.0  # momentum, agreed values
+
     def drift(self, nodes: int) -> float:
         return (self.period or math.inf) + self.staleness
 

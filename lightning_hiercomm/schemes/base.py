@@ -139,6 +139,19 @@ class Scheme(ABC):
         """
         return 1
 
+    @property
+    def agreements_per_cycle(self) -> int:
+        """How often something leaves for the other nodes in a :attr:`cycle`; raises as that does."""
+        return 1
+
+    @property
+    def outer_copies(self) -> float:
+        """Copies of the model in its checkpoints, beyond the model and the user's optimizer's state."""
+        return 0.0
+
+    follows_run = False
+    """Whether what it does depends on the run's length or loss, and not on the steps taken alone."""
+
     def drift(self, nodes: int) -> float:
         """Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk."""
         return 0

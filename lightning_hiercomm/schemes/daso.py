@@ -193,6 +193,7 @@ class DASO(Agreement):
         """Whether there are phases in which nodes wait for each other: yes."""
         return True
 
+    follows_run = True
     _sharded = "exchange='sharded'"
 
     _ends_epochs_in_agreement = True

@@ -209,6 +209,17 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
         assert repr(before) != repr(between)
 
 
+def survivors(name, sizes, who, work):
+    """What ``work`` returned on the ranks of three nodes of which one, ``who``, dies in it."""
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = len(sizes)
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    results = threads.end()
+    assert {node for node, _ in results} == {"0", "1", "2"} - {who}
+    return results
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
 @pytest.mark.parametrize(
@@ -229,12 +240,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, own.scheme.agreements
 
-    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
-    threads.lights.min_nodes = len(sizes)
-    for node, ranks in enumerate(sizes):
-        threads.start(node, work, ranks)
-    results = threads.end()
-    assert {node for node, _ in results} == {"0", "1", "2"} - {who}
+    results = survivors(name, sizes, who, work)
     for values, nodes, _ in results.values():
         torch.testing.assert_close(values, results["2", 0][0], rtol=0, atol=0)
         assert nodes == 2
@@ -264,12 +270,7 @@ def test_so_does_one_that_dies_while_something_leaves_or_is_merged(name, sizes, 
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, common
 
-    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
-    threads.lights.min_nodes = len(sizes)
-    for node, ranks in enumerate(sizes):
-        threads.start(node, work, ranks)
-    results = threads.end()
-    assert {node for node, _ in results} == {"0", "1", "2"} - {who}
+    results = survivors(name, sizes, who, work)
     for values, nodes, common in results.values():
         torch.testing.assert_close(values, results["2", 0][0], rtol=0, atol=0)
         assert nodes == 2

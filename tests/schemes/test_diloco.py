@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from functools import partial
 
 import pytest
 import torch
+from harness import reloaded
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
@@ -46,14 +46,6 @@ def towards(numel, steps):
         return torch.stack(trace)
 
     return work
-
-
-def reloaded(state):
-    """What a file gives back: tensors and primitives only."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def target_of(rank, numel):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
 from lightning_hiercomm.planning.quantities import shown_price
-from lightning_hiercomm.schemes import Agreement, Scheme
+from lightning_hiercomm.schemes import Scheme
 
 RESTART_SECONDS = 600.0
 """Until a program trains again that has died. Daly's in all of his examples; with what Llama 3 reports (466
@@ -231,7 +231,7 @@ def survive(row: Row, cluster: Cluster, workload: Workload, faults: Faults) -> S
     if scheme is None or scheme.needs_nodes_that_stay is not None:
         return Survival(None, None, restarts, restarts_cost, every)
     period = scheme.cycle * seconds
-    between = period / _agreements_of_cycle(scheme)
+    between = period / scheme.agreements_per_cycle
     elastic = elastic_goodput(nodes, period, faults.mtbf, faults.restart, faults.dead_after, heal, between)
     steps = Lives(period, faults.mtbf, faults.restart).kept * scheme.cycle  # of a life, which begins with a heal
     sent = nodes * (row.prediction.inter_bytes + (state / steps if steps else 0.0))
@@ -245,15 +245,8 @@ def state_bytes(scheme: Scheme | None, workload: Workload) -> float:
         scheme: With its arguments; None is Lightning's ``DDPStrategy``.
         workload: What is trained.
     """
-    outer = 2.0 if isinstance(scheme, Agreement) and scheme.outer is not None else 0.0  # momentum, agreed values
+    outer = 0.0 if scheme is None else scheme.outer_copies
     return workload.model_bytes * (1 + workload.state_per_parameter + outer)
-
-
-def _agreements_of_cycle(scheme: Scheme) -> int:
-    if not isinstance(scheme, Agreement):
-        return 1
-    parts = scheme.what if isinstance(scheme.what, int) else len(scheme.what) + 1
-    return max(1, sum(bool(scheme.leaving(step, parts)) for step in range(1, scheme.cycle + 1)))
 
 
 def most_useful(rows: Sequence[tuple[Row, Survival]]) -> tuple[Row, Survival] | None:

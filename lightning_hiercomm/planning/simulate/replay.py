@@ -44,7 +44,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, Scheme
+from lightning_hiercomm.schemes import Scheme
 
 _PATIENCE = 600.0
 """Seconds that a thread waits for another one's training."""
@@ -150,7 +150,7 @@ def _check(record: Record, program: Program) -> None:
         (ranks > _MOST_RANKS, f"a node had {ranks} ranks, and sums of more than {_MOST_RANKS} depend on their order"),
         (isinstance(seen, IterableDataset), "the data have no indices"),
         (not isinstance(sampler, RandomSampler | SequentialSampler), "the loader has a sampler of its own"),
-        (isinstance(program.scheme, DASO), "DASO's phases go by the run's length and loss, which are not recorded"),
+        (program.scheme.follows_run, "DASO's phases go by the run's length and loss, which are not recorded"),
         (program.loader.batch_size is None, "the loader makes no batches by itself"),
     ]
     for holds, reason in reasons:
