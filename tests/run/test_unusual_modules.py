@@ -196,6 +196,23 @@ def test_a_buffer_that_becomes_sick_is_named(fit):
         fit(Sick(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
 
 
+class SickOnOne(Quadratic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("moving", torch.zeros(3))
+
+    def training_step(self, batch, batch_idx):
+        self.moving[0] = math.nan if self.global_rank == 1 else 0.0
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("scheme", "can_skip"), [(PeriodicAveraging(2), True), (AllReduce(), False)])
+def test_where_one_node_is_sick_nothing_is_advised_that_the_scheme_refuses(fit, scheme, can_skip):
+    with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)") as raised:
+        fit(SickOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
+    assert ("on_nonfinite='skip'" in str(raised.value)) == can_skip
+
+
 class KeepsSecond(pl.Callback):
     """An average of the weights in a dictionary, put in their place for validation, as most people write it."""
 

@@ -69,7 +69,7 @@ class Care:
         self._optimizer = optimizer
         self._on_nonfinite = on_nonfinite
         self._verify_replicas = verify_replicas
-        self._can_skip = can_skip
+        self._advice = f"{_ADVICE}{_SKIPPING if can_skip else ''}"
         self.nonfinite = 0
         self.has_healed = False
         self.has_warned_of_difference = False
@@ -138,7 +138,7 @@ class Care:
             f" are NaN or infinite: {found}"
         )
         if self._on_nonfinite == "raise":
-            raise NonfiniteError(f"{message}. {_ADVICE}{_SKIPPING if self._can_skip else ''}")
+            raise NonfiniteError(f"{message}. {self._advice}")
         log.warning("%s. The others go on without them (on_nonfinite='skip')", message)
         self.nonfinite += 1
         return True
@@ -239,7 +239,7 @@ class Care:
         if not healthy:
             raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
         if self._on_nonfinite == "raise":
-            raise NonfiniteError(f"{trouble}. {_ADVICE}{_SKIPPING}")
+            raise NonfiniteError(f"{trouble}. {self._advice}")
         if topology.rank == 0:
             left_out = "The agreement goes on without them" if sick else "The agreement is repeated as it is"
             log.warning("%s. %s (on_nonfinite='skip')", trouble, left_out)
