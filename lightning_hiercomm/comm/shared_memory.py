@@ -9,9 +9,10 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -240,7 +241,7 @@ def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunic
             listener = while_connecting.enter_context(_socket())
             address = b"\0hiercomm-" + secrets.token_hex(16).encode()  # the zero keeps it out of the file system
             listener.bind(address)
-            listener.listen(group.size)
+            listener.listen(group.size)  # so no call waits for its answer
             if group.rank != 0:
                 return listener, address, -1
             file = os.memfd_create("hiercomm")
@@ -248,14 +249,11 @@ def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunic
             os.ftruncate(file, 2 * group.size * _SLOT)
             return listener, address, file
 
-        def call() -> bool:
+        def connect() -> mmap.mmap:
             for peer in range(group.rank):
                 lines[peer] = line = unless_shared.enter_context(_socket())
                 line.connect(addresses[peer])
                 line.send(bytes([group.rank % 256, group.rank // 256]))
-            return True
-
-        def answer() -> mmap.mmap:
             while None in lines[group.rank + 1 :]:
                 line = unless_shared.enter_context(listener.accept()[0])
                 line.settimeout(_CONNECTING_SECONDS)
@@ -270,34 +268,43 @@ def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunic
             while_connecting.callback(os.close, received)
             return mmap.mmap(received, 0)
 
-        listening = _agreed(group, listen)
-        if listening is None:
+        listening, failure = _attempt(listen)
+        said = group.all_gather_object((failure, listening and listening[1], _reach()))
+        apart = [f"out of reach of rank {group.ranks[0]}" if reach != said[0][2] else "" for _, _, reach in said]
+        if _have_failed(group, [said[rank][0] or apart[rank] for rank in range(group.size)]):
             return None
-        listener, address, file = listening
-        addresses = group.all_gather_object(address)
-        if _agreed(group, call) is None:
-            return None
-        memory = _agreed(group, answer)
-        if memory is None:
+        listener, _, file = cast(tuple[socket.socket, bytes, int], listening)
+        addresses = [address for _, address, _ in said]
+        memory, failure = _attempt(connect)
+        if _have_failed(group, group.all_gather_object(failure)):
             return None
         unless_shared.pop_all()
-        return SharedMemoryCommunicator(group, lines, memory, timeout)
+        return SharedMemoryCommunicator(group, lines, cast(mmap.mmap, memory), timeout)
 
 
-def _agreed(group: TorchCommunicator, attempt: Callable[[], T]) -> T | None:
-    """The attempt's result if all members' succeeded, or None. Collective over the group."""
-    failure: str = ""
-    result: T | None = None
+def _attempt(attempt: Callable[[], T]) -> tuple[T | None, str]:
+    """The attempt's result, or why it has none."""
     try:
-        result = attempt()
+        return attempt(), ""
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: this system has no such thing
-        failure = str(error) or type(error).__name__
-    failures = group.all_gather_object(failure)
-    if not any(failures):
-        return result
+        return None, str(error) or type(error).__name__
+
+
+def _have_failed(group: TorchCommunicator, failures: Sequence[str]) -> bool:
+    """Whether any member's attempt has."""
     reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in zip(group.ranks, failures, strict=True) if reason)
-    _logger.debug("the ranks %s share no memory: %s", list(group.ranks), reasons)
-    return None
+    if reasons:
+        _logger.debug("the ranks %s share no memory: %s", list(group.ranks), reasons)
+    return bool(reasons)
+
+
+def _reach() -> list[str]:
+    """Equal for processes that see each other's addresses: of one kernel, in one network namespace."""
+    reach = []
+    with suppress(OSError):
+        reach.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        reach.append(os.readlink("/proc/self/ns/net"))
+    return reach
 
 
 def _socket() -> socket.socket:

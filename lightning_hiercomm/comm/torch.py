@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -38,6 +39,13 @@ _TWO_ROUNDS = 2**19
 # Exchanges have a tag of their own: a message of another move, launched meanwhile, must not be taken for theirs. Moves
 # of two rounds count their tags from here.
 _EXCHANGE = 1
+
+# Of objects and greetings, far from all others'.
+_WORDS = 2**30
+
+# Bytes that an object may have, on the average, to be gathered in one message per member and way; what is longer takes
+# a second one.
+_SHORT = 128
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -82,12 +90,64 @@ class TorchCommunicator(Communicator):
         return "nccl" in dist.get_backend(self.group).replace(",", ":").split(":")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
         try:
+            if not self.is_nccl and dist.get_backend(self.group) == "gloo":
+                return [pickle.loads(each) for each in self._gather_words(pickle.dumps(value))]
+            values: list[Any] = [None] * self.size
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise self._failure(error) from error
         return values
+
+    def _gather_words(self, own: bytes) -> list[bytes]:
+        """What every member says, up a tree to the first one and down again: twice as many messages as members.
+
+        (By itself torch lets the sizes, and then the objects, go round a ring: twice the square of the members.)
+        Member ``i`` hears from ``i + 1``, ``i + 2``, ``i + 4``..., up to its lowest set bit, and tells ``i`` less that
+        bit what they all said: gloo's broadcast goes the same way, so a group that connects when needed needs no more.
+        """
+        said = [own]
+        step = 1
+        while step < self.size and not self.rank & step:
+            if self.rank + step < self.size:
+                said += self._hear(self.rank + step, min(step, self.size - self.rank - step))
+            step *= 2
+        if self.rank:
+            self._say(said, self.rank - step)
+            said = self._hear(self.rank - step, self.size)
+        while step > 1:
+            step //= 2
+            if self.rank + step < self.size:
+                self._say(said, self.rank + step)
+        return said
+
+    def _say(self, words: list[bytes], peer: int) -> None:
+        """Tell another member something, in one message if it is short."""
+        message = pickle.dumps(words)
+        whole = torch.frombuffer(bytearray(len(message).to_bytes(8, "little") + message), dtype=torch.uint8)
+        first = torch.zeros(_room(len(words)), dtype=torch.uint8)
+        begun, rest = whole[: len(first)], whole[len(first) :]
+        first[: len(begun)] = begun
+        for part in (first, rest) if len(rest) else (first,):
+            dist.send(part, self.ranks[peer], self.group, _WORDS)
+
+    def _hear(self, peer: int, members: int) -> list[bytes]:
+        """What another member tells of so many."""
+        first = torch.empty(_room(members), dtype=torch.uint8)
+        dist.recv(first, self.ranks[peer], self.group, _WORDS)
+        size, begun = int.from_bytes(bytes(first[:8].tolist()), "little"), first[8:]
+        rest = torch.empty(max(0, size - len(begun)), dtype=torch.uint8)
+        if len(rest):
+            dist.recv(rest, self.ranks[peer], self.group, _WORDS)
+        words: list[bytes] = pickle.loads((begun.numpy().tobytes() + rest.numpy().tobytes())[:size])
+        return words
+
+    def greet_neighbours(self) -> None:
+        """Send the next member of the ring a word, and hear one from the last: who is out of reach shows now."""
+        ends = [(move, (self.rank + way) % self.size) for move, way in ((dist.irecv, -1), (dist.isend, 1))]
+        words = [dist.P2POp(move, torch.zeros(1), self.ranks[peer], self.group, _WORDS) for move, peer in ends]
+        for work in dist.batch_isend_irecv(words):
+            work.wait()
 
     def expect_exchanges(self) -> None:
         # "if this API is the first collective call in the group, all ranks of the group must participate in this API
@@ -306,6 +366,11 @@ class _TorchHandle(Handle):
         return all(work.is_completed() for work in self._works)
 
 
+def _room(members: int) -> int:
+    """Bytes of the first message with what so many say."""
+    return 64 + _SHORT * members
+
+
 def pieces(tensor: Tensor) -> Sequence[Tensor]:
     """The messages that carry a tensor, 1-D views of it."""
     views: Sequence[Tensor] = tensor.view(-1).split(_PIECE)
@@ -352,9 +417,10 @@ def connect_torch(
             group = _own_group(groups, own, timeout, backend)
         if own is None or group is None:
             return None
+        communicator = TorchCommunicator(group, own, rank, tier, meter, launching if tier == "inter" else nullcontext)
         if is_lazy and "gloo" in dist.get_backend_config(group):
-            dist.all_reduce(torch.zeros(1), group=group)  # whoever is not there, or out of reach, shows now
-        return TorchCommunicator(group, own, rank, tier, meter, launching if tier == "inter" else nullcontext)
+            communicator.greet_neighbours()
+        return communicator
 
     return connect
 

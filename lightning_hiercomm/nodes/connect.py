@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,8 @@ def connect_world(
     if ranks_per_node is not None:
         nodes = nodes_by_count(ranks_per_node, world_size)
     else:
-        places: list[Any] = [place] * world_size
-        if world_size > 1:
-            dist.all_gather_object(places, place)
-        nodes = nodes_by_place(places)
+        world = TorchCommunicator(None, range(world_size), rank, "world", Meter()) if world_size > 1 else None
+        nodes = nodes_by_place([place] if world is None else world.all_gather_object(place))
     meter = Meter()
     by_torch = sharing_memory(connect_torch(meter, timeout, launching=unprofiled), timeout)
     if inter_node == "torch":

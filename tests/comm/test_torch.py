@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -97,6 +101,74 @@ def test_an_error_of_a_large_group_names_a_few_of_its_ranks(made):
     pretend(0, size=4000)
     error = TorchCommunicator(None, range(4000), 0, "world", Meter())._failure(RuntimeError("reset by peer"))
     assert str(error) == "rank 0 lost its world group (ranks [0, 1, 2, 3, 4, 5, 6, 7] and 3992 more): reset by peer"
+
+
+class Post:
+    """Messages between threads that play ranks, in place of torch's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[tuple[int, int, int]] = []
+        self._me = threading.local()
+        self._boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        monkeypatch.setattr(dist, "send", self.send)
+        monkeypatch.setattr(dist, "recv", self.recv)
+
+    def send(self, tensor: torch.Tensor, peer: int, group: object, tag: int) -> None:
+        self.sent.append((self._me.rank, peer, len(tensor)))
+        self._boxes[self._me.rank, peer].put(tensor.clone())
+
+    def recv(self, tensor: torch.Tensor, peer: int, group: object, tag: int) -> None:
+        tensor.copy_(self._boxes[peer, self._me.rank].get(timeout=20.0))  # and sizes agree
+
+    def gather(self, ranks: Sequence[int], said: Sequence[object]) -> list[list[object]]:
+        heard: dict[int, list[object]] = {}
+
+        def play(rank: int, value: object) -> None:
+            self._me.rank = rank
+            heard[rank] = TorchCommunicator(None, ranks, rank, "world", Meter()).all_gather_object(value)
+
+        players = [threading.Thread(target=play, args=each, daemon=True) for each in zip(ranks, said, strict=True)]
+        for player in players:
+            player.start()
+        for player in players:
+            player.join(30.0)
+        return [heard[rank] for rank in ranks]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 21])
+def test_objects_are_gathered_over_gloo_by_two_messages_per_member_and_not_by_their_square(size, monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    post = Post(monkeypatch)
+    ranks = [3 * member for member in range(size)]
+    said = [(member, "a place", None) for member in range(size)]
+    assert post.gather(ranks, said) == [said] * size
+    assert len(post.sent) == 2 * (size - 1)
+    peers = Counter(sender for sender, _, _ in post.sent)
+    assert max(peers.values(), default=0) <= size.bit_length()
+
+
+@pytest.mark.parametrize("lengths", [(100_000, 0, 3), (0, 0, 5_000), (1, 700, 20, 0, 9), (128, 120, 64), (200,) * 6])
+def test_long_objects_take_a_second_message_and_arrive_whole(lengths, monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    post = Post(monkeypatch)
+    said = [bytes(range(256)) * (length // 256) + bytes(length % 256) for length in lengths]
+    assert post.gather(range(len(said)), said) == [said] * len(said)
+    assert len(post.sent) <= 4 * (len(said) - 1)
+
+
+def test_members_of_a_large_group_greet_their_neighbours_and_send_nothing_round_a_ring(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    posted: list[tuple[str, int]] = []
+
+    class Operation:
+        def __init__(self, move, tensor, peer, group, tag) -> None:
+            posted.append((move.__name__, peer))
+
+    monkeypatch.setattr(dist, "P2POp", Operation)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [])
+    ranks = [*range(0, 80, 4)]
+    TorchCommunicator(None, ranks, 76, "inter", Meter()).greet_neighbours()
+    assert posted == [("irecv", 72), ("isend", 0)]
 
 
 def test_a_device_whose_order_of_work_is_not_known_is_refused():
