@@ -55,7 +55,7 @@ class Fault:
         node: To whom; if it does not train at that moment, the next one does.
         lasts: Seconds until it goes on, of a node that is stopped or cut off.
         at: When it happened, in seconds since the run began.
-        survivors_waited: How long any other node stood still at most, until that one was back.
+        survivors_waited: How long any other node stood still at most from the fault on, until that one was back.
         asked_after: Seconds from the fault until the node's next life asked for the others.
         back_after: Seconds from then until it trained.
     """
@@ -253,7 +253,7 @@ class Run:
             back = self._note_return(fault, struck)
             until = min([back + self._period, end, *(self._began + other.at for other in others[number:])])
             waits = [
-                after[0] - before[0] - usual
+                after[0] - max(before[0], struck) - usual
                 for node, each in steps.items()
                 for before, after in pairwise(each)
                 if before[0] < until and after[0] > struck and after[1] == before[1] + 1

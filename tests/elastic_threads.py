@@ -58,6 +58,9 @@ class Lights:
     def notes(self) -> Collection[str] | None:
         return self._notes
 
+    def when_back(self, look: Callable[[], bool | None]) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 
@@ -97,6 +100,10 @@ class Wires:
 
     def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
         return [address for address in addresses if address in self.dead]
+
+    def glance(self, addresses: Sequence[str], name: str) -> Sequence[bytes]:
+        stores = [self.stores[address] for address in addresses if address not in self.dead]
+        return [store.get(name) if store.check([name]) else b"" for store in stores]
 
     def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
         stores = [member.store for member in meeting.members]

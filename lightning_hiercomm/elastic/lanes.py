@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import weakref
@@ -42,6 +43,9 @@ class Links(Protocol):
 
     def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
         """Those of these nodes that do not answer."""
+
+    def glance(self, addresses: Sequence[str], name: str) -> Sequence[bytes]:
+        """What those of these nodes that answer keep by this name; on any thread, beside all else."""
 
     def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
         """Connect this rank with the same local rank of all members.
@@ -373,28 +377,48 @@ class GlooLinks:
             except RuntimeError:
                 silent.append(address)
 
-        looking = [threading.Thread(target=look, args=(address,), daemon=True) for address in addresses]
-        for thread in looking:
-            thread.start()
-        for thread in looking:
-            thread.join()
+        _of_each(addresses, look)
         return silent
 
-    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
-        size = len(meeting.members)
+    def glance(self, addresses: Sequence[str], name: str) -> Sequence[bytes]:
+        beside, found = GlooLinks(self.address, self._dead_after.total_seconds()), []
 
-        def connect(whole: Store) -> Any:
-            store = PrefixStore(self._seal.name(f"{meeting.token}/{lane}"), whole)
+        def look(address: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                found.append(beside.ask(address, lambda store: store.get(name) if store.check([name]) else b""))
+
+        _of_each(addresses, look)
+        return found
+
+    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
+        size, first = len(meeting.members), meeting.members[0].store
+        name = self._seal.name(f"{meeting.token}/{lane}")
+
+        def all_are_there(whole: Store) -> None:
             # who is not there is missed here, in half the time that a message may take
+            store = PrefixStore(name, whole)
             store.set(f"here/{index}", "")
             store.wait([f"here/{member}" for member in range(size)], self._set_up)
+
+        def connect(whole: Store) -> Any:
+            store = PrefixStore(name, whole)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
             options._timeout = self._dead_after
             return dist.ProcessGroupGloo(store, index, size, options)
 
-        patience = (self._set_up + self._dead_after).total_seconds()
-        group = self.ask(meeting.members[0].store, connect, patience)
+        set_up = self._set_up.total_seconds()
+        self.ask(first, all_are_there, set_up + min(0.5, set_up / 4))  # or the first of them itself does not answer
+        group = self.ask(first, connect, max(1.0, set_up))
         if torch.cuda.is_available():
             return StagedCommunicator(_GlooLane(group, index, size, Meter()), meter)
         return _GlooLane(group, index, size, meter)
+
+
+def _of_each(addresses: Sequence[str], look: Callable[[str], None]) -> None:
+    """Look at all of them at a time."""
+    looking = [threading.Thread(target=look, args=(address,), daemon=True) for address in addresses]
+    for thread in looking:
+        thread.start()
+    for thread in looking:
+        thread.join()

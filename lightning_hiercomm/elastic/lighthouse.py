@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from typing import Any, Protocol
@@ -44,6 +44,14 @@ class Lighthouse(Protocol):
     def notes(self) -> Collection[str] | None:
         """All that it was told to remember, and perhaps more; None if it does not say."""
 
+    def when_back(self, look: Callable[[], bool | None]) -> None:
+        """Who was not heard for so long that it counts as gone may hold up the others, who train on.
+
+        Args:
+            look: Called on a thread of its own when this node may be heard again. Whether the others have agreed
+                without it, so that it is not to be heard any more; None if nobody says so.
+        """
+
     def leave(self) -> None:
         """Be alive no longer."""
 
@@ -52,6 +60,9 @@ class TorchftLighthouse:
     """A client of a torchft lighthouse.
 
     It beats from a thread of this process: a node whose interpreter is stuck is not alive. Nothing listens here.
+
+    All who ask are held until those have asked that are heard. So a node that stood still, is behind the others by that
+    time, and is heard again would let them wait as long as it stood still: it is silent until it asks.
 
     Args:
         address: Its ``"host:port"``.
@@ -72,9 +83,13 @@ class TorchftLighthouse:
         self._idle: Any = None
         self._has_said = False
         self._noted: set[str] = set()
+        self._look: Callable[[], bool | None] = lambda: None
+        self._is_silent = False
 
     def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+        self._is_silent = False
         if self._beating is None:
+            self._last_beat = time.monotonic()
             self._beating = threading.Thread(target=self._beat, args=(life,), daemon=True, name="lighthouse-beat")
             self._beating.start()
         if self._asking is None:
@@ -93,6 +108,9 @@ class TorchftLighthouse:
             return None
         self._asking, self._has_said = None, False
         return present
+
+    def when_back(self, look: Callable[[], bool | None]) -> None:
+        self._look = look
 
     # torchft's knows all who were ever alive: so a note is taken for one that was, once. Until it counts as gone, who
     # comes anew waits.
@@ -155,17 +173,28 @@ class TorchftLighthouse:
         return [member.data for member in quorum.participants]
 
     def _beat(self, life: str) -> None:
-        client, was_away = None, False
+        client, was_away, was_missed, pause = None, False, False, min(0.5, self._dead_after / 8)
         while not self._left.is_set():
-            try:
-                client = client or self._client()
-                client.heartbeat(life, timedelta(seconds=self._dead_after))
-                self._last_beat = time.monotonic()
-                if was_away:  # perhaps it was started again, and has forgotten
-                    was_away = not all(map(self.take_note, tuple(self._noted)))
-            except Exception:
-                client, was_away = None, True
-            self._left.wait(min(0.5, self._dead_after / 8))
+            was_missed = was_missed or time.monotonic() - self._last_beat > self._dead_after
+            if was_missed:
+                is_behind = self._look()
+                if is_behind:
+                    self._left.wait(pause)
+                    continue
+                was_missed = is_behind is None and was_away  # whom nobody answers is not back yet
+            if not self._is_silent:
+                try:
+                    client = client or self._client()
+                    client.heartbeat(life, timedelta(seconds=self._dead_after))
+                    self._last_beat = time.monotonic()
+                    if was_away:  # perhaps it was started again, and has forgotten
+                        was_away = not all(map(self.take_note, tuple(self._noted)))
+                except Exception:
+                    client, was_away = None, True
+            slept = time.monotonic()
+            self._left.wait(pause)
+            stood_still = time.monotonic() - slept - pause > self._dead_after
+            self._is_silent = self._is_silent or (stood_still and self._asking is None)
 
 
 def own_address(towards: str) -> str:

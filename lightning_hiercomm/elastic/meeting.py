@@ -111,11 +111,13 @@ class Member:
 
     def reads(self, notes: Collection[str]) -> Member:
         """A newcomer that knows what the lighthouse remembers."""
-        trained, over = (
-            {note.removeprefix(own) for note in notes if note.startswith(own)}
-            for own in map(self.note, (TRAINED, OVER))
-        )
+        trained, over = self.noted(TRAINED, notes), self.noted(OVER, notes)
         return replace(self, is_lost=bool(trained - over), is_over=bool(over))
+
+    def noted(self, what: str, notes: Collection[str]) -> set[str]:
+        """With which meetings those fits of this run began of which the lighthouse remembers this; of a newcomer."""
+        own = self.note(what)
+        return {note.removeprefix(own) for note in notes if note.startswith(own)}
 
     def to_json(self) -> dict[str, Any]:
         """Primitives only."""

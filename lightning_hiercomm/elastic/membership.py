@@ -18,9 +18,11 @@ from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.lanes import Links
 from lightning_hiercomm.elastic.lighthouse import Lighthouse
 from lightning_hiercomm.elastic.meeting import (
+    NEWCOMER,
     OVER,
     TRAINED,
     Draw,
+    LeftBehind,
     Meeting,
     Member,
     NotInThisRun,
@@ -39,7 +41,10 @@ T = TypeVar("T")
 _PATIENCE = 1.0
 _SAY_AFTER = 10.0
 _HOPE = 3  # times the silence after which a node counts as gone: perhaps all the others have only been slow
+_SOME = 8  # nodes that are asked for what any of them knows
 _COMMIT, _AGAIN = b"commit", b"again"
+_ended_here: set[str] = set()  # with which meetings those runs began whose end this process has seen
+_GLANCE = 0.1  # seconds for what is only said, so that nobody has to wait for it
 
 
 @dataclass
@@ -132,6 +137,10 @@ class Membership:
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
         self._is_noted = False
+        self._follows = False  # a run of this name that is over, and was another program's
+        self._others_at = NEWCOMER  # the newest agreement that others are known to have come to
+        if lighthouse is not None:
+            lighthouse.when_back(self._look_whether_others_agreed)
 
     @property
     def is_first(self) -> bool:
@@ -178,6 +187,12 @@ class Membership:
                 time.sleep(0.05)
                 continue
             if self._begins_from_another(meeting) or self._connect(meeting):
+                if meeting.begins and self._follows and meeting.index(self.me.life) == 0:
+                    log.warning(
+                        "node %s begins at step 0: the lighthouse knows that a run of this name has come to its end."
+                        " To go on with that, give fit(ckpt_path='last'); to tell runs apart, set HIERCOMM_RUN",
+                        self.me.node,
+                    )
                 self._note_who_is_there(meeting)
                 self._last = meeting
                 return meeting
@@ -196,6 +211,8 @@ class Membership:
             if self.is_first:
                 assert self._lighthouse is not None
                 try:
+                    if self.is_behind:
+                        raise LeftBehind
                     present = self._lighthouse.ask(self.me.life, self._says(), _PATIENCE)
                     if present is not None:
                         answer = self._decided([each for each in present if "life" in (each or {})])
@@ -211,6 +228,27 @@ class Membership:
                 return meeting
             if self.is_first and 0 < time.monotonic() - began - _SAY_AFTER < _PATIENCE:
                 log.info("node %s waits for other nodes", self.me.node)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the others are known to have agreed without this node. For its first rank, outside of agreements."""
+        return not self.me.is_new and self._others_at > self.me.agreement
+
+    def end_if_behind(self) -> None:
+        """Between two agreements: what this node trains from now on would be lost."""
+        if self.is_first and self.is_behind:
+            self._end(LeftBehind())
+
+    def _look_whether_others_agreed(self) -> bool | None:
+        """On the lighthouse's thread, when this node was not heard for long; None if nobody says so."""
+        me, meeting = self.me, self._last
+        if meeting is None or me.is_new:
+            return None
+        others = [member.store for member in meeting.members if member.life != me.life][:_SOME]
+        said = [text.decode().split() for text in self._links.glance(others, self._seal.name("agreement")) if text]
+        at = [int(agreement) for begun, agreement in said if begun == me.begun]
+        self._others_at = max([self._others_at, *at])
+        return self.is_behind if at else None
 
     def _end(self, why: BaseException) -> NoReturn:
         if self.is_first:
@@ -236,6 +274,7 @@ class Membership:
             return self.me
         assert self._lighthouse is not None
         notes = self._lighthouse.notes()
+        self._follows = bool(notes and self.me.noted(OVER, notes) - _ended_here)
         return self.me if notes is None else self.me.reads(notes)
 
     def _comes_too_late(self) -> bool:
@@ -326,13 +365,14 @@ class Membership:
     def _decide(self, meeting: Meeting, well: bool) -> bool:
         if len(meeting.members) == 1:
             return well
-        dead_after = self._elastic.dead_after
+        dead_after, first = self._elastic.dead_after, meeting.members[0].store
+
+        def refuse(whole: Store) -> None:
+            store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
+            store.compare_set("decision", "", _AGAIN.decode())
 
         def decide(whole: Store) -> bool:
             store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
-            if not well:
-                store.compare_set("decision", "", _AGAIN.decode())
-                return False
             if store.add("well", 1) == len(meeting.members):
                 store.compare_set("decision", "", _COMMIT.decode())
             try:
@@ -343,8 +383,12 @@ class Membership:
             store.add("read", 1)
             return agreed
 
+        if not well:  # the answer is known, and the one that is gone may be the one that keeps the vote
+            with contextlib.suppress(RuntimeError):
+                self._links.ask(first, refuse, _GLANCE)
+            return False
         try:
-            return self._links.ask(meeting.members[0].store, decide, dead_after + 0.5)
+            return self._links.ask(first, decide, dead_after + 0.5)
         except RuntimeError as error:
             log.info("node %s cannot read the vote: %s", self.me.node, str(error).splitlines()[0])
             return False
@@ -372,6 +416,8 @@ class Membership:
         )
         if self.leads and self._lighthouse is not None and self.me.agreement > 0 and not self._is_noted:
             self._is_noted = self._lighthouse.take_note(self.me.note(TRAINED))
+        if self._store is not None:
+            self._store.set(self._seal.name("agreement"), f"{self.me.begun} {self.me.agreement}")
         self.healing.forget_given()
         for patient in meeting.patients_of(self.me.life):
             self.healing.expect(patient)
@@ -425,6 +471,7 @@ class Membership:
         """
         if self._lighthouse is not None:
             if not at_once and self.me.agreement > 0:
+                _ended_here.add(self.me.begun)
                 self._lighthouse.take_note(self.me.note(OVER))
             self._lighthouse.leave()
         if not at_once:

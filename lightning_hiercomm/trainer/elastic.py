@@ -200,7 +200,11 @@ class ElasticNode:
     def at_boundary(self, trainer: pl.Trainer, moment: str) -> None:
         """Training is between two batches: give newcomers that wait for this node where it is."""
         membership, run = self._membership, self._run
-        if membership is None or run is None or not membership.healing.is_expected:
+        if membership is None or run is None:
+            return
+        if run.topology.ranks_on_node == 1:  # others on the node would wait for the first rank
+            membership.end_if_behind()
+        if not membership.healing.is_expected:
             return
 
         def state() -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from lightning_hiercomm._lightning.ddp import (
     warning_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import settle_as_fork
+from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
@@ -88,6 +89,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         process_group_backend: As for Fabric's ``DDPStrategy``.
         timeout: As for Fabric's ``DDPStrategy``.
         start_method: As for Fabric's ``DDPStrategy``.
+        elastic: Refused: nodes that leave and join are for ``HierarchicalStrategy`` only.
         **ddp_kwargs: Whatever ``torch.nn.parallel.DistributedDataParallel`` takes, such as ``find_unused_parameters``.
 
     Attributes:
@@ -120,8 +122,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        elastic: Elastic | str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        if elastic is not None:
+            raise ValueError(
+                f"elastic={elastic!r}: the loop is yours, so HierarchicalFabricStrategy cannot take a newcomer to where"
+                " the others are in it: take a Trainer with HierarchicalStrategy(elastic=...); or let"
+                " `torchrun --max-restarts` start all nodes again from what fabric.save wrote"
+            )
         check_ddp_arguments(ddp_kwargs, type(self), ARGUMENTS_OF_SCHEMES)
         check_start(timeout, start_method, process_group_backend)
         super().__init__(

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
+from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
@@ -170,6 +171,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
         process_group_backend: As for ``ModelParallelStrategy``.
         timeout: As for ``ModelParallelStrategy``.
+        elastic: Refused: nodes that leave and join are for ``HierarchicalStrategy`` only.
 
     Raises:
         ValueError: For arguments that make no sense, and for schemes that need whole parameters on every rank:
@@ -199,7 +201,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         bucket_mb: float = 4.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        elastic: Elastic | str | None = None,
     ) -> None:
+        if elastic is not None:
+            raise ValueError(
+                f"elastic={elastic!r}: a newcomer is healed by a whole state from one rank of another node, and here"
+                " every rank holds a part of it. If a rank can hold the whole model, take"
+                " HierarchicalStrategy(elastic=...) in place of HierarchicalModelParallelStrategy; if not, let"
+                " `torchrun --max-restarts` start all nodes again from checkpoints"
+            )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")

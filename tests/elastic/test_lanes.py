@@ -48,6 +48,26 @@ def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
         GlooLinks("127.0.0.1", dead_after=1.0).lane(meeting, 0, "0", Meter())
 
 
+@pytest.mark.parametrize("dead_after", [0.5, 1.5, 5.0, 20.0])
+@pytest.mark.parametrize("keeps_the_group", [True, False])
+def test_who_is_lost_while_nodes_connect_is_waited_for_no_longer_than_between_agreements(dead_after, keeps_the_group):
+    """All that is waited for, until it is known who does not answer; the lighthouse misses it at the same time."""
+    waited = []
+
+    class Links(GlooLinks):
+        def ask(self, address, work, patience=None):
+            is_here = not keeps_the_group and not waited
+            waited.append(0.0 if is_here else self._set_up.total_seconds() if patience is None else patience)
+            if not is_here:
+                raise RuntimeError("does not answer")
+
+    links = Links("127.0.0.1", dead_after)
+    with pytest.raises(RuntimeError):
+        links.lane(meeting_of_two()[1], 1, "0", Meter())
+    assert links.unreachable(["127.0.0.1:1"])
+    assert 0 < sum(waited) <= dead_after + 1.0
+
+
 def keep_store(port) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("key", "value")
@@ -75,6 +95,8 @@ def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     links = GlooLinks("127.0.0.1", dead_after=10.0)
     assert links.ask(address, read) == b"value"
     assert not links.unreachable([address])
+    assert links.glance([address, "127.0.0.1:9"], "key") == [b"value"]
+    assert links.glance([address], "other") == [b""]
     os.kill(process, signal.SIGKILL)
     with pytest.raises(RuntimeError):
         links.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))

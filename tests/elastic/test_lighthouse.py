@@ -93,6 +93,88 @@ def test_a_lighthouse_that_was_started_again_is_told_once_more(monkeypatch):
     a.leave()
 
 
+class Played:
+    """A client of a lighthouse, and the time, in which what happens is written down beforehand.
+
+    Args:
+        waits: How long each pause between two beats takes, in place of the fifth of a second that it is to take.
+        is_cut: At these moments nothing arrives.
+    """
+
+    def __init__(self, waits, is_cut=lambda now: False):
+        self.now, self.beats, self.waits, self.is_cut = 0.0, [], [*waits], is_cut
+        self.lighthouse = TorchftLighthouse("127.0.0.1:9", 1.6)
+        self.lighthouse._client = lambda: self
+        self.lighthouse._left = self
+        self.lighthouse._last_beat = 0.0
+        self.each_turn = lambda: None
+
+    def monotonic(self):
+        return self.now
+
+    def is_set(self):
+        return not self.waits
+
+    def wait(self, seconds):
+        assert seconds == pytest.approx(0.2)
+        self.now += self.waits.pop(0)
+        self.each_turn()
+
+    def heartbeat(self, name, timeout):
+        if self.is_cut(self.now):
+            self.now += timeout.total_seconds()
+            raise RuntimeError("nothing arrives")
+        self.beats.append(round(self.now, 1))
+
+    def play(self, monkeypatch):
+        monkeypatch.setattr("lightning_hiercomm.elastic.lighthouse.time", self)
+        self.lighthouse._beat("a")
+        return self.beats
+
+
+def test_who_stood_still_for_so_long_that_it_counts_as_gone_is_silent_until_it_asks(monkeypatch):
+    """Others would wait for it, at their agreement, as long as it stood still."""
+    played = Played([0.2, 0.2, 1.0, 3.0, 0.2, 0.2, 0.2, 0.2])
+
+    def asks_later():
+        if played.now > 4.9:
+            played.lighthouse._is_silent = False  # as `ask` does
+
+    played.each_turn = asks_later
+    assert played.play(monkeypatch) == [0.0, 0.2, 0.4, 1.4, 5.0]
+
+
+def test_who_asks_breaks_its_silence(monkeypatch):
+    a = TorchftLighthouse("127.0.0.1:9", 0.5)
+    a._is_silent = True
+    a.ask("a", {"life": "a"}, 0.1)
+    assert not a._is_silent
+    a.leave()
+
+
+def test_who_stood_still_while_it_asked_is_not_behind_and_is_heard(monkeypatch):
+    played = Played([0.2, 3.0, 0.2])
+    played.lighthouse._asking = object()
+    assert played.play(monkeypatch) == [0.0, 0.2, 3.2]
+
+
+@pytest.mark.parametrize(
+    ("found", "beats"), [(True, [0.0, 0.2]), (False, [0.0, 0.2, 5.8, 6.0]), (None, [0.0, 0.2, 5.8, 6.0])], ids=str
+)
+def test_who_was_cut_off_looks_whether_others_agreed_without_it_before_it_is_heard_again(found, beats, monkeypatch):
+    """It may be that the lighthouse was away, and that all were."""
+    played = Played([0.2] * 7, is_cut=lambda now: 0.3 < now < 5.0)
+    looks = []
+
+    def look():
+        looks.append(round(played.now, 1))
+        return found if played.now > 5.0 else None
+
+    played.lighthouse.when_back(look)
+    assert played.play(monkeypatch) == beats
+    assert looks == [2.2, 4.0, 5.8, *([] if found is False else [6.0])], "and not before it was missed"
+
+
 def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     assert [a.ask("a", {"life": "a"}, 1.5) for _ in range(2)] == [None, None]

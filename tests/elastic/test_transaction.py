@@ -12,6 +12,7 @@ from elastic_threads import ElasticRank, Failing, Threads, play
 from harness import on_nodes
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm.elastic import membership
 from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.words.merging import Replace
@@ -440,6 +441,77 @@ def die_at(own: ElasticRank, moment: str, agreement: int = 2) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
+def test_nobody_waits_for_the_vote_on_an_exchange_that_failed(name, monkeypatch):
+    """The node that is gone may be the one that keeps it: it would be waited for a second time."""
+    threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+    ask, waits = threads.wires.ask, []
+
+    def asks(address, work, patience=None):
+        if address in threads.wires.dead:
+            waits.append(patience)
+        return ask(address, work, patience)
+
+    threads.wires.ask = asks
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "0":
+            die_at(own, "in the exchange")
+        return train_to_the_end(own)
+
+    for node in range(3):
+        threads.start(node, work)
+    results = threads.end()
+    torch.testing.assert_close(results["1", 0], results["2", 0], rtol=0, atol=0)
+    assert waits == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_who_learns_that_the_others_agreed_without_it_ends_and_asks_nobody(sizes):
+    """It would be let in by the lighthouse only when they come to their next agreement, and is of no use until then."""
+    threads = Threads(SCHEMES["diloco"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+    is_lost, has_ended, looks = threading.Event(), threading.Event(), {}
+
+    def work(own: ElasticRank):
+        own.join()
+        look = own.membership._look_whether_others_agreed
+        while own.scheme.steps < 15:
+            if own.node != "2":
+                if own.scheme.steps == 5:
+                    assert is_lost.wait(10.0)
+                if own.scheme.steps == 7:
+                    looks[own.node] = look()
+                    assert has_ended.wait(10.0)
+            elif own.scheme.steps == 4 and own.local == 0:
+                looks["before"] = look()
+                threads.lights.lose("2")
+                is_lost.set()
+                wait_until(lambda: {"0", "1"} <= {*looks})
+                looks["after"] = look()
+                with pytest.raises(LeftBehind):
+                    own.membership.end_if_behind()
+                threads.lights.ask = None
+            try:
+                own.step()
+            except LeftBehind:
+                if own.local == 0:
+                    del threads.lights.ask
+                    has_ended.set()
+                return "left behind"
+        own.scheme.finish()
+        return own.rank.values
+
+    for node, ranks in enumerate(sizes):
+        threads.start(node, work, ranks)
+    results = threads.end()
+    assert looks == {"before": False, "0": False, "1": False, "after": True}
+    assert {results.pop(("2", local)) for local in range(sizes[2])} == {"left behind"}
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
 def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_goes_on(name):
     """It holds as many agreements as the others, who could not read the vote, and have agreed without it meanwhile."""
     threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
@@ -787,3 +859,24 @@ def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_
         threads.end()
     assert ended.value.code == 69
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"node 1 ends: {ended.value}"]
+
+
+@pytest.mark.parametrize("is_program_of_two", [False, True])
+def test_a_node_that_comes_for_the_first_time_when_the_run_is_over_says_that_it_begins_another(
+    is_program_of_two, caplog, monkeypatch
+):
+    """A program may fit twice: that is nothing to be told of."""
+    monkeypatch.setattr(membership, "_ended_here", set())
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.start(0, train(4))
+    threads.end()
+    if not is_program_of_two:
+        membership._ended_here.clear()
+    threads.start(1, train(4))
+    assert len(threads.end()) == 2
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    if is_program_of_two:
+        assert not warnings
+    else:
+        (warning,) = warnings
+        assert warning.startswith("node 1 begins at step 0: the lighthouse knows that a run of this name has come to")

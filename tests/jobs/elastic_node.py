@@ -37,11 +37,14 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.elastic import healing, lanes, lighthouse, membership
+from lightning_hiercomm.elastic import healing, lanes, lighthouse, membership, transaction
+from lightning_hiercomm.elastic.meeting import Meeting
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Scheme
 from lightning_hiercomm.trainer.elastic import ElasticNode
 
 SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
+LONG = 0.3
+"""Seconds from which on a part of an agreement is written down."""
 SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "periodic": PeriodicAveraging,
     "diloco": DiLoCo,
@@ -79,6 +82,7 @@ class Node:
         steps: Of the run, in place of its epochs; none if 0.
         notes_samples: Write down which samples it has seen.
         estimates: Let the schedule be as long as Lightning estimates the run.
+        width: Of the model, which has fifteen parameters for each of it.
     """
 
     folder: str
@@ -99,14 +103,15 @@ class Node:
     steps: int = 0
     notes_samples: bool = False
     estimates: bool = False
+    width: int = 64
 
 
 class Net(pl.LightningModule):
-    def __init__(self, pause: float, seed: int) -> None:
+    def __init__(self, pause: float, seed: int, width: int = 64) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+            torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, 4)
         )
         self.pause = pause
         self.notes: Path | None = None
@@ -238,6 +243,48 @@ def timed(function: Any, taken: list[float]) -> Any:
     return call
 
 
+def note_waits(path: Path) -> None:
+    """Write down which parts of agreements have taken long, when, and at what."""
+    for holder, method in (
+        (membership.Membership, "_ask"),
+        (membership.Membership, "_connect"),
+        (membership.Membership, "_miss"),
+        (membership.Membership, "vote"),
+        (membership.Membership, "commit"),
+        (membership.Membership, "give_state"),
+        (transaction.Transaction, "_attempt"),
+    ):
+        setattr(holder, method, noted(getattr(holder, method), method.strip("_"), path))
+
+
+def noted(function: Any, name: str, path: Path) -> Any:
+    """The same function, which writes a line when it has taken long."""
+
+    def call(own: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        try:
+            answer = function(own, *args, **kwargs)
+        except BaseException as error:
+            answer = error
+            raise
+        finally:
+            took = time.time() - began
+            if took > LONG and getattr(own, "is_first", True):
+                with path.open("a") as file:
+                    file.write(f"{began:.3f} {took:.3f} {name} {life()} {short(answer)}\n")
+        return answer
+
+    return call
+
+
+def short(answer: Any) -> str:
+    """What a part of an agreement has come to, in a few words."""
+    if isinstance(answer, Meeting):
+        nodes = ",".join(member.node for member in answer.members)
+        return f"{nodes} {'connected' if answer.is_connected else 'anew'} {answer.waits}"
+    return repr(answer)[:80]
+
+
 def life() -> str:
     """The number of this node's life."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -308,6 +355,7 @@ class Looks(pl.Callback):
             "communication": strategy.communication(),
             "milliseconds": {name: 1e3 * sorted(taken)[len(taken) // 2] for name, taken in SECONDS.items() if taken},
         }
+        self.path.with_suffix(".seconds").write_text(json.dumps(SECONDS))
         self.path.with_suffix(".json").write_text(json.dumps(said))
 
 
@@ -321,6 +369,7 @@ def main(node: Node) -> None:
     name, folder = os.environ.get("HIERCOMM_NODE", "0"), Path(node.folder)
     take_times()
     note_asking(folder / f"{name}.{life()}.asks")
+    note_waits(folder / f"{name}.waits")
     if node.fault:
         Fault(node.fault, folder, name).install()
     scheme = SCHEMES[node.scheme](node.every)
@@ -347,7 +396,7 @@ def main(node: Node) -> None:
         limit_val_batches=1.0 if node.validates else 0,
         num_sanity_val_steps=0,
     )
-    model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)))  # nodes begin unequal on purpose
+    model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)), node.width)  # nodes begin unequal on purpose
     model.notes = folder / f"{name}.{life()}" if node.notes_samples else None
     model.estimates = node.estimates
     loaders = [DataLoader(data(4096), batch_size=8, shuffle=True)]

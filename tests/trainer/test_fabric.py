@@ -442,6 +442,10 @@ def test_bad_arguments_are_refused_by_name():
         HierarchicalFabricStrategy("telepathy")
     with pytest.raises(TypeError, match="timeout=30 must be a timedelta"):
         HierarchicalFabricStrategy(timeout=30)
+    with pytest.raises(
+        ValueError, match=r"the loop is yours.* take a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"
+    ):
+        HierarchicalFabricStrategy(elastic="10.0.0.1:29510")
     with pytest.raises(ValueError, match="ranks_per_node=3 does not divide the world of 4 ranks"):
         Fabric(accelerator="cpu", devices=4, strategy=HierarchicalFabricStrategy(ranks_per_node=3))
     shown = "HierarchicalFabricStrategy(DiLoCo(sync_every=100), ranks_per_node=2, wire_dtype='int4')"

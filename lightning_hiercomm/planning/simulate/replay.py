@@ -260,6 +260,9 @@ class _Script:
         """None of them."""
         return ()
 
+    def when_back(self, look: Callable[[], bool | None]) -> None:
+        """Nobody is ever away."""
+
     def leave(self) -> None:
         """Nobody is missed who should not be."""
 
