@@ -95,8 +95,9 @@ def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     links = GlooLinks("127.0.0.1", dead_after=10.0)
     assert links.ask(address, read) == b"value"
     assert not links.unreachable([address])
-    assert links.glance([address, "127.0.0.1:9"], "key") == [b"value"]
+    assert links.glance([address, address], "key") == [b"value", b"value"]
     assert links.glance([address], "other") == [b""]
+    assert GlooLinks("127.0.0.1", dead_after=0.5).glance(["127.0.0.1:9"], "key") == []
     os.kill(process, signal.SIGKILL)
     with pytest.raises(RuntimeError):
         links.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))
