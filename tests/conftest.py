@@ -193,7 +193,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with PretendedDevice().installed() as device:
         monkeypatch.setattr(place, "rank", device.watching)
         yield device
-    assert device.trouble == []
+    assert not device.trouble, "\n".join(device.trouble)
 
 
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]

@@ -44,6 +44,7 @@ class Feedback:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of both."""
+        streams.keep_here(self.sender, self.reducer)  # perhaps made on the stream of an exchange
         return {"sender": self.sender.clone(), "reducer": self.reducer.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -111,6 +112,8 @@ class EncodedSum:
             return lambda: None
         dtype = arithmetic_dtype(part.dtype)
         values = part if part.dtype == dtype else part.to(dtype)
+        if feedback is not None:
+            streams.keep_here(feedback.sender)  # training made what was loaded, and a run that breaks off gives it back
         wanted = values if feedback is None else feedback.sender.add_(values)
         is_whole = self._members == 2
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())

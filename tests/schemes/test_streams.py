@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import harness
 import pytest
@@ -139,6 +140,34 @@ def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
     on_cpu = of_two_nodes()
     request.getfixturevalue("pretended")
     assert of_two_nodes() == on_cpu
+
+
+@pytest.mark.parametrize(
+    ("scheme", "wire"),
+    [
+        pytest.param(DASO(4, 3, **CYCLING), "bfloat16", id="what was agreed on last"),
+        pytest.param(DiLoCo(4, torch.optim.Adam, fragments=2, staleness=1), None, id="the outer optimizer's state"),
+        pytest.param(Agreement(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
+        pytest.param(AllReduce(), "int8", id="what the gradients' wire has kept back"),
+        pytest.param(StepsDelay(2, warmup_steps=0), None, id="the server's state"),
+    ],
+)
+def test_a_run_that_breaks_off_gives_back_nothing_that_a_stream_still_uses(pretended, scheme, wire):
+    def until(step: int, states: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        def work(rank: Rank) -> dict[str, Any]:
+            if states is not None:
+                rank.load(copy.deepcopy(states[rank.rank]))  # an optimizer takes tensors as they are
+            while rank.scheme.steps < step:
+                rank.train()
+            return rank.state() if states is None else {}
+
+        inner = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        return on_nodes(work, scheme, ((0, 1), (2,), (3,)), shapes=SHAPES, targets=None, inner=inner, wire=wire)
+
+    saved = until(5)
+    for step in (6, 11):  # an exchange is on its way
+        until(step, saved)
+    until(1)  # whose tensors may lie where the others were
 
 
 class Recorded:

@@ -221,7 +221,9 @@ class Average(Carrier):
         sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
         self._put_mark(index, flat)
-        background.uses(flat)
+        used = (flat, *self.anchors[index : index + 1])  # a run that breaks off gives back the last agreed values, too
+        for tensor in used:
+            background.uses(tensor)
         way, landed = self._way(index), set[int]()
         # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
         averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
@@ -230,7 +232,8 @@ class Average(Carrier):
             return Move(index, flat, sent, background.submit(complete_now), landed)
         if outbound is None:
             raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
-        outbound.uses(flat)
+        for tensor in used:
+            outbound.uses(tensor)
         launched: list[Callable[[], None]] = []
         has_left = outbound.submit(
             lambda: launched.append(self._between_nodes(index, flat, averaged_in_node, way, landed))

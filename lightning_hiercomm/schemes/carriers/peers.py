@@ -327,7 +327,8 @@ class PeerMean(Carrier):
         bucket = self.buckets[index]
         is_needed = self._peers.carries(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-        background.uses(own)
+        for tensor in (own, *self.anchors[index : index + 1]):
+            background.uses(tensor)
         if self.is_sick:
             own.zero_()
 

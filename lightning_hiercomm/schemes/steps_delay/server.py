@@ -78,6 +78,9 @@ class _Shard:
         for owned in self.owned:
             part = self.mean[owned.offset :][: owned.parameter.numel()]
             owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
+            state: Mapping[str, Any] = self.optimizer.state.get(owned.parameter, {})
+            # training made what was loaded, and a run that breaks off gives it back
+            streams.keep_here(*(value for value in state.values() if isinstance(value, Tensor)))
         self.optimizer.param_groups[0].update(hyperparameters[self.section.group])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -431,7 +434,7 @@ class ShardedServer:
                 if _has_memory(shard.travelling)
                 else torch.zeros_like(shard.travelling),
                 "optimizer": [
-                    {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
+                    {name: _copied(value) for name, value in held.items()}
                     for held in (shard.optimizer.state.get(each.parameter, {}) for each in shard.owned)
                 ],
                 "runs": [len(each.overlaps) for each in shard.owned],
@@ -543,6 +546,7 @@ def _part_of_state(shard: _Shard, name: str, dtype: torch.dtype, start: int, end
         value = shard.optimizer.state.get(each.parameter, {}).get(name)
         first, last = max(start, each.offset), min(end, each.offset + each.parameter.numel())
         if first < last and is_elementwise(value, name, each.parameter):
+            streams.keep_here(value)  # made on the stream of the server's steps
             flat[first - start : last - start] = value.reshape(-1)[first - each.offset : last - each.offset]
     return flat
 
@@ -557,7 +561,15 @@ class _Value:
         return {"value": self.value.detach().cpu() if isinstance(self.value, Tensor) else self.value}
 
     def copy(self) -> Any:
-        return self.value.clone() if isinstance(self.value, Tensor) else self.value
+        return _copied(self.value)
+
+
+def _copied(value: Any) -> Any:
+    """Of the optimizer's state: made on the stream of the server's steps, perhaps, and read by training."""
+    if not isinstance(value, Tensor):
+        return value
+    streams.keep_here(value)
+    return value.clone()
 
 
 def _has_memory(tensor: Tensor) -> bool:

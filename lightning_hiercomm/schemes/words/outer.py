@@ -110,6 +110,9 @@ class OuterOptimizer(Merge):
             gradients = difference.neg().to(agreed.dtype).split([run.numel() for run in runs])
             for run, gradient in zip(runs, gradients, strict=True):
                 run.grad = gradient
+                state: Mapping[str, Any] = optimizer.state.get(run, {})
+                # training made what was loaded, and a run that breaks off gives it back
+                streams.keep_here(*(value for value in state.values() if isinstance(value, Tensor)))
             optimizer.step()
             for run in runs:
                 run.grad = None
@@ -309,4 +312,7 @@ def _first_carried(carrier: Carrier, index: int) -> int:
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    streams.keep_here(value)  # made on the stream of an exchange
+    return value.clone()
