@@ -14,7 +14,7 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
@@ -149,7 +149,7 @@ class Peers:
         is_alone = self._topology.num_nodes == 1
         flat = self.segments[index].empty(spares=self._spares)
         if is_alone:
-            flat.zero_()
+            flat.fill_(-0.0)  # as of equal peers
         background.uses(flat)
 
         def receive() -> None:
@@ -210,9 +210,9 @@ class _Mixing:
         own = self._own(is_sick)
         change = self._theirs(0, out, own, is_sick)
         self._compare(own, change)
-        change.sub_(own)  # pairwise, so that equal replicas change by exactly nothing
+        _subtract(change, own)  # pairwise, so that equal replicas change by exactly nothing
         for place in range(1, len(self.received)):
-            change.add_(self._theirs(place, torch.empty_like(own), own, is_sick).sub_(own))
+            change.add_(_subtract(self._theirs(place, torch.empty_like(own), own, is_sick), own))
         more_came = len(self.received) - len(self.round.send_to[self.node])
         if not self.peers._push_sum:
             change.div_(len(self.received) + 1)
@@ -266,6 +266,13 @@ class _Mixing:
         self.peers.disagreement.compare(
             self.index, sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
         )
+
+
+def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
+    """``theirs - own``, in place; of what is equal minus zero, for that changes no bit of what it is added to."""
+    for value, less in in_cache_sized_parts(theirs, own):
+        torch.sub(less, value, out=value).neg_()
+    return theirs
 
 
 class PeerMean(Carrier):

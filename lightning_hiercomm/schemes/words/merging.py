@@ -124,7 +124,8 @@ class Delta(Merge):
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
         for (whole, mean), (_, sent) in zip(bucket.beside(move.flat), bucket.beside(move.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
-                local.add_(arrived.sub_(left))  # what is equal stays so, in any type
+                # what is equal stays so, in any type: minus zero, too, of which zero may be taken, not added
+                local.sub_(torch.sub(left, arrived, out=arrived))
 
 
 MERGES: dict[str, Callable[[], Merge]] = {"replace": Replace, "eq1": StaleSum, "delta": Delta}

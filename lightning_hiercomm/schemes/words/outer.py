@@ -107,7 +107,8 @@ class OuterOptimizer(Merge):
         """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
         optimizer, runs = self.optimizer, self._runs[index]
         if optimizer is not None:
-            gradients = difference.neg().to(agreed.dtype).split([run.numel() for run in runs])
+            # no minus zero where nothing differs: a step along that would make zero of an agreed minus zero
+            gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
             for run, gradient in zip(runs, gradients, strict=True):
                 run.grad = gradient
                 state: Mapping[str, Any] = optimizer.state.get(run, {})
