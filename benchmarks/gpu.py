@@ -133,6 +133,11 @@ def work(row: str, accelerator: str, width: int, depth: int, steps: int) -> dict
     return measured
 
 
+def python_path(*first: Path) -> str:
+    """Folders that come first, and those in which this Python may have found torch: a cluster's modules name them."""
+    return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run_ranks(commands: Sequence[Sequence[str]], seconds: float, folder: Path, alone: bool = False) -> str | None:
     """Let processes run as ranks of a world, each a node; None, or what went wrong.
 
@@ -145,8 +150,7 @@ def run_ranks(commands: Sequence[Sequence[str]], seconds: float, folder: Path, a
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    places = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    both = {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    both = {"PYTHONPATH": python_path(ROOT, ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "gpu"}
     world |= {"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     ranks = []
@@ -224,13 +228,15 @@ def run_tests(marker: str, seconds: float, paths: Sequence[str] = ("tests",)) ->
         if importlib.util.find_spec("pytest_timeout") is None:  # whose option pyproject.toml sets, and strictly
             command += ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
         command += ["--continue-on-collection-errors"]  # of modules that need more packages
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         try:
-            subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, check=False)
+            ended = subprocess.run(
+                command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True, check=False
+            )
         except subprocess.TimeoutExpired:
             return {"error": f"did not end within {seconds:.0f} s"}
         if not report.exists():
-            return {"error": "pytest did not run: is it installed?"}
+            return {"error": f"pytest could not begin: {(ended.stderr or ended.stdout).strip().splitlines()[-1:]}"}
         return count_tests(report)
 
 

@@ -75,6 +75,14 @@ def test_tests_that_need_a_package_that_is_not_there_are_left_out_by_name(monkey
     assert gpu.run_tests("gpu", 1.0) == {"error": "left out: they need no_such_package (pip install no_such_package)"}
 
 
+def test_ranks_find_what_a_module_of_the_cluster_has_put_on_the_path(tmp_path, monkeypatch):
+    (tmp_path / "module").mkdir()
+    (tmp_path / "module" / "lightning_of_the_cluster.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "module"))
+    looks = [sys.executable, "-S", "-c", "import lightning_of_the_cluster"]
+    assert gpu.run_ranks([looks], seconds=60, folder=tmp_path) is None
+
+
 # what torch and lightning do without; they import matplotlib and the like by themselves where these are installed
 WITHOUT = """
 import runpy, sys
