@@ -219,6 +219,12 @@ def needs_a_thread_beside_training() -> None:
         pytest.skip("ranks that are threads have no wire, and let the host wait where a device would")
 
 
+def needs_sparse_tensors() -> None:
+    """Skip on the played GPU: what makes it compute, torch's fallback to the CPU's kernels, knows no sparse tensors."""
+    if place.device.type not in ("cpu", "cuda"):
+        pytest.skip("the played GPU has no sparse tensors: torch's fallback to the CPU's kernels knows none")
+
+
 def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     """What a file gives back of a state: tensors and primitives only."""
     file = io.BytesIO()

@@ -225,7 +225,7 @@ def test_fragments_by_module_names_are_due_in_their_order(on_nodes):
         for step in range(1, 7):
             rank.train(lambda x: torch.full_like(x, 1.0 + 2 * rank.rank))
             everyones = rank.topology.world.all_gather_object(
-                {name: p.detach().clone() for name, p in rank.module.items()}
+                {name: p.detach().clone().cpu() for name, p in rank.module.items()}
             )
             for name in SEVENS:
                 if torch.equal(everyones[0][name], everyones[1][name]):

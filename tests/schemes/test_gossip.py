@@ -394,8 +394,7 @@ def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
     def work(rank):
         for _ in range(3):
             rank.train(0.0)
-        state = rank.scheme.state_dict()
-        counts = {name: value for name, value in state.items() if isinstance(value, int)}
+        counts = {name: value for name, value in rank.scheme.schedule().items() if isinstance(value, int)}
         rank.scheme.settle()
         rank.scheme.agree()
         rank.scheme.load_state_dict({**counts, "unagreed_steps": 0})

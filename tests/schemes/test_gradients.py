@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import on_cpu, place
+from harness import needs_sparse_tensors, on_cpu, place
 
 from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.meter import Meter
@@ -235,6 +235,8 @@ def sparse_gradient(rank):
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("gradients", ["node", "world", "none"])
 def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradients, weights):
+    needs_sparse_tensors()
+
     def work(path, topology):
         dense = sparse_gradient(topology.rank).to_dense().view(-1)
         path.reduce(dense).wait()
@@ -248,12 +250,14 @@ def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradie
 
 
 def test_a_sparse_gradient_that_nobody_has_is_empty():
+    needs_sparse_tensors()
     for mean in on_ranks(lambda path, _: path.reduce_sparse(sparse_gradient(2)), ((0, 1),), "node"):
         assert mean.shape == (6, 2)
         assert mean.indices().numel() == 0
 
 
 def test_sparse_gradients_of_a_node_cost_its_entries_and_not_the_table():
+    needs_sparse_tensors()
     table = 1_000_000
 
     def work(path, topology):

@@ -309,7 +309,7 @@ def test_a_look_leaves_the_optimizer_of_a_sick_node_as_it_is_until_training_goes
             rank.optimizer.state[rank.parameters[0]]["exp_avg"][0] = math.nan if rank.rank == 1 else 1.0
         before = reloaded(rank.optimizer.state_dict())
         rank.agreed()
-        assert repr(rank.optimizer.state_dict()) == repr(before)
+        assert repr(reloaded(rank.optimizer.state_dict())) == repr(before)
         rank.scheme.agree()
         rank.scheme.follow(rank.replica())  # as when parameters are thawed
         state = rank.optimizer.state[rank.parameters[0]]

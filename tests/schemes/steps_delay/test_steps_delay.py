@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, needs_a_thread_beside_training, on_nodes, on_ranks, run_to_end, steps
+from harness import (
+    Rank,
+    needs_a_thread_beside_training,
+    needs_sparse_tensors,
+    on_nodes,
+    on_ranks,
+    place,
+    run_to_end,
+    steps,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import STEPS_DELAY_TABLE as TABLE
@@ -411,7 +420,7 @@ def test_gradients_stay_visible_after_the_step():
 def test_a_parameter_without_gradient_counts_as_zero():
     def work(run: Rank) -> Rank:
         for _ in range(2):
-            run.parameters[0].grad = None if run.rank == 0 else torch.ones(1, dtype=torch.float64)
+            run.parameters[0].grad = None if run.rank == 0 else torch.ones(1, dtype=torch.float64).to(place.device)
             run.scheme.step(lambda: run.optimizer.step())
         return run
 
@@ -497,10 +506,13 @@ def test_fused_scaling_is_refused():
 
 
 def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
+    needs_sparse_tensors()
+
     def work(run: Rank, is_sparse: bool) -> Rank:
         for step in range(6):
             gradient = torch.zeros(6, 2, dtype=torch.float64)
             gradient[step % 3 + run.rank] = 1.0 + run.rank
+            gradient = gradient.to(place.device)
             run.parameters[0].grad = gradient.to_sparse(1) if is_sparse else gradient
             run.scheme.step(lambda: run.optimizer.step())
         return run
