@@ -43,6 +43,7 @@ PRETENDED = [
     "tests/batches/test_speed.py",
     "tests/checkpoints/test_companion.py",
     "tests/planning/measure/test_doctor.py",
+    "tests/planning/measure/test_ranks.py",
     "tests/planning/measure/test_steps.py",
     "tests/planning/measure/test_stopwatch.py",
     "tests/schemes/test_tuning.py",
