@@ -224,6 +224,27 @@ def test_measuring_leaves_no_trace(fit, module, workers):
             assert torch.equal(measured["state_dict"][name], expected), name
 
 
+class PlayedShare:
+    """A processor's share on a clock of its own: seconds are those that this thread computes, divided by the share."""
+
+    def __init__(self, share):
+        self.seconds, self.since = 0.0, time.thread_time()
+        self.share = share
+        time.perf_counter = self  # of this rank, which was forked for one fit
+
+    def __call__(self):
+        now = time.thread_time()
+        self.seconds, self.since = self.seconds + (now - self.since) / self.share, now
+        return self.seconds
+
+    def set(self, share):
+        self()
+        self.share = share
+
+    def close(self):
+        pass
+
+
 class Busy(Net):
     """Takes a millisecond of a processor per sample, whichever processor it is."""
 
@@ -233,9 +254,10 @@ class Busy(Net):
             torch.tanh(self.work @ self.work)
         return super().training_step(batch, batch_idx)
 
-    def __init__(self, epochs_at_full_speed=None, **loader):
+    def __init__(self, quota, epochs_at_full_speed=None, **loader):
         super().__init__(**loader)
         self.work = torch.randn(64, 64)
+        self.limit = quota
         self.slows_down = epochs_at_full_speed
         self.sizes: list[int] = []
 
@@ -252,28 +274,35 @@ class Busy(Net):
         self.report = self.report[-1:] if self.current_epoch < self.trainer.max_epochs - 1 else self.sizes
 
     def on_fit_start(self):
-        self.quota = CpuQuota(0.2 if self.global_rank == 1 and self.slows_down is None else 0.8)
+        self.quota = self.limit(0.2 if self.global_rank == 1 and self.slows_down is None else 0.8)
 
     def on_fit_end(self):
         self.quota.close()
         del self.quota
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypatch):
+# a real quota says something only while nothing else wants the processors
+quotas = pytest.mark.parametrize(
+    "quota",
+    [PlayedShare, pytest.param(CpuQuota, marks=[pytest.mark.alone, pytest.mark.nightly])],
+    ids=["played", "of the system"],
+)
+
+
+@quotas
+def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypatch, quota):
     monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.04)  # the quota's period is a fifth of Linux's
-    reports = fit(Busy(), {"batches": HeterogeneousBatches(32)}, devices=2)
+    reports = fit(Busy(quota), {"batches": HeterogeneousBatches(32)}, devices=2, forked=True)
     (slow,) = reports[1]["report"]
     assert 2 <= slow <= 12
     assert reports[0]["report"] == [32 - slow]
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-def test_a_rank_that_loses_cpu_time_in_training_gets_fewer_samples_within_two_epochs(fit):
+@quotas
+def test_a_rank_that_loses_cpu_time_in_training_gets_fewer_samples_within_two_epochs(fit, quota):
     batches = HeterogeneousBatches(32, [1, 1], rebalance_every_n_epochs=1)
-    reports = fit(Busy(epochs_at_full_speed=1), {"batches": batches}, devices=2, max_epochs=4, forked=True)
+    module = Busy(quota, epochs_at_full_speed=1)
+    reports = fit(module, {"batches": batches}, devices=2, max_epochs=4, forked=True)
     assert reports[1]["report"][0] == 16
     assert reports[1]["report"][3] <= 12
     assert all(a + b == 32 for a, b in zip(*(report["report"] for report in reports), strict=True))

@@ -39,6 +39,10 @@ class Oracle(pl.LightningModule):
         arguments = self.arguments
         if self.global_rank == arguments.slow_rank:
             time.sleep(arguments.slow_seconds)
+        if self.global_rank == arguments.last_rank:
+            self.let_the_others_go_first(batch_idx)
+        elif arguments.last_rank >= 0:
+            (arguments.out / f"began-{batch_idx}").touch()
         if self.global_rank == arguments.victim and batch_idx == arguments.at:
             (arguments.out / "accident").write_text(str(time.time()))
             if arguments.accident == "raise":
@@ -56,6 +60,14 @@ class Oracle(pl.LightningModule):
             if arguments.accident == "sleep":
                 time.sleep(arguments.hang_timeout * 2)
         return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
+
+    def let_the_others_go_first(self, step: int) -> None:
+        period = self.arguments.sync_every
+        last, deadline = step - step % period + period - 1, time.monotonic() + 60
+        while not (self.arguments.out / f"began-{last}").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"they wait for this rank's step {step} before their step {last}")
+            time.sleep(0.01)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         if self.arguments.accident == "leave" and os.environ.get("LOCAL_RANK") == str(self.arguments.victim):
@@ -134,6 +146,9 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=2)
     parser.add_argument("--slow-rank", type=int, default=-1)
     parser.add_argument("--slow-seconds", type=float, default=0.0)
+    parser.add_argument(
+        "--last-rank", type=int, default=-1, help="takes each step when others have begun the last one of its period"
+    )
     parser.add_argument("--victim", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
     parser.add_argument(

@@ -17,4 +17,7 @@ for name in (
     "torchmetrics.classification",
 ):
     importlib.import_module(name)
+# torchrun's agents look for the name of each caller, for a record that nobody reads here, among all of these modules
+rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+rendezvous.get_method_name = lambda depth=2: "unknown"  # type: ignore[attr-defined]
 gc.freeze()  # so that no fork has to copy it

