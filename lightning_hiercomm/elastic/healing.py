@@ -63,12 +63,18 @@ class Healing:
         """Whether newcomers wait for this node's state."""
         return bool(self._expected)
 
+    def note_asking(self, me: Member) -> None:
+        """This node asks who is there: what it did not begin to give by now it does not give."""
+        if self._store is not None:
+            self._store.set(self._seal.name("asks"), str(me.asks))
+
     def forget_given(self) -> None:
         """Nobody takes what was given: all that live are together again, and who was healed is among them."""
         if self._store is not None:
             for thread in self._giving:
                 thread.join()
             for key, chunks in self._given.items():
+                self._store.delete_key(f"{key}/coming")
                 if self._store.check([f"{key}/ready"]):
                     for name in ("ready", *map(str, range(chunks))):
                         self._store.delete_key(f"{key}/{name}")
@@ -89,6 +95,7 @@ class Healing:
         for patient in patients:
             chunks = data.split(_CHUNK)
             self._given[self._key(patient)] = len(chunks)
+            self._store.set(f"{self._key(patient)}/coming", "")
             ready = f"{len(chunks)} {self._seal.of(data.numpy().tobytes())}"
             put = partial(self._put, self._key(patient), chunks, ready)
             thread = threading.Thread(target=put, daemon=True, name="healing")
@@ -142,6 +149,8 @@ class Healing:
             said: int | None = None  # nothing yet
             if self._intra.rank == 0:
                 data, said = self._look(source, self._key(me))
+                if said is None and self._has_gone_on(source, self._key(me)):
+                    said = 0
             said = self._intra.all_gather_object(said)[0]
             if said is not None:
                 break
@@ -157,6 +166,19 @@ class Healing:
                 f"the state of node {source.node!r} holds what `weights_only` loading refuses: {error}"
             ) from error
         return state
+
+    def _has_gone_on(self, source: Member, key: str) -> bool:
+        """Whether the member has met others since, without giving anything: perhaps it never heard of this node."""
+        asks = self._seal.name("asks")
+
+        def look(store: Store) -> bool:
+            asked_again = store.check([asks]) and int(store.get(asks)) > source.asks
+            return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
+
+        try:
+            return self._links.ask(source.store, look)
+        except RuntimeError:
+            return True
 
     def _look(self, source: Member, key: str, patience: float = 1.0) -> tuple[Tensor | None, int | None]:
         """What the member has put into its store, and how many bytes; 0 if there will be none, None if not yet."""

@@ -177,6 +177,7 @@ class Membership:
             if self.me.is_new:
                 self._miss(self._members)
             self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
+            self.healing.note_asking(self.me)
             meeting = self._ask(began)
             if meeting.waits:
                 if meeting.is_hopeless and self._share(time.monotonic() - began) > _HOPE * self._elastic.dead_after:
@@ -196,6 +197,7 @@ class Membership:
                 self._note_who_is_there(meeting)
                 self._last = meeting
                 return meeting
+            self.healing.send_away(meeting.patients_of(self.me.life))  # or they wait for this node, and it for them
 
     def _begins_from_another(self, meeting: Meeting) -> bool:
         """Whether this node gets its state from a member; not if it would miss another one at the next agreement."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -843,6 +844,49 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
     results = threads.end()
     assert set(results) == {("1", 0), ("2", 0)}
     torch.testing.assert_close(results["2", 0], results["1", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["it says so", "it has not heard of it"])
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who, tells):
+    """It waited for its state, and they, who had to meet once more, for it: for ever."""
+    threads = Threads(SCHEMES["diloco"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    lane, failed = threads.wires.lane, []
+
+    def fails_once(meeting, index, name, meter):
+        if meeting.newcomers and meeting.members[index].node == who and not failed:
+            failed.append(True)
+            raise RuntimeError("is not there in time")
+        return lane(meeting, index, name, meter)
+
+    threads.wires.lane = fails_once
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        return train_to_the_end(own)
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 15:
+            if own.scheme.steps == 4:
+                own.membership.me = replace(own.membership.me, groups="")  # so that they connect anew
+                if not tells:
+                    own.membership.healing.send_away = lambda patients: None
+                if own.node == "0":
+                    threads.start(2, newcomer)
+                wait_until(lambda: "2" in threads.lights._alive.values())
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    threads.start(0, work)
+    threads.start(1, work)
+    results = threads.end(20.0)
+    assert failed
+    assert len(results) == 3
+    for values in results.values():
+        torch.testing.assert_close(values, results["0", 0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])
