@@ -120,7 +120,7 @@ def side_by_side(
 
         run.step(optimizer, own)
 
-    def gather(own: Any, alarm: Callable[[], None] | None = None, among: str = "") -> list[Any]:
+    def gather(own: Any, alarm: Callable[[], None] | None = None, among: str = "", aloud: bool = False) -> list[Any]:
         return topology.world.all_gather_object(own)
 
     seconds: dict[str, list[float]] = {watch: [] for watch in WATCHES}

@@ -165,7 +165,8 @@ class ControlPlane:
         if self._listener is not None:  # rank 0 may have to call its own address differently
             host, port = self._listener.getsockname()[:2]
             address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
-        connection = socket.create_connection(address, timeout=max(0.1, timeout))
+        where = _named(address[0]), address[1]
+        connection = socket.create_connection(where, timeout=max(0.1, timeout))  # type: ignore[arg-type]
         hub.probe_peer(connection)
         return connection
 
@@ -437,10 +438,15 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def _named(host: str) -> str | bytes:
+    """The same for Python's sockets, which for a ``str`` import what knows all alphabets, on every rank."""
+    return host.encode() if host.isascii() else host
+
+
 def _listen_on(host: str, port: int) -> socket.socket:
     """Listen on the address that the ranks use; on all of this machine's, where it is not known to be one of them."""
     with contextlib.suppress(socket.gaierror):
-        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        for family, _, _, _, address in socket.getaddrinfo(_named(host), port, type=socket.SOCK_STREAM):
             if ipaddress.ip_address(address[0]).is_loopback and host not in (address[0], "localhost"):
                 continue  # Debian's /etc/hosts gives a machine's own name a loopback address, where no other can call
             try:
@@ -477,8 +483,8 @@ def start_control_plane(
         port: Where rank 0 listens; 0 for any free port.
         hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
         broadcast: Gives all ranks what rank 0 says.
-        gather: Gives all ranks what all say, or those that do not say None; if it can, only those that name the same
-            ``among``. Calls ``alarm``, if it can, while it waits.
+        gather: Gives all ranks what all say; if it can, only what those say that name the same ``among``, or say it
+            ``aloud``. Calls ``alarm``, if it can, while it waits.
 
     Returns:
         The plane, joined; None, and a warning on rank 0, if some rank could not join.
@@ -498,11 +504,10 @@ def start_control_plane(
         except OSError as error:
             trouble = f"{place} cannot reach {invitation}: {error}"
     try:
-        troubles = [trouble for trouble in gather(trouble, plane.check) if trouble is not None]
-        if not troubles:
-            who = process.identity()
-            neighbours = gather([rank, who], plane.check, among=who[0])  # of all ranks it would be too much for each
-            plane.processes = {rank: its for rank, its in neighbours if its[0] == who[0]}
+        who = process.identity()  # of all ranks it would be too much for each
+        everyone = gather([rank, who, trouble], plane.check, among=who[0], aloud=trouble is not None)
+        plane.processes = {rank: its for rank, its, _ in everyone if its[0] == who[0]}
+        troubles = [its for _, _, its in everyone if its is not None]
     except BaseException as error:
         plane.report_failure(error)
         plane.close()

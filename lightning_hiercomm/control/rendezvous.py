@@ -82,20 +82,23 @@ class Rendezvous:
             self._store.set(key, json.dumps(own))
         return self._hear(key)
 
-    def gather(self, own: Any, alarm: Callable[[], None] = lambda: None, among: str = "") -> list[Any]:
+    def gather(
+        self, own: Any, alarm: Callable[[], None] = lambda: None, among: str = "", aloud: bool = False
+    ) -> list[Any]:
         """What those ranks say that have something to say, in the order of the ranks.
 
         Args:
             own: What this one says; JSON. None: nothing.
             alarm: Called while waiting for others, to raise if that makes no sense any more.
             among: Only what those say is of interest that give the same here.
+            aloud: Whether this is for all to hear, whatever they give.
 
         Raises:
             TimeoutError: If somebody has not come; says who.
         """
         word = self._next_word()
         answer = f"{word}/answer/{among}"
-        self._store.set(f"{word}/{self._rank}", json.dumps([answer, own]))
+        self._store.set(f"{word}/{self._rank}", json.dumps([answer, own, aloud]))
         if self._rank != 0:
             trouble, said = self._hear(answer, alarm)
             if trouble:
@@ -110,12 +113,15 @@ class Rendezvous:
                 self._store.set(asked, json.dumps([str(error), []]))
             time.sleep(2 * self._longest_pause)  # or others find the store gone before they hear it
             raise
-        answers: dict[str, list[Any]] = defaultdict(list)
-        for asked, said in map(json.loads, self._store.multi_get([*keys.values()])):
-            answers[asked] += [] if said is None else [said]
-        for asked, everyone in answers.items():
+        heard = [json.loads(words) for words in self._store.multi_get([*keys.values()])]
+        by_all = {rank: said for rank, (_, said, aloud) in enumerate(heard) if aloud}
+        answers: dict[str, dict[int, Any]] = defaultdict(lambda: dict(by_all))
+        for rank, (asked, said, _) in enumerate(heard):
+            answers[asked] |= {} if said is None else {rank: said}
+        in_order = {asked: [said[rank] for rank in sorted(said)] for asked, said in answers.items()}
+        for asked, everyone in in_order.items():
             self._store.set(asked, json.dumps(["", everyone]))
-        return answers[answer]
+        return in_order[answer]
 
     def _hear(self, key: str, alarm: Callable[[], None] = lambda: None) -> Any:
         """What rank 0 says."""

@@ -92,7 +92,7 @@ class HierarchicalHooks(Reports):
                 self.topology = ElasticTopology(self.topology)
         if not meets_first:
             world = self.topology.world
-            self._start_control(self.broadcast, lambda own, alarm, among="": world.all_gather_object(own))
+            self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
 
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node

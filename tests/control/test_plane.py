@@ -207,7 +207,7 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
             port,
             None,
             broadcast=lambda own: gathering(rank, own)[0],
-            gather=lambda own, alarm, among="": gathering(rank, own),
+            gather=lambda own, alarm, among="", aloud=False: gathering(rank, own),
         )
 
     with ThreadPoolExecutor(size) as threads:

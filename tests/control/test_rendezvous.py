@@ -44,11 +44,12 @@ def test_everybody_hears_rank_zero_and_then_all(host):
     assert meet(0, 1, 2, size=3, work=work, host=host) == [expected] * 3
 
 
-def test_ranks_that_name_a_group_hear_of_that_only():
+def test_ranks_that_name_a_group_hear_of_that_only_and_of_what_is_said_aloud():
     def work(rank, meeting):
-        return meeting.gather(rank if rank != 3 else None, among=f"host {rank % 2}"), meeting.gather(rank)
+        by_host = meeting.gather(rank if rank != 3 else None, among=f"host {rank % 2}")
+        return by_host, meeting.gather(rank, among=f"host {rank % 2}", aloud=rank in (2, 3)), meeting.gather(rank)
 
-    odd, even = ([1], [0, 1, 2, 3, 4]), ([0, 2, 4], [0, 1, 2, 3, 4])
+    even, odd = ([0, 2, 4], [0, 2, 3, 4], [0, 1, 2, 3, 4]), ([1], [1, 2, 3], [0, 1, 2, 3, 4])
     assert meet(*range(5), size=5, work=work) == [even, odd, even, odd, even]
 
 
