@@ -33,7 +33,7 @@ from hypothesis import settings
 from lightning.fabric.plugins.environments import lightning as environment_of_lightning
 from lightning.fabric.utilities import registry
 from ports import free_port
-from pretended_gpu import is_wanted, pretended_gpu
+from pretended_gpu import is_wanted, library, pretended_gpu
 from tqdm import tqdm
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -55,6 +55,8 @@ def pytest_collection_finish() -> None:
 
     For good: when all tests have run, pytest collects five times, while nobody else works.
     """
+    if is_wanted() and not torch.cuda.is_available():
+        library()  # autograd counts the devices at its first backward pass
     gc.collect()
     gc.freeze()
 
