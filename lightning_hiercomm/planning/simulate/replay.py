@@ -317,7 +317,7 @@ class _Play:
     def _live(self, life: str) -> None:
         node, ranks = self.record.lives[life]
         self.links.stores[life] = HashStore()
-        world = ThreadWorld(ranks, _PATIENCE)
+        world = ThreadWorld(ranks, _PATIENCE, one_processor=False)
         for local in range(ranks):
             work = partial(self._train, life, node, local, world)
             thread = threading.Thread(target=work, daemon=True, name=f"{node}.{local}")

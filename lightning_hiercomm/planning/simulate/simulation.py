@@ -26,7 +26,7 @@ from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme
 
-MOST_REPLICAS = 512
+MOST_REPLICAS = 4096
 
 _LONGEST_WAIT = 600.0
 _SECONDS_BETWEEN_WAKES = 1e-4

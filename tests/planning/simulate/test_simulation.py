@@ -164,7 +164,7 @@ def test_the_clock_goes_as_the_cost_model_says(scheme, seconds):
     [
         ({"nodes": 0}, "nodes 0: at least 1"),
         ({"steps": 0}, "steps 0: at least 1"),
-        ({"nodes": 129, "ranks_per_node": 4}, "516 replicas: simulations have up to 512"),
+        ({"nodes": 1025, "ranks_per_node": 4}, "4100 replicas: simulations have up to 4096"),
         ({"learning_rate": math.nan}, "learning rate nan"),
         ({"batches": (8,)}, r"batches \(8,\): one positive number for each of 2 replicas"),
         ({"weights": (1.0, 0.0)}, r"weights \(1.0, 0.0\): one positive number"),
@@ -303,7 +303,7 @@ def test_flags_change_the_clock(capsys):
         (["--scheme", "daso", "diloco", "--scheme-args", "{}"], "--scheme-args are for one scheme"),
         (["--scheme", "periodic", "--scheme-args", '{"sync_every": "auto"}'], "has nothing to time here"),
         (["--preset", "002", "--nodes", "0"], "--nodes 0 must be at least 1"),
-        (["--preset", "002", "--nodes", "1000"], "1000 replicas: simulations have up to 512"),
+        (["--preset", "002", "--nodes", "5000"], "5000 replicas: simulations have up to 4096"),
         (["--scheme", "daso", "--ranks-per-node", "0"], "--ranks-per-node 0 must be at least 1"),
         (["--scheme", "daso", "--batch", "0"], "--batch 0 must be at least 1"),
         (["--preset", "002", "--seeds", "0"], "--seeds 0 must be at least 1"),
