@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_hiercomm.comm import streams
 
 _NEED_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
 
@@ -48,3 +50,17 @@ def releases_gradients(optimizer: Optimizer) -> bool:
 def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has one number per element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+
+
+def keep_state_here(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Keep it for the current stream: training made what was loaded, and a run that breaks off gives it back."""
+    values = optimizer.state.get(parameter, {}).values()
+    streams.keep_here(*(value for value in values if isinstance(value, Tensor)))
+
+
+def copied(value: Any) -> Any:
+    """Of an optimizer's state: made on the stream of an exchange, perhaps, and read by training."""
+    if not isinstance(value, Tensor):
+        return value
+    streams.keep_here(value)
+    return value.clone()

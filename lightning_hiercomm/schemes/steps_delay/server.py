@@ -21,7 +21,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_marked, mark_of
-from lightning_hiercomm.schemes.optimizer_state import is_elementwise
+from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
 from lightning_hiercomm.schemes.words.history import History
 
@@ -78,9 +78,7 @@ class _Shard:
         for owned in self.owned:
             part = self.mean[owned.offset :][: owned.parameter.numel()]
             owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
-            state: Mapping[str, Any] = self.optimizer.state.get(owned.parameter, {})
-            # training made what was loaded, and a run that breaks off gives it back
-            streams.keep_here(*(value for value in state.values() if isinstance(value, Tensor)))
+            keep_state_here(self.optimizer, owned.parameter)
         self.optimizer.param_groups[0].update(hyperparameters[self.section.group])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -434,7 +432,7 @@ class ShardedServer:
                 if _has_memory(shard.travelling)
                 else torch.zeros_like(shard.travelling),
                 "optimizer": [
-                    {name: _copied(value) for name, value in held.items()}
+                    {name: copied(value) for name, value in held.items()}
                     for held in (shard.optimizer.state.get(each.parameter, {}) for each in shard.owned)
                 ],
                 "runs": [len(each.overlaps) for each in shard.owned],
@@ -561,15 +559,7 @@ class _Value:
         return {"value": self.value.detach().cpu() if isinstance(self.value, Tensor) else self.value}
 
     def copy(self) -> Any:
-        return _copied(self.value)
-
-
-def _copied(value: Any) -> Any:
-    """Of the optimizer's state: made on the stream of the server's steps, perhaps, and read by training."""
-    if not isinstance(value, Tensor):
-        return value
-    streams.keep_here(value)
-    return value.clone()
+        return copied(self.value)
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -18,7 +18,13 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Move
-from lightning_hiercomm.schemes.optimizer_state import class_names, is_elementwise, needs_whole_tensors
+from lightning_hiercomm.schemes.optimizer_state import (
+    class_names,
+    copied,
+    is_elementwise,
+    keep_state_here,
+    needs_whole_tensors,
+)
 from lightning_hiercomm.schemes.words.history import History, Run, TensorState, between, joined
 from lightning_hiercomm.schemes.words.merging import Merge, Replace
 
@@ -111,9 +117,7 @@ class OuterOptimizer(Merge):
             gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
             for run, gradient in zip(runs, gradients, strict=True):
                 run.grad = gradient
-                state: Mapping[str, Any] = optimizer.state.get(run, {})
-                # training made what was loaded, and a run that breaks off gives it back
-                streams.keep_here(*(value for value in state.values() if isinstance(value, Tensor)))
+                keep_state_here(optimizer, run)
             optimizer.step()
             for run in runs:
                 run.grad = None
@@ -167,7 +171,7 @@ class OuterOptimizer(Merge):
             return []
         held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return [
-            [{"numel": run.numel(), "state": {n: _copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
+            [{"numel": run.numel(), "state": {n: copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
             for runs in self._runs
         ]
 
@@ -310,10 +314,3 @@ def _first_carried(carrier: Carrier, index: int) -> int:
     parts = carrier.parts_of(index)
     places = torch.arange(-(-carrier.buckets[index].numel // parts) * parts)
     return next(iter(carrier.carried(places, index)[:1].tolist()), 0)
-
-
-def _copied(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    streams.keep_here(value)  # made on the stream of an exchange
-    return value.clone()
