@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -57,6 +57,7 @@ class History:
         lost_seconds: How long this node waited for nodes that were gone, and for agreements made once more.
         lost_batches: Batches, of one rank each, from which the agreed model has learned nothing: those of nodes that
             were gone before they agreed, and those that nobody has taken while a share of the data had no node.
+        let_in: Lives that were let in, and have not agreed with the others yet: they may have to ask again.
         events: Who came and went, in words; the last hundred.
     """
 
@@ -64,12 +65,18 @@ class History:
     heals: int = 0
     lost_seconds: float = 0.0
     lost_batches: int = 0
+    let_in: frozenset[str] = frozenset()
     events: list[str] = field(default_factory=list)
 
     def scalars(self) -> dict[str, float]:
         """For loggers."""
         counted = {name: float(getattr(self, name)) for name in ("nodes", "heals", "lost_seconds", "lost_batches")}
         return {"nodes": counted.pop("nodes"), **counted}
+
+    def let(self, newcomers: Collection[str], members: Collection[str]) -> None:
+        """These lives get their state after an agreement of those; one whose state does not arrive comes once more."""
+        self.heals += len(set(newcomers) - self.let_in)
+        self.let_in = self.let_in.union(newcomers).difference(members)
 
     def note(self, event: str) -> None:
         """Something has happened now."""
@@ -85,11 +92,12 @@ class History:
 
     def common(self) -> dict[str, Any]:
         """What is the same on all nodes."""
-        return {"heals": self.heals, "lost_batches": self.lost_batches, "events": self.events}
+        common = {name: getattr(self, name) for name in ("heals", "lost_batches", "events")}
+        return {**common, "let_in": sorted(self.let_in)}
 
     def take(self, common: Mapping[str, Any]) -> None:
         """Go on from what another node has said by :meth:`common`."""
-        vars(self).update(common)
+        vars(self).update({**common, "let_in": frozenset(common["let_in"])})
 
 
 class Membership:
@@ -404,9 +412,9 @@ class Membership:
             brings: Whether the nodes know of them now.
         """
         self._note_batches(batches)
-        self.history.heals += len(meeting.newcomers)
+        lives = [member.life for member in meeting.members]
+        self.history.let([newcomer.life for newcomer in meeting.newcomers], lives)
         if brings:
-            lives = [member.life for member in meeting.members]
             self.history.lost_batches += sum(draw.lost(lives) * trained for draw, trained in self._trained)
             self._trained = []
         self._next_draw = drawn(meeting)

@@ -138,12 +138,12 @@ class Record:
 
     def lines(self) -> list[str]:
         """For people: the run in a few lines, and who came and went when."""
-        heals = sum(len(entry.newcomers) for entry in self.entries)
+        newcomers = {life for entry in self.entries for life in entry.newcomers}  # some ask more than once
         agreements = sum(entry.times for entry in self.entries)
         names = {node for node, _ in self.lives.values()}
         said = [
             f"{self.about.get('scheme')}: {self.steps} steps, {agreements} agreements, {len(names)} nodes in"
-            f" {len(self.lives)} lives, {heals} newcomers"
+            f" {len(self.lives)} lives, {len(newcomers)} newcomers"
         ]
         known: dict[str, str] = {}
         for entry in self.entries:

@@ -14,6 +14,7 @@ from harness import on_nodes
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.elastic import membership
+from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.words.merging import Replace
@@ -887,6 +888,52 @@ def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who,
     assert len(results) == 3
     for values in results.values():
         torch.testing.assert_close(values, results["0", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cannot", ["reach a member", "read its state"])
+def test_a_newcomer_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
+    """Where machines are busy, somebody answers too late now and then; three heals were counted for two."""
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    unreachable, look, failed = threads.wires.unreachable, Healing._look, []
+
+    def one_is_silent_once(addresses):
+        if failed:
+            return unreachable(addresses)
+        failed.extend(addresses)
+        return failed
+
+    def silent_once(own, *args):
+        if failed:
+            return look(own, *args)
+        failed.append(own)
+        return None, 0
+
+    def newcomer(own: ElasticRank):
+        if cannot == "reach a member":
+            threads.wires.unreachable = one_is_silent_once
+        else:
+            monkeypatch.setattr(Healing, "_look", silent_once)
+        assert own.join()
+        train_to_the_end(own)
+        return own.membership.history
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 15:
+            if own.scheme.steps == 4 and own.node == "0":
+                threads.start(2, newcomer)
+                wait_until(lambda: "2" in threads.lights._alive.values())
+            own.step()
+        own.scheme.finish()
+        return own.membership.history
+
+    threads.start(0, work)
+    threads.start(1, work)
+    histories = threads.end()
+    assert failed
+    for history in histories.values():
+        assert (history.heals, history.nodes) == (1, 3)
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])
