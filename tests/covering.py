@@ -118,12 +118,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def long_ones_first(items: list[pytest.Item]) -> None:
-    """Move files to the front by how many of their tests say that they are long.
+    """Move files to the front by how many of their tests say that they are long, and by how many they have.
 
     pytest's workers take file after file: with a long one at the end, one works and the others have nothing left.
     """
+    tests = Counter(item.path for item in items)
     long_tests = Counter(item.path for item in items if item.get_closest_marker("long"))
-    items.sort(key=lambda item: -long_tests[item.path])
+    items.sort(key=lambda item: (-long_tests[item.path], -tests[item.path]))
 
 
 class _Listing:

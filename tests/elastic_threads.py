@@ -92,6 +92,7 @@ class Wires:
         self._of_node: dict[str, list[tuple[ThreadWorld, int]]] = defaultdict(list)
         self.stores: dict[str, Store] = {}
         self.dead: set[str] = set()
+        self.timeout = 5.0
 
     def ask(self, address: str, work: Callable[[Store], Any], patience: float | None = None) -> Any:
         if address in self.dead:
@@ -108,7 +109,7 @@ class Wires:
     def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
         stores = [member.store for member in meeting.members]
         with self._lock:
-            world = self._worlds.setdefault((meeting.token, lane), ThreadWorld(len(stores), timeout=5.0))
+            world = self._worlds.setdefault((meeting.token, lane), ThreadWorld(len(stores), self.timeout))
             for place, store in enumerate(stores):
                 if store in self.dead:
                     world.fail(place, RuntimeError("is gone"))

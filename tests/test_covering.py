@@ -92,12 +92,12 @@ def test_make_test_runs_the_covering_set_and_the_night_or_who_names_a_test_the_r
     assert len(collected.names) == number
 
 
-def test_files_whose_tests_are_long_come_first_and_the_others_in_their_order():
+def test_files_whose_tests_are_long_come_first_then_those_with_most_and_tests_stay_in_their_order():
     class Item(SimpleNamespace):
         def get_closest_marker(self, name):
             return self.is_long and name == "long"
 
-    told = [("a", False), ("b", False), ("b", True), ("c", False), ("d", True), ("d", True)]
+    told = [("a", False), ("b", False), ("b", True), ("c", False), ("d", True), ("d", True), ("e", False), ("e", False)]
     items = [Item(path=path, is_long=is_long, number=number) for number, (path, is_long) in enumerate(told)]
     long_ones_first(items)
-    assert [item.number for item in items] == [4, 5, 1, 2, 0, 3]
+    assert [item.number for item in items] == [4, 5, 1, 2, 6, 7, 0, 3]

@@ -65,7 +65,7 @@ class ThreadWorld:
                 self.fail(rank, error)
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
-        with _on_one_processor(self.one_processor):
+        with on_one_processor(self.one_processor):
             for thread in threads:
                 thread.start()
         for thread in threads:
@@ -148,7 +148,7 @@ class ThreadWorld:
 
 
 @contextmanager
-def _on_one_processor(wanted: bool) -> Iterator[None]:
+def on_one_processor(wanted: bool = True) -> Iterator[None]:
     """Threads that are started meanwhile stay on the processor on which this one runs, where it can be told."""
     statistics = Path("/proc/thread-self/stat")
     if not wanted or not hasattr(os, "sched_setaffinity") or not statistics.exists():

@@ -13,6 +13,7 @@ from elastic_threads import ElasticRank, Failing, Threads, play
 from harness import on_nodes
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import membership
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
@@ -56,6 +57,13 @@ LATE = {
 """Which train on while something is in flight."""
 ALL = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}
 SIZES = [(1, 1), (2, 2), (1, 1, 1), (2, 1), (3, 2, 1)]
+
+
+@pytest.fixture(autouse=True)
+def nodes_share_a_processor():
+    """As ranks that are threads do: see `ThreadWorld`. Nodes start at different moments."""
+    with on_one_processor():
+        yield
 
 
 def adam(parameters):
@@ -852,7 +860,7 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
 def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who, tells):
     """It waited for its state, and they, who had to meet once more, for it: for ever."""
     threads = Threads(SCHEMES["diloco"], training={"inner": adam, **TRAINING})
-    threads.lights.min_nodes = 2
+    threads.lights.min_nodes, threads.wires.timeout = 2, 1.0
     lane, failed = threads.wires.lane, []
 
     def fails_once(meeting, index, name, meter):

@@ -17,6 +17,9 @@ for name in (
     "torchmetrics.classification",
 ):
     importlib.import_module(name)
+# its own may be a connection's before it is used
+lightning_environment = importlib.import_module("lightning.fabric.plugins.environments.lightning")
+lightning_environment.find_free_network_port = importlib.import_module("ports").free_port  # type: ignore[attr-defined]
 # torchrun's agents look for the name of each caller, for a record that nobody reads here, among all of these modules
 rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 rendezvous.get_method_name = lambda depth=2: "unknown"  # type: ignore[attr-defined]
