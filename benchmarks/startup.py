@@ -18,7 +18,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -31,7 +31,9 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 from benchmarks.crowd import Crowd
 from benchmarks.crowd import measure as measure_crowd
+from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control import rendezvous
+from lightning_hiercomm.control.open_files import mesh_is_too_large
 from lightning_hiercomm.control.plane import start_control_plane
 from lightning_hiercomm.nodes.connect import connect_world
 
@@ -238,11 +240,12 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     limit = timedelta(minutes=10)
     with phase("meeting"):
         meeting = rendezvous.Rendezvous("127.0.0.1", port, rank, size, limit)
+        is_too_large = mesh_is_too_large(size, meeting.broadcast)
         about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
         plane = start_control_plane(rank, size, *about, meeting.broadcast, meeting.gather)
         if plane is None:
             raise RuntimeError("no control plane")
-    with phase("ddp"):
+    with phase("ddp"), connecting_when_needed() if is_too_large else nullcontext():
         dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=size, timeout=limit)
     for took, of_store in zip((spent.seconds, spent.processor_seconds), store_took, strict=True):
         took["meeting"] -= of_store

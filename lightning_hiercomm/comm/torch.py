@@ -413,7 +413,7 @@ def connect_torch(
             return TorchCommunicator(None, groups[0], rank, tier, meter)
         own = next((ranks for ranks in groups if rank in ranks), None)
         is_lazy = own is not None and len(own) > _MOST_DIRECT_PEERS
-        with _connecting_when_needed() if is_lazy else nullcontext():
+        with connecting_when_needed() if is_lazy else nullcontext():
             group = _own_group(groups, own, timeout, backend)
         if own is None or group is None:
             return None
@@ -468,7 +468,7 @@ def _names_agree() -> bool:
 
 
 @contextmanager
-def _connecting_when_needed() -> Iterator[None]:
+def connecting_when_needed() -> Iterator[None]:
     """Let gloo connect two members of a group when they first have something to say to each other, and not all at once.
 
     In a large group most never have: its collectives are rings and trees. A new group then costs each member one word

@@ -19,6 +19,7 @@ import torch
 from packaging.version import Version
 
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.control.open_files import needed_files
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.measure.ranks import Machine, Ranks, cluster_environment, connected, this_machine
 
@@ -26,8 +27,6 @@ Level = Literal["ok", "note", "FAIL"]
 
 _REQUIRED = {"torch": "2.4", "lightning": "2.6.1"}
 _MALICIOUS = ("2.6.2", "2.6.3")
-_FILES_PER_PEER = 8  # connections of the process groups that a scheme opens to each other rank
-_FILES_BESIDE = 128
 _CONNECT = timedelta(seconds=60)
 _KNOCK_SECONDS = 5.0
 
@@ -227,16 +226,14 @@ def _resolved(name: str) -> str | None:
 
 
 def open_files(soft: int, hard: int, world_size: int) -> Finding:
-    """Whether a process may open as many connections as all process groups need."""
-    needed = _FILES_BESIDE + _FILES_PER_PEER * (world_size - 1)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        can = (
-            "ulimit -n"
-            if hard == resource.RLIM_INFINITY or hard >= needed
-            else "ask for a higher hard limit, then ulimit -n"
-        )
-        return Finding("FAIL", f"a process may open {soft} files, {world_size} ranks need {needed}", f"{can} {needed}")
-    return Finding("ok", f"a process may open {'any number of' if soft == resource.RLIM_INFINITY else soft} files")
+    """Whether a process may open as many connections as all process groups need; the strategy raises the soft limit."""
+    if hard == resource.RLIM_INFINITY or max(soft, hard) >= needed_files(world_size):
+        return Finding("ok", f"a process may open {'any number of' if hard == resource.RLIM_INFINITY else hard} files")
+    found = f"a process may open {hard} files at most, rank 0 of {world_size} on gloo needs {needed_files(world_size)}"
+    remedy = f"ask for a higher hard limit (ulimit -Hn {needed_files(world_size)})"
+    if hard >= needed_files(world_size, has_mesh=False):
+        return Finding("note", f"{found}: ranks connect when they first have something to say to each other", remedy)
+    return Finding("FAIL", found, remedy)
 
 
 # ---- what only all of them can see -----------------------------------------------------------------------------------
