@@ -165,7 +165,7 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_agreed or self.scheme.begins_with_copy):
+        if not (self.scheme.is_agreed or self.scheme.profile.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],

@@ -25,6 +25,7 @@ from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
 from lightning_hiercomm.schemes.carriers.peers import PeerMean
+from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import PeriodTuner
 from lightning_hiercomm.schemes.words.graphs import Graph
 from lightning_hiercomm.schemes.words.merging import MERGES, Merge
@@ -137,11 +138,6 @@ class Agreement(Scheme):
             )
 
     @property
-    def can_average_optimizer_state(self) -> bool:
-        """Whether all parts ever agree at once."""
-        return self.staleness == 0 and self.what == 1
-
-    @property
     def period(self) -> int | None:
         """Optimizer steps between two agreements on the same part; None if the schedule has no such number."""
         return getattr(self.when, "period", None)
@@ -151,38 +147,50 @@ class Agreement(Scheme):
         """Whether all nodes hold the same parameters after an agreement on all of them."""
         return self._merge.ends_in_agreement and not isinstance(self.through, Graph)
 
-    @property
-    def begins_with_copy(self) -> bool:  # type: ignore[override]
-        return self.what != 1 or self.staleness > 0 or not self.makes_nodes_equal
-
-    @property
-    def needs_whole_parameters(self) -> str | None:
-        if self.through == "rotating":
-            return super().needs_whole_parameters or (
-                f"{type(self).__name__} lets one rank of a node carry the whole model in turn, but every rank holds a"
-                f" part of it: use {self._sharded}"
-            )
-        return super().needs_whole_parameters
-
     _sharded = "through='mean'"
 
     _ends_epochs_in_agreement = False
     """Whether nothing is in flight, and all nodes are equal, when an epoch ends."""
 
     @property
-    def needs_nodes_that_stay(self) -> str | None:
+    def profile(self) -> Profile:
+        kind, general, no_period = type(self).__name__, super().profile, None
+        stay = whole = None
         if self.through == "rotating":
-            return f"{type(self).__name__} lets ranks of a node carry the model in turn: take {self._sharded}"
-        if self.staleness and self.staleness == self.period and not self._ends_epochs_in_agreement:
-            return (
+            stay = f"{kind} lets ranks of a node carry the model in turn: take {self._sharded}"
+            whole = (
+                f"{kind} lets one rank of a node carry the whole model in turn, but every rank holds a part of it: use"
+                f" {self._sharded}"
+            )
+        elif self.staleness and self.staleness == self.period and not self._ends_epochs_in_agreement:
+            stay = (
                 f"staleness={self.staleness} lets the next exchange leave with the step that merges the last, so a node"
                 " that comes would always find one in flight: take less than the period"
             )
-        if not self.equal_in_node:
-            return "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
+        elif self.gradients == "none":
+            stay = "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
+        elif self.tuner is not None:
+            stay = "sync_every='auto' times exchanges while nodes come and go: give sync_every a number"
         if self.tuner is not None:
-            return "sync_every='auto' times exchanges while nodes come and go: give sync_every a number"
-        return None
+            no_period = "sync_every='auto' is chosen when a run begins: give a number"
+        elif self.period is None:
+            no_period = "sync_every=None agrees at the end of epochs, whose length is not known: give a number"
+        parts = self.what if isinstance(self.what, int) else len(self.what) + 1
+        return replace(
+            general,
+            needs_whole_parameters=general.needs_whole_parameters or whole,
+            needs_nodes_that_stay=stay,
+            begins_with_copy=self._begins_with_copy,
+            can_average_optimizer_state=self.staleness == 0 and self.what == 1,
+            outer_copies=0.0 if self.outer is None else 2.0,  # momentum, agreed values
+            drift=(self.period or math.inf) + self.staleness,
+            period=no_period or self.period or 1,
+            leaves=lambda step: bool(self.leaving(step, parts)),
+        )
+
+    @property
+    def _begins_with_copy(self) -> bool:
+        return self.what != 1 or self.staleness > 0 or not self.makes_nodes_equal
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
@@ -200,26 +208,6 @@ class Agreement(Scheme):
                 f"sync_every='auto' times exchanges that are {self.tuner.provisional_period} optimizer steps apart, but"
                 f" an epoch has {math.ceil(steps)}: give sync_every a number"
             )
-
-    @property
-    def cycle(self) -> int:
-        if self.tuner is not None:
-            raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
-        if self.period is None:
-            raise ValueError("sync_every=None agrees at the end of epochs, whose length is not known: give a number")
-        return self.period
-
-    @property
-    def agreements_per_cycle(self) -> int:
-        parts = self.what if isinstance(self.what, int) else len(self.what) + 1
-        return max(1, sum(bool(self.leaving(step, parts)) for step in range(1, self.cycle + 1)))
-
-    @property
-    def outer_copies(self) -> float:
-        return 0.0 if self.outer is None else 2.0  # momentum, agreed values
-
-    def drift(self, nodes: int) -> float:
-        return (self.period or math.inf) + self.staleness
 
     def leaving(self, step: int, parts: int) -> Sequence[int]:
         """The parts that are sent after a step, counted from 1, of a very long epoch."""
@@ -374,7 +362,7 @@ class Agreement(Scheme):
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
         self.verify()
         waits = not self.staleness
-        admits = self.begins_with_copy or len(parts) == len(self._parts)
+        admits = self._begins_with_copy or len(parts) == len(self._parts)
         with self._exchanging(starts=waits, ends=waits):
             self.topology.agreement(lambda: self._agree_and_wait(parts), admits)
 
@@ -577,7 +565,7 @@ class Agreement(Scheme):
     @property
     def _is_copied_with_agreed(self) -> bool:
         """Whether a node that comes has to know more than what the one has become that it begins from."""
-        return self.topology.may_grow and self.begins_with_copy and bool(self._carrier.anchors)
+        return self.topology.may_grow and self._begins_with_copy and bool(self._carrier.anchors)
 
     def _outer_state(self) -> dict[str, Any]:
         """What lies beside the parameters, for each of them: the outer optimizer's state, and values kept. Collective.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.profile import Profile
 
 _LOOK_EVERY = 10
 
@@ -29,10 +32,11 @@ class AllReduce(Scheme):
     gradients = "world"
 
     @property
-    def needs_nodes_that_stay(self) -> str:
-        return (
-            "AllReduce lets all nodes wait for each other at every step, so none may leave: take PeriodicAveraging or"
-            " DiLoCo"
+    def profile(self) -> Profile:
+        return replace(
+            super().profile,
+            needs_nodes_that_stay="AllReduce lets all nodes wait for each other at every step, so none may leave: take"
+            " PeriodicAveraging or DiLoCo",
         )
 
     def after_step(self, last: bool) -> None:

@@ -21,6 +21,7 @@ from lightning_hiercomm.schemes.carriers.mean import Average, average_optimizer_
 from lightning_hiercomm.schemes.health.care import Care
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes.profile import Profile
 
 T = TypeVar("T")
 
@@ -89,30 +90,20 @@ class Scheme(ABC):
         """The scheme as one would write it: its first argument, and those that are not the default."""
         return as_call(self)
 
-    @property
-    def can_average_optimizer_state(self) -> bool:
-        """Whether the nodes ever wait for each other with an optimizer's state that could be averaged."""
-        return False
-
-    # ---- what it needs of a run, and costs -----------------------------------------------------------------------
+    # ---- before a run --------------------------------------------------------------------------------------------
 
     @property
-    def needs_whole_parameters(self) -> str | None:
-        """Why ranks that hold parts of a model cannot follow it, and the remedy; None if they can."""
-        if self.gradients == "none":
-            return (
-                f"{type(self).__name__}(gradients='none') lets every rank train a whole model by itself, but the ranks"
-                " of a node hold parts of one: use gradients='node'"
-            )
-        return None
-
-    @property
-    def needs_nodes_that_stay(self) -> str | None:
-        """Why no node may leave or join while it trains, and what to take instead; None if they may."""
-        return f"{type(self).__name__} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo"
-
-    begins_with_copy = False
-    """Whether a node that comes begins with what another node has become by itself: nodes are never equal."""
+    def profile(self) -> Profile:
+        """What it needs of a run, and costs; another scheme says what differs, by :func:`dataclasses.replace`."""
+        kind = type(self).__name__
+        alone = (
+            f"{kind}(gradients='none') lets every rank train a whole model by itself, but the ranks of a node hold"
+            " parts of one: use gradients='node'"
+        )
+        return Profile(
+            needs_whole_parameters=alone if self.gradients == "none" else None,
+            needs_nodes_that_stay=f"{kind} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo",
+        )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         """What the user should know before a run that is too short for what the scheme is for.
@@ -129,40 +120,6 @@ class Scheme(ABC):
             ValueError: If it cannot work.
         """
         return iter(())
-
-    @property
-    def cycle(self) -> int:
-        """Steps after which it does the same again.
-
-        Raises:
-            ValueError: If that is not known before a run.
-        """
-        return 1
-
-    @property
-    def agreements_per_cycle(self) -> int:
-        """How often something leaves for the other nodes in a :attr:`cycle`; raises as that does."""
-        return 1
-
-    @property
-    def outer_copies(self) -> float:
-        """Copies of the model in its checkpoints, beyond the model and the user's optimizer's state."""
-        return 0.0
-
-    follows_run = False
-    """Whether what it does depends on the run's length or loss, and not on the steps taken alone."""
-
-    def drift(self, nodes: int) -> float:
-        """Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk."""
-        return 0
-
-    shares_optimizer_state = False
-    """Whether every rank holds only its part of the optimizer's state."""
-
-    @property
-    def first_phase(self) -> tuple[Scheme, str] | None:
-        """As what it trains in phases that end, and how to say so, given ``{seconds}`` of a step; None without any."""
-        return None
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
         """A scheme that takes nothing but steps as this one's next, for whoever asks what that costs.

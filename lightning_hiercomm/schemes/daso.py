@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.when import Every
 
@@ -188,35 +189,30 @@ class DASO(Agreement):
         self._has_resumed = False
         self._has_missed_a_loss = False
 
-    @property
-    def can_average_optimizer_state(self) -> bool:
-        """Whether there are phases in which nodes wait for each other: yes."""
-        return True
-
-    follows_run = True
     _sharded = "exchange='sharded'"
 
     _ends_epochs_in_agreement = True
 
     @property
-    def needs_nodes_that_stay(self) -> str | None:
+    def profile(self) -> Profile:
+        stay = super().profile.needs_nodes_that_stay
         if self.adapt and self.monitor is not None:
-            return (
+            stay = (
                 f"monitor={self.monitor!r} is judged between an agreement and the next epoch, where no node could come:"
                 " leave it out, which watches the training loss, or take adapt=False"
             )
-        return super().needs_nodes_that_stay
+        return replace(
+            super().profile,
+            needs_nodes_that_stay=stay,
+            follows_run=True,
+            can_average_optimizer_state=True,  # in the phases in which nodes wait for each other
+            first_phase="In warm-up and cool-down a step takes {seconds}: nodes average and wait"
+            " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them).",
+        )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
         return iter(())  # it counts from the start of an epoch
-
-    @property
-    def first_phase(self) -> tuple[Scheme, str]:
-        return PeriodicAveraging(1), (
-            "In warm-up and cool-down a step takes {seconds}: nodes average and wait"
-            " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them)."
-        )
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
         if self._phase != "cycling":
@@ -224,7 +220,7 @@ class DASO(Agreement):
         return DASO(self._period, self.staleness, exchange=self.exchange, narrow_phases=self.narrow_phases)
 
     def leaving(self, step: int, parts: int) -> Sequence[int]:
-        return range(parts) if (step - 1) % self.cycle == 0 else ()
+        return range(parts) if (step - 1) % self._period == 0 else ()
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

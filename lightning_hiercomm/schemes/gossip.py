@@ -17,6 +17,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carriers.in_flight import InFlight
 from lightning_hiercomm.schemes.carriers.peers import Peers
+from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.words.graphs import (
     DirectedExponential,
     Fairness,
@@ -127,34 +128,32 @@ class Gossip(Scheme):
         self._nodes_are_new = False
 
     @property
-    def needs_whole_parameters(self) -> str | None:
-        if self.hierarchical:
-            return None
-        return (
-            f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the ranks of"
-            " a node hold parts of one: use hierarchical=True"
-        )
-
-    begins_with_copy = True
-
-    @property
-    def needs_nodes_that_stay(self) -> str | None:
-        if not self.hierarchical:
-            return "ranks of a node that train alone cannot be healed from one state: take hierarchical=True"
-        if self.overlap:
-            return (
-                "overlap=True always has something in flight, so a node that comes would find no moment to begin: take"
-                " overlap=False"
-            )
-        return None
-
-    def drift(self, nodes: int) -> float:
+    def profile(self) -> Profile:
         """Random pairs halve the squared distance from the mean at each step.
 
         So in the long run nodes are as far apart as averaging every third step leaves them; a step of delay doubles
         that. Two nodes are a pair.
         """
-        return (1 if nodes == 2 else 3) + (2 if self.overlap else 0)
+        stay = whole = None
+        if not self.hierarchical:
+            stay = "ranks of a node that train alone cannot be healed from one state: take hierarchical=True"
+            whole = (
+                f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the"
+                " ranks of a node hold parts of one: use hierarchical=True"
+            )
+        elif self.overlap:
+            stay = (
+                "overlap=True always has something in flight, so a node that comes would find no moment to begin: take"
+                " overlap=False"
+            )
+        late = 2 if self.overlap else 0
+        return Profile(
+            needs_whole_parameters=whole,
+            needs_nodes_that_stay=stay,
+            begins_with_copy=True,
+            drift=3 + late,
+            drift_of_two=1 + late,
+        )
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes.agreement import Agreement
 from lightning_hiercomm.schemes.carriers.mean import average_in_node
+from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.when import Every
 
@@ -96,10 +98,11 @@ class PeriodicAveraging(Agreement):
             )
 
     @property
-    def needs_nodes_that_stay(self) -> str | None:
-        if self.order == "before_step":
-            return "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'"
-        return super().needs_nodes_that_stay
+    def profile(self) -> Profile:
+        if self.order == "after_step":
+            return super().profile
+        unequal = "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'"
+        return replace(super().profile, needs_nodes_that_stay=unequal)
 
     def next_step(self, steps_of_epoch: int) -> PeriodicAveraging:
         if not self.at_epoch_end and self.sync_every is not None:

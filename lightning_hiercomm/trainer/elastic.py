@@ -208,7 +208,7 @@ class ElasticNode:
             return
 
         def state() -> dict[str, Any] | None:
-            if not all(scheme.is_agreed or scheme.begins_with_copy for scheme in run.schemes):
+            if not all(scheme.is_agreed or scheme.profile.begins_with_copy for scheme in run.schemes):
                 return None  # a step was taken since: this node's parameters are its own by now
             with run.agreed_model.nobody_asked():
                 whole = state_of(trainer, moment)

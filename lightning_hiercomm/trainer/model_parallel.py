@@ -235,8 +235,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             hang_timeout=hang_timeout,
             bucket_mb=bucket_mb,
         )
-        if settings.scheme.needs_whole_parameters:
-            raise ValueError(settings.scheme.needs_whole_parameters)
+        if reason := settings.scheme.profile.needs_whole_parameters:
+            raise ValueError(reason)
         self._configure(settings)
         self._gradients: ShardedGradients | None = None
 

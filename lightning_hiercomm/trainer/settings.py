@@ -129,7 +129,7 @@ class Settings:
             raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
-        if average_optimizer_state and not scheme.can_average_optimizer_state:
+        if average_optimizer_state and not scheme.profile.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
                 " agree on everything at once: leave it out, or use PeriodicAveraging"

@@ -745,7 +745,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
     scheme = ALL[name]
     threads = Threads(scheme, training={"inner": adam, "wire": wire, **TRAINING})
     threads.lights.min_nodes = 2
-    period, at = 5 if name == "daso" else scheme.cycle, {}  # of parts, all have been sent by then
+    period, at = 5 if name == "daso" else scheme.profile.cycle, {}  # of parts, all have been sent by then
 
     def newcomer(own: ElasticRank):
         assert own.join()

@@ -19,6 +19,7 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
+from lightning_hiercomm.schemes.profile import Profile
 
 WIRES = ("float32", "bfloat16", "int8", "int4")
 """What may travel between nodes, the most exact first."""
@@ -56,8 +57,9 @@ class Candidate:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def drift(self, nodes: int) -> float:
-        """See :meth:`~lightning_hiercomm.schemes.base.Scheme.drift`."""
-        return 0 if self.scheme is None else self.scheme.drift(nodes)
+        """See :class:`~lightning_hiercomm.schemes.profile.Profile`."""
+        profile = Profile() if self.scheme is None else self.scheme.profile
+        return profile.drift_of_two if nodes == 2 and profile.drift_of_two is not None else profile.drift
 
 
 @dataclass(frozen=True)
@@ -252,12 +254,10 @@ def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:
         workload: What is trained.
     """
     scheme = candidate.scheme
-    phase = None if scheme is None else scheme.first_phase
-    if phase is None:
+    if scheme is None or scheme.profile.first_phase is None:
         return ""
-    like, said = phase
-    waiting = predict(like, cluster, workload, candidate.wire_dtype)
-    return said.format(seconds=shown_seconds(waiting.seconds))
+    waiting = predict(scheme.next_step(1), cluster, workload, candidate.wire_dtype)
+    return scheme.profile.first_phase.format(seconds=shown_seconds(waiting.seconds))
 
 
 _MADE_FOR_SGD = "its local rule is made for SGD, and this optimizer keeps more state than momentum"

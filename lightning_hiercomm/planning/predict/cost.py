@@ -55,7 +55,7 @@ def predict(scheme: Scheme | None, cluster: Cluster, workload: Workload, wire_dt
         ValueError: For a scheme that has no period.
     """
     payload = Payload.named(wire_dtype, workload)
-    period = 1 if scheme is None else scheme.cycle
+    period = 1 if scheme is None else scheme.profile.cycle
     window = period * -(-_LEAST_STEPS // period)
     node = Node(cluster, workload)
     on_one_node = None if cluster.nodes == 1 else scheme

@@ -228,12 +228,13 @@ def survive(row: Row, cluster: Cluster, workload: Workload, faults: Faults) -> S
     anew = restarts_goodput(every, of_all, 0.0, checkpoint) * (1 + checkpoint / every)
     resent = nodes * row.prediction.inter_bytes / anew if anew else math.inf
     restarts_cost = cost(restarts, resent if faults.egress else 0.0)
-    if scheme is None or scheme.needs_nodes_that_stay is not None:
+    if scheme is None or scheme.profile.needs_nodes_that_stay is not None:
         return Survival(None, None, restarts, restarts_cost, every)
-    period = scheme.cycle * seconds
-    between = period / scheme.agreements_per_cycle
+    cycle = scheme.profile.cycle
+    period = cycle * seconds
+    between = period / scheme.profile.agreements_per_cycle
     elastic = elastic_goodput(nodes, period, faults.mtbf, faults.restart, faults.dead_after, heal, between)
-    steps = Lives(period, faults.mtbf, faults.restart).kept * scheme.cycle  # of a life, which begins with a heal
+    steps = Lives(period, faults.mtbf, faults.restart).kept * cycle  # of a life, which begins with a heal
     sent = nodes * (row.prediction.inter_bytes + (state / steps if steps else 0.0))
     return Survival(elastic, cost(elastic, sent), restarts, restarts_cost, every)
 
@@ -245,7 +246,7 @@ def state_bytes(scheme: Scheme | None, workload: Workload) -> float:
         scheme: With its arguments; None is Lightning's ``DDPStrategy``.
         workload: What is trained.
     """
-    outer = 0.0 if scheme is None else scheme.outer_copies
+    outer = 0.0 if scheme is None else scheme.profile.outer_copies
     return workload.model_bytes * (1 + workload.state_per_parameter + outer)
 
 

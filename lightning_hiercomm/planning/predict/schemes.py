@@ -389,4 +389,4 @@ def _(scheme: Gossip, cluster: Cluster, workload: Workload, payload: Payload) ->
 def state_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload) -> float:
     """Bytes of the optimizer's state on every rank; ``StepsDelay`` shares it out."""
     whole = workload.model_bytes * workload.state_per_parameter
-    return whole / cluster.ranks if scheme is not None and scheme.shares_optimizer_state else whole
+    return whole / cluster.ranks if scheme is not None and scheme.profile.shares_optimizer_state else whole

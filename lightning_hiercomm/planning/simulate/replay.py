@@ -150,7 +150,7 @@ def _check(record: Record, program: Program) -> None:
         (ranks > _MOST_RANKS, f"a node had {ranks} ranks, and sums of more than {_MOST_RANKS} depend on their order"),
         (isinstance(seen, IterableDataset), "the data have no indices"),
         (not isinstance(sampler, RandomSampler | SequentialSampler), "the loader has a sampler of its own"),
-        (program.scheme.follows_run, "DASO's phases go by the run's length and loss, which are not recorded"),
+        (program.scheme.profile.follows_run, "DASO's phases go by the run's length and loss, which are not recorded"),
         (program.loader.batch_size is None, "the loader makes no batches by itself"),
     ]
     for holds, reason in reasons:
@@ -470,7 +470,7 @@ class _Rank:
     # ---- healing -------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any] | None:
-        if not (self._scheme.is_agreed or self._scheme.begins_with_copy):
+        if not (self._scheme.is_agreed or self._scheme.profile.begins_with_copy):
             return None
         return {
             "module": self.module.state_dict(),

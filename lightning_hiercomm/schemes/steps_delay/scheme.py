@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import repeat
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from lightning_hiercomm.schemes.optimizer_state import (
     releases_gradients,
     wraps_another,
 )
+from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalRule, LocalUpdate, glu, sgd
 from lightning_hiercomm.schemes.steps_delay.section import Section, ShardOn
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
@@ -161,12 +163,17 @@ class StepsDelay(Scheme):
         self._was_warming_up = False
         self._has_warned_of_sparse = False
 
-    shares_optimizer_state = True
-
     @property
-    def needs_whole_parameters(self) -> str:
-        return (
-            f"{type(self).__name__} keeps the model on servers of its own: use HierarchicalStrategy, or another scheme"
+    def profile(self) -> Profile:
+        phase = f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}."
+        return replace(
+            super().profile,
+            needs_whole_parameters=f"{type(self).__name__} keeps the model on servers of its own: use"
+            " HierarchicalStrategy, or another scheme",
+            shares_optimizer_state=True,
+            drift=self.delay + 1,
+            first_phase=phase if self.warmup_steps else None,
+            period=self.delay,
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -175,19 +182,6 @@ class StepsDelay(Scheme):
                 f"StepsDelay(warmup_steps={self.warmup_steps}) trains synchronously that long, but the run ends after"
                 f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={self.delay}."
             )
-
-    @property
-    def cycle(self) -> int:
-        return self.delay
-
-    def drift(self, nodes: int) -> float:
-        return self.delay + 1
-
-    @property
-    def first_phase(self) -> tuple[Scheme, str] | None:
-        if not self.warmup_steps:
-            return None
-        return AllReduce(), f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}."
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
         return AllReduce() if self.phase == "warm-up" else self

@@ -84,7 +84,7 @@ def metered(scheme, nodes, ranks_per_node, steps, wire):
 def check(make, nodes, ranks_per_node, wire=None):
     scheme, cluster = make(), on(nodes, ranks_per_node)
     workload = Workload.of_step(NUMEL, 0.1)
-    period = max(4, 1 if scheme is None else scheme.cycle)
+    period = max(4, 1 if scheme is None else scheme.profile.cycle)
     inter, intra = metered(scheme, nodes, ranks_per_node, (period, 2 * period), wire)
     predicted = predict(scheme, cluster, workload, wire).inter_bytes * period
     # not predicted: the counters of steps that are compared at every agreement, and what pads unequal parts
