@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 sys.path.append(str(Path(__file__).resolve().parent))
 
 import torch
-from harness import Rank, attached, flattened, on_ranks, reloaded
+from harness import Rank, attached, flattened, on_ranks, reloaded, with_policy
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -215,9 +215,7 @@ class Combination:
             elif keep:
                 arguments["merge"] = Replace(keep)
         scheme = _SCHEMES[self.scheme](**arguments)
-        scheme.on_nonfinite = self.policy  # type: ignore[assignment]
-        scheme.averages_optimizer_state = self.state
-        return scheme
+        return with_policy(scheme, on_nonfinite=self.policy, average_optimizer_state=self.state)
 
     def weights_at(self, step: int) -> list[float]:
         """Of the ranks, normalised, before a step."""

@@ -193,7 +193,7 @@ class ElasticRank:
                     parameter.copy_(values)
             self.rank.optimizer.load_state_dict(state["optimizer"])
             self.scheme.follow(self.rank.replica())
-            self.scheme.load_schedule(state["schedule"])
+            self.scheme.load_state_dict(state["schedule"])
             topology.agree_by(self.transaction)
             return True
 

@@ -25,6 +25,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.health.care import Policy
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]
@@ -242,6 +243,13 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.zeros(0)
 
 
+def with_policy(scheme: Scheme, **chosen: Any) -> Scheme:
+    """A copy of a scheme that :func:`attached` attaches as a user has ``chosen``: fields of a ``Policy``."""
+    own = copy.deepcopy(scheme)
+    vars(own)["policy_of_test"] = Policy(**chosen)
+    return own
+
+
 @contextmanager
 def attached(
     topology: Topology,
@@ -299,7 +307,7 @@ def attached(
     replicas = Replicas(module, [optimizer], bucket_bytes)
     rank = Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
     try:
-        own.attach(rank.replica(), topology, optimizer, wire)
+        own.attach(rank.replica(), topology, optimizer, wire, vars(own).get("policy_of_test"))
         own.begin_run(epochs, steps)
         if begins_epoch:
             own.begin_epoch(0, {})

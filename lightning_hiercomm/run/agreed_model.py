@@ -123,7 +123,7 @@ class AgreedModel:
 
     @property
     def _skips_sick(self) -> bool:
-        return any(scheme.on_nonfinite == "skip" for scheme in self._schemes)
+        return any(scheme.care.policy.on_nonfinite == "skip" for scheme in self._schemes)
 
     def average(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
         """Write to tensors that no scheme knows their mean (of the healthy, where schemes skip the sick); collective.
@@ -204,7 +204,7 @@ class AgreedModel:
             self._average_module()
 
     def _average_module(self) -> None:
-        ranks_differ = not all(scheme.equal_in_node for scheme in self._schemes)
+        ranks_differ = not all(scheme.replica.equal_in_node for scheme in self._schemes)
         if self._topology.num_nodes == 1 and not ranks_differ:
             return
         whole = self._replicas.whole()

@@ -25,7 +25,7 @@ def communication(
     """
     values = meter.snapshot() if meter is not None else {}
     values["agreements"] = float(sum(scheme.agreements for scheme in schemes))
-    values["nonfinite"] = float(sum(scheme.nonfinite for scheme in schemes))
+    values["nonfinite"] = float(sum(scheme.care.nonfinite for scheme in schemes))
     values["steps"] = float(sum(scheme.steps for scheme in schemes))
     for scheme in reversed(schemes):
         values.update(scheme.scalars())

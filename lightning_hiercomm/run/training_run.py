@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,10 +21,14 @@ from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.shards import local
 from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.health.care import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 
 T = TypeVar("T")
+
+_COUNTERS = ("steps", "step_in_epoch", "epoch")
+"""Of a schedule, what means the same in every scheme."""
 
 
 class TrainingRun:
@@ -73,10 +78,9 @@ class TrainingRun:
         self._last_schedules: list[dict[str, Any]] | None = None
         self.after_healing: Callable[[], None] = lambda: None
         self.is_closed = False
+        policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
         for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            own.averages_optimizer_state = average_optimizer_state
-            own.on_nonfinite, own.verify_replicas = on_nonfinite, verify_replicas
-            own.attach(replicas.of(optimizer), topology, optimizer, self.wire)
+            own.attach(replicas.of(optimizer), topology, optimizer, self.wire, policy)
         self.remember_values()
 
     @property
@@ -287,7 +291,7 @@ class TrainingRun:
             if outer is not None:
                 outer = {**outer, "state": self.replicas.held_state(optimizer, outer["state"])}
                 schedule = {**schedule, "outer": outer}
-            scheme.load_schedule(schedule)
+            scheme.load_state_dict(_schedule_of(scheme, schedule))
 
     def close(self, timeout: float) -> None:
         """End background threads, also after an error; not collective.
@@ -299,3 +303,21 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)
+
+
+def _schedule_of(scheme: Scheme, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schedule that was saved, or what means the same in this scheme if it is another's: the counted steps.
+
+    Warns:
+        UserWarning: If it is another's.
+    """
+    name = type(scheme).__name__
+    if saved.get("scheme") == name:
+        return saved
+    if scheme.topology.rank == 0:
+        warnings.warn(
+            f"the checkpoint was saved with {saved.get('scheme')}: {name} goes on from its parameters and its number of"
+            " steps, and begins a schedule of its own",
+            stacklevel=2,
+        )
+    return {**scheme.schedule(), **{counter: saved[counter] for counter in _COUNTERS}}

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -231,7 +231,7 @@ class Agreement(Scheme):
         self._beside = self.topology.twin() if self.staleness or not self.topology.may_grow else self.topology
         self._second: Topology | None = None
         self._inbound = self.background()
-        self._outbound = None if self.equal_in_node else self.background(waits_for_nodes=False)
+        self._outbound = None if self.gradients == "node" else self.background(waits_for_nodes=False)
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
@@ -255,7 +255,16 @@ class Agreement(Scheme):
     def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
         land = self._merge.land if self._merge.keeps_agreed else None
         if isinstance(self.through, Graph):
-            return PeerMean(buckets, self.through, self.topology, self._beside, self._inbound, wire, land, self.look)
+            return PeerMean(
+                buckets,
+                self.through,
+                self.topology,
+                self._beside,
+                self._inbound,
+                wire,
+                land,
+                look=lambda leaving: self.care.look(leaving, self.steps),
+            )
         carrier = RotatingAverage if self.through == "rotating" else Average
         return carrier(
             self.replica,
@@ -265,7 +274,7 @@ class Agreement(Scheme):
             self._second,
             buckets=buckets + self._buffers_with_parameters,
             land=land,
-            on_nonfinite=self.on_nonfinite,
+            on_nonfinite=self.care.policy.on_nonfinite,
         )
 
     @property
@@ -307,7 +316,7 @@ class Agreement(Scheme):
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
         if self.tuner is not None:
-            self.tuner.begin_epoch(self.device)
+            self.tuner.begin_epoch(self.replica.device)
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
         result = super().step(run, last)
@@ -333,14 +342,9 @@ class Agreement(Scheme):
             self.when = replace(self.when, period=period)
         self._tuned_period = period
 
-    @contextmanager
-    def _exchanging(self, starts: bool, ends: bool) -> Iterator[None]:
+    def _exchanging(self, starts: bool, ends: bool) -> AbstractContextManager[None]:
         """Inside, training waits for an exchange of the schedule."""
-        if self.tuner is None:
-            yield
-            return
-        with self.tuner.exchanging(starts, ends):
-            yield
+        return nullcontext() if self.tuner is None else self.tuner.exchanging(starts, ends)
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
@@ -349,7 +353,7 @@ class Agreement(Scheme):
         if self.tuner is not None:
             self.tuner.drop()
         if self.is_alone:
-            self.nodes_agree()
+            super().average()
         else:
             self._agree_now(self.all_parts)
 
@@ -360,7 +364,7 @@ class Agreement(Scheme):
 
     def _agree_now(self, parts: Sequence[int]) -> None:
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
-        self.verify()
+        self.care.verify(self.steps)
         waits = not self.staleness
         admits = self._begins_with_copy or len(parts) == len(self._parts)
         with self._exchanging(starts=waits, ends=waits):
@@ -376,10 +380,10 @@ class Agreement(Scheme):
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
         self._end_round(parts)
+        self.agreements += 1
         if is_all and self.makes_nodes_equal:
-            self.nodes_agree()
-        else:
-            self.agreements += 1
+            self.unagreed_steps = 0
+            self.care.average_optimizer_state()
 
     def _take(self, bucket: Bucket, arrived: Tensor) -> None:
         if any(bucket is of_buffers for of_buffers in self.replica.buckets_of_buffers):
@@ -421,7 +425,7 @@ class Agreement(Scheme):
         Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
         have another carrier, and would take their share of the link from those that training waits for.
         """
-        self.verify()
+        self.care.verify(self.steps)
         sent: Exchange | None = None
         if leaving:
             carrier = self._carrier_beside_training
@@ -528,7 +532,7 @@ class Agreement(Scheme):
             )
 
     def _average_buffers(self) -> None:
-        if self.replica.buffers and self.average_exactly(self.replica.buckets_of_buffers):
+        if self.replica.buffers and self.care.average(self.replica.buckets_of_buffers, self.steps):
             self.care.begin_optimizer_anew()
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
@@ -689,7 +693,7 @@ class Agreement(Scheme):
             return
         if "carrier" in state:
             self._carrier.load_state_dict(state["carrier"])
-            self._in_flight.load_state_dict(state["in_flight"], self.device)
+            self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
         else:
             self._carrier.anchor()
             if self._merge.keeps_agreed:

@@ -47,13 +47,13 @@ class AllReduce(Scheme):
             self._look_at_parameters()
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        self.verify()
+        self.care.verify(self.steps)
         self._look_at_parameters()
 
     def _look_at_parameters(self) -> None:
         if not self.is_alone:
-            self.look(self.replica.buckets_of_parameters)
+            self.care.look(self.replica.buckets_of_parameters, self.steps)
 
     def exact_mean(self) -> bool:
         """Write the weighted mean of the float buffers over all ranks; blocks. Parameters never differ."""
-        return self.average_exactly(self.replica.buckets_of_buffers)
+        return self.care.average(self.replica.buckets_of_buffers, self.steps)

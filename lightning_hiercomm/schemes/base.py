@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.arguments import as_call, checked_arguments
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.carriers.mean import Average, average_optimizer_state, same_step
-from lightning_hiercomm.schemes.health.care import Care
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes.carriers.mean import same_step
+from lightning_hiercomm.schemes.health.care import Care, Policy
+from lightning_hiercomm.schemes.in_place_of_step import in_place_of_step
 from lightning_hiercomm.schemes.profile import Profile
 
 T = TypeVar("T")
 
 Gradients = Literal["node", "world", "none"]
-
-_COUNTERS = ("steps", "step_in_epoch", "epoch")
-"""Of a schedule, what means the same in every scheme."""
 
 
 class Scheme(ABC):
@@ -49,36 +43,32 @@ class Scheme(ABC):
     Attributes:
         gradients: Over whom gradients are averaged: the ranks of the ``"node"``, the ``"world"``, or ``"none"`` other.
         watches_loss: Whether :meth:`end_epoch` needs the training loss.
-        averages_optimizer_state: Whether :meth:`average` also averages the optimizer's state. The strategy sets it.
-        on_nonfinite: What happens when values that are NaN or infinite are about to be sent: ``"raise"``, ``"skip"``,
-            or ``"ignore"``, which does not look. The strategy sets it.
-        verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters:
-            ``"raise"``, ``"warn"``, once, or ``"off"``, which does not look. The strategy sets it.
+        phase: The name of what the scheme is doing, for progress bars.
         replica: The parameters (and float buffers) that agree.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
         wire: What parameters look like between nodes.
+        is_alone: Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients.
+        care: Averages; finds what is not finite, or differs inside a node, and heals it or says so.
         steps: Optimizer-step attempts in this run, resumed runs included.
         step_in_epoch: The same, since the epoch began.
         epoch: Epochs begun before this one.
         unagreed_steps: Steps since the nodes last held the same parameters.
         agreements: How often they came to do so.
-        care: Finds what is not finite, or differs inside a node, and heals it or says so.
     """
 
     gradients: Gradients = "node"
     watches_loss: bool = False
+    phase: str = "training"
     replica: Replica
     topology: Topology
     optimizer: Optimizer | None
     wire: Wire
+    is_alone: bool
     care: Care
 
     @checked_arguments
     def __init__(self) -> None:
-        self.averages_optimizer_state = False
-        self.on_nonfinite: OnNonfinite = "ignore"
-        self.verify_replicas: VerifyReplicas = "off"
         self.steps = 0
         self.step_in_epoch = 0
         self.epoch = 0
@@ -86,9 +76,7 @@ class Scheme(ABC):
         self.agreements = 0
         self._backgrounds: list[Background] = []
 
-    def __repr__(self) -> str:
-        """The scheme as one would write it: its first argument, and those that are not the default."""
-        return as_call(self)
+    __repr__ = as_call
 
     # ---- before a run --------------------------------------------------------------------------------------------
 
@@ -132,7 +120,12 @@ class Scheme(ABC):
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def attach(
-        self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
+        self,
+        replica: Replica,
+        topology: Topology,
+        optimizer: Optimizer | None = None,
+        wire: Wire | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """Meet what is trained, and open what the scheme needs; to be called once.
 
@@ -141,13 +134,15 @@ class Scheme(ABC):
             topology: The nodes, as long as the scheme lives.
             optimizer: The user's optimizer of these parameters.
             wire: What they look like between nodes. Default: as they are.
+            policy: What the user has chosen for all agreements. Default: nobody looks at what is sent.
         """
         self.replica = replica
         self.topology = topology
         self.optimizer = optimizer
         self.wire = wire or Wire()
+        self.is_alone = topology.is_one_node and (self.gradients != "none" or topology.ranks_on_node == 1)
         can_skip = self.gradients != "world"
-        self.care = Care(replica, topology, optimizer, self.on_nonfinite, self.verify_replicas, can_skip)
+        self.care = Care(replica, topology, optimizer, policy or Policy(), can_skip, self.is_alone)
         self.open()
         self.follow(replica)
 
@@ -157,9 +152,10 @@ class Scheme(ABC):
         Args:
             replica: All of them; their values are equal on all ranks, so the nodes begin anew from them.
         """
-        self.replica = replica if replica.equal_in_node == self.equal_in_node else replica.of_ranks_that_differ()
-        self.care.replica = self.replica
-        self._go_on_from_agreed()
+        is_equal = self.gradients != "none"
+        self.replica = replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()
+        self.unagreed_steps = 0
+        self.care.follow(self.replica)
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         """Training starts or resumes.
@@ -192,7 +188,8 @@ class Scheme(ABC):
             What ``run`` returns.
         """
         self.before_step(last)
-        result = self._run_with_update(run) if self.has_update() else run()
+        with in_place_of_step(self.required_optimizer, self.update) if self.has_update() else nullcontext():
+            result = run()
         self.steps += 1
         self.step_in_epoch += 1
         self.unagreed_steps += 1
@@ -210,7 +207,8 @@ class Scheme(ABC):
         """The run is over: nothing stays in flight, and every rank holds the agreed parameters."""
         self.agree()
         same_step(self.topology, self.steps, self.replica.device).wait()
-        self._go_on_from_agreed()
+        self.unagreed_steps = 0
+        self.care.follow(self.replica)
         self.close()
 
     def close(self, timeout: float = 10.0) -> None:
@@ -243,16 +241,6 @@ class Scheme(ABC):
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
-    @property
-    def phase(self) -> str:
-        """The name of what the scheme is doing, for progress bars."""
-        return "training"
-
-    @property
-    def nonfinite(self) -> int:
-        """How often an agreement, or a step, had to do without somebody whose values were NaN or infinite."""
-        return self.care.nonfinite
-
     def scalars(self) -> dict[str, float]:
         """Current values to log, such as ``sync_every`` and ``staleness``."""
         return {}
@@ -281,22 +269,6 @@ class Scheme(ABC):
         self.epoch = state["epoch"]
         self.agreements = state["agreements"]
         self.unagreed_steps = state.get("unagreed_steps", 0)
-
-    def load_schedule(self, schedule: Mapping[str, Any]) -> None:
-        """Restore the :meth:`schedule` of this scheme, or of another what means the same here: the counted steps.
-
-        Warns:
-            UserWarning: If it is another's.
-        """
-        if schedule.get("scheme") != type(self).__name__:
-            if self.topology.rank == 0:
-                warnings.warn(
-                    f"the checkpoint was saved with {schedule.get('scheme')}: {type(self).__name__} goes on from its"
-                    " parameters and its number of steps, and begins a schedule of its own",
-                    stacklevel=2,
-                )
-            schedule = {**self.schedule(), **{name: schedule[name] for name in _COUNTERS}}
-        self.load_state_dict(schedule)
 
     def undo_point(self) -> Callable[[], None]:
         """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
@@ -361,14 +333,9 @@ class Scheme(ABC):
             waits_for_nodes: Whether its jobs wait for moves between nodes.
         """
         puts_off = waits_for_nodes and self.topology.waits_on_host
-        background = Background(self.device, self.topology.meter, tier, puts_off)
+        background = Background(self.replica.device, self.topology.meter, tier, puts_off)
         self._backgrounds.append(background)
         return background
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters live."""
-        return self.replica.device
 
     @property
     def required_optimizer(self) -> Optimizer:
@@ -377,21 +344,13 @@ class Scheme(ABC):
             raise ValueError(f"{type(self).__name__} needs the optimizer that trains the replica")
         return self.optimizer
 
-    @property
-    def equal_in_node(self) -> bool:
-        """Whether the ranks of a node hold the same parameters at every step."""
-        return self.gradients != "none"
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients."""
-        return self.topology.is_one_node and (self.equal_in_node or self.topology.ranks_on_node == 1)
-
     def average(self) -> None:
         """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""
         if self.exact_mean():
             self.care.begin_optimizer_anew()
-        self.nodes_agree()
+        self.care.average_optimizer_state()
+        self.unagreed_steps = 0
+        self.agreements += 1
 
     def exact_mean(self) -> bool:
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
@@ -399,81 +358,4 @@ class Scheme(ABC):
         Returns:
             Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
         """
-        return self.average_exactly(self.replica.buckets)
-
-    def average_exactly(
-        self, buckets: Sequence[Bucket], weights: Callable[[int], Sequence[float]] | None = None
-    ) -> bool:
-        """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks.
-
-        Args:
-            buckets: Which.
-            weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
-
-        Returns:
-            Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
-        """
-        if self.is_alone:
-            return False
-        average = Average(
-            self.replica,
-            self.topology,
-            buckets=buckets,
-            on_nonfinite=self.on_nonfinite,
-            weights=weights,
-        )
-        return self.care.repair(average, average(self.steps), self.steps, average.landed)
-
-    def verify(self) -> None:
-        """See that a node's ranks are equal before something leaves: :meth:`Care.verify`. Collective over the node."""
-        self.care.verify(self.steps)
-
-    def look(self, buckets: Sequence[Bucket]) -> bool | None:
-        """Whether what is about to leave is not finite: :meth:`Care.look`."""
-        return self.care.look(buckets, self.steps)
-
-    def _go_on_from_agreed(self) -> None:
-        """Training goes on from agreed values, which are finite where this rank's own were not."""
-        self.unagreed_steps = 0
-        if not self.is_alone:
-            self.care.begin_optimizer_anew()
-
-    def nodes_agree(self) -> None:
-        """Say that the nodes hold the same parameters; averages the optimizer's state as well, if it is asked for."""
-        if self.averages_optimizer_state:
-            average_optimizer_state(self.required_optimizer, self.replica, self.topology)
-        self.unagreed_steps = 0
-        self.agreements += 1
-
-    def _run_with_update(self, run: Callable[[], T]) -> T:
-        """Run the user's step with :meth:`update` in place of the optimizer's own.
-
-        Whoever calls ``optimizer.step`` inside it (Lightning, a precision plugin after unscaling and clipping) calls
-        :meth:`update` once the gradients are there; if nobody does, it is called afterwards.
-        """
-        optimizer = self.required_optimizer
-        patched_by_others = vars(optimizer).get("step")  # a learning-rate scheduler counts calls this way
-        original = optimizer.step
-        was_called = False
-
-        def step(closure: Callable[[], Any] | None = None) -> Any:
-            nonlocal was_called
-            was_called = True
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self.update(original)
-            return loss
-
-        optimizer.step = step  # type: ignore[method-assign]
-        try:
-            result = run()
-        finally:
-            if patched_by_others is None:
-                del optimizer.step
-            else:
-                optimizer.step = patched_by_others  # type: ignore[method-assign]
-        if not was_called:
-            self.update(None)
-        return result
+        return self.care.average(self.replica.buckets, self.steps)

@@ -117,6 +117,9 @@ class DASO(Agreement):
             is not waited for travels as it is (the paper's section 3).
         overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
 
+    Attributes:
+        phase: ``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch.
+
     Raises:
         ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
     """
@@ -182,7 +185,7 @@ class DASO(Agreement):
         self.monitor = monitor
         self.plateau = Plateau(threshold, patience)
         self.watches_loss = monitor is None and adapt
-        self._phase = ""
+        self.phase = ""
         self._warmup_ends = _Moment(epoch=0)
         self._cooldown_begins: _Moment | None = None
         self._awaits_metric = False
@@ -190,7 +193,6 @@ class DASO(Agreement):
         self._has_missed_a_loss = False
 
     _sharded = "exchange='sharded'"
-
     _ends_epochs_in_agreement = True
 
     @property
@@ -215,7 +217,7 @@ class DASO(Agreement):
         return iter(())  # it counts from the start of an epoch
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
-        if self._phase != "cycling":
+        if self.phase != "cycling":
             return PeriodicAveraging(1)
         return DASO(self._period, self.staleness, exchange=self.exchange, narrow_phases=self.narrow_phases)
 
@@ -286,7 +288,7 @@ class DASO(Agreement):
         self._enter(self._phase_of_next_step())
 
     def after_step(self, last: bool) -> None:
-        if self._phase != "cycling":
+        if self.phase != "cycling":
             self.average()
             return
         if last or self.is_alone:
@@ -299,7 +301,7 @@ class DASO(Agreement):
             self._turn(arrived, self.all_parts if leaves else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        adapts, losses = self._phase == "cycling" and self.adapt, list[tuple[float, float]]()
+        adapts, losses = self.phase == "cycling" and self.adapt, list[tuple[float, float]]()
         judges = adapts and self.monitor is None
 
         def agree() -> None:
@@ -317,11 +319,6 @@ class DASO(Agreement):
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
-    @property
-    def phase(self) -> str:
-        """``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch."""
-        return self._phase
-
     def _phase_of_next_step(self) -> str:
         if not self._warmup_ends.has_come(self.epoch, self.steps):
             return "warm-up"
@@ -330,9 +327,9 @@ class DASO(Agreement):
         return "cycling"
 
     def _enter(self, phase: str) -> None:
-        if phase == self._phase:
+        if phase == self.phase:
             return
-        self._phase = phase
+        self.phase = phase
         how = self._cycle if phase == "cycling" else "nodes average after every step and wait for it"
         self._announce(logging.INFO, f"{phase} from epoch {self.epoch}, step {self.steps}: {how}")
 
@@ -396,12 +393,12 @@ class DASO(Agreement):
 
     def scalars(self) -> dict[str, float]:
         """``phase`` (0 warm-up, 1 cycling, 2 cool-down), ``sync_every`` and ``staleness`` in it, ``disagreement``."""
-        if self._phase not in _PHASES:
+        if self.phase not in _PHASES:
             return {}
-        cycles = self._phase == "cycling"
+        cycles = self.phase == "cycling"
         return {
             **super().scalars(),
-            "phase": float(_PHASES.index(self._phase)),
+            "phase": float(_PHASES.index(self.phase)),
             "sync_every": float(self._period) if cycles else 1.0,
             "staleness": float(self.staleness) if cycles else 0.0,
         }

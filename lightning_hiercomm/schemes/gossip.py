@@ -17,6 +17,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Scheme
 from lightning_hiercomm.schemes.carriers.in_flight import InFlight
 from lightning_hiercomm.schemes.carriers.peers import Peers
+from lightning_hiercomm.schemes.health.care import Policy
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.words.graphs import (
     DirectedExponential,
@@ -98,6 +99,8 @@ class Gossip(Scheme):
     _segments: list[Bucket]
     _weights: list[list[float]]
 
+    phase = "gossip"
+
     @checked_arguments
     def __init__(
         self,
@@ -111,9 +114,7 @@ class Gossip(Scheme):
         push_sum: bool = True,
     ) -> None:
         super().__init__()
-        if isinstance(segments, int) and segments < 1:
-            raise ValueError(f"segments={segments} must be a positive number, or a list of module names")
-        if isinstance(segments, str) or (not isinstance(segments, int) and not segments):
+        if isinstance(segments, str) or (isinstance(segments, int) and segments < 1) or not segments:
             raise ValueError(f"segments={segments!r} must be a positive number, or a list of module names")
         if segment_bytes is not None and segment_bytes < 1:
             raise ValueError(f"segment_bytes={segment_bytes} must be a positive number of bytes, or None")
@@ -158,9 +159,15 @@ class Gossip(Scheme):
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def attach(
-        self, replica: Replica, topology: Topology, optimizer: Optimizer | None = None, wire: Wire | None = None
+        self,
+        replica: Replica,
+        topology: Topology,
+        optimizer: Optimizer | None = None,
+        wire: Wire | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        super().attach(replica, topology if self.hierarchical else topology.ranks_as_nodes(), optimizer, wire)
+        nodes = topology if self.hierarchical else topology.ranks_as_nodes()
+        super().attach(replica, nodes, optimizer, wire, policy)
 
     def open(self) -> None:
         if not self.is_alone:
@@ -216,7 +223,7 @@ class Gossip(Scheme):
             for bucket in segment.cut(self.replica.bucket_bytes)
         ]
         weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
-        self.average_exactly([bucket for bucket, _ in weighted], lambda index: weighted[index][1])
+        self.care.average([bucket for bucket, _ in weighted], self.steps, lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
@@ -246,8 +253,8 @@ class Gossip(Scheme):
         are still on their way.
         """
         if self.steps % _VERIFY_EVERY == 0:  # what differs stays different
-            self.verify()
-        is_sick = self.look(self._segments)
+            self.care.verify(self.steps)
+        is_sick = self.care.look(self._segments, self.steps)
         exchange = self._in_flight.start(self.steps, self.steps + int(self.overlap))
         exchange.is_sick = bool(is_sick)
         for index, weights in enumerate(self._weights):
@@ -264,11 +271,8 @@ class Gossip(Scheme):
                 move.arrived.wait()
                 self._background.hands_out(move.flat)
                 after = self._peers.weights_after(exchange.started, move.index, self._weights[move.index])
-                bucket, before_mixing, after_mixing = (
-                    self._segments[move.index],
-                    self._weights[move.index][node],
-                    after[node],
-                )
+                bucket = self._segments[move.index]
+                before_mixing, after_mixing = self._weights[move.index][node], after[node]
                 if exchange.is_sick:
                     bucket.unpack(bucket.empty().zero_())
                 if before_mixing == after_mixing == 1.0:
@@ -284,10 +288,6 @@ class Gossip(Scheme):
         return was_sick
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
-
-    @property
-    def phase(self) -> str:
-        return "gossip"
 
     def scalars(self) -> dict[str, float]:
         """``disagreement``: the distance of a node from the mean, relative to the parameters' norm, before mixing.
@@ -321,7 +321,7 @@ class Gossip(Scheme):
                 f" {expected[1]}. Resume with the same, or from the agreed parameters only."
             )
         self._weights = state["weights"].tolist()
-        self._in_flight.load_state_dict(state["in_flight"], self.device)
+        self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
 
     def undo_point(self) -> Callable[[], None]:
         undo_values, weights, has_news = super().undo_point(), [[*each] for each in self._weights], self._nodes_are_new

@@ -8,7 +8,7 @@ from itertools import pairwise
 import harness
 import pytest
 import torch
-from harness import TWO_BY_TWO, Rank, attached, on_ranks
+from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
 from pretended_streams import PretendedDevice
 from problems import Oracle
 
@@ -64,8 +64,8 @@ def test_the_host_waits_for_what_arrives_only_where_it_is_merged(pretended: Pret
         pretended.waits.clear()
         return waits, rank.meter.seconds.get("inter", 0.0)  # of threads, too, for which the host waits
 
-    scheme = DASO(4, 2, **CYCLING)  # leaves after steps 1 and 5, is merged after steps 3 and 7
-    scheme.on_nonfinite = "raise"
+    # leaves after steps 1 and 5, is merged after steps 3 and 7
+    scheme = with_policy(DASO(4, 2, **CYCLING), on_nonfinite="raise")
     work = partial(trained, scheme=scheme, wire=None, look=look)
     for _, looks in on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True):
         for step, ((_, before), (waits, seconds)) in enumerate(pairwise(looks[:-1]), start=2):  # the last one agrees

@@ -198,7 +198,7 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
             "values": own.rank.values,
             "scheme": {k: v for k, v in scheme.state_dict().items() if k != "outer"},
             "outer": scheme.schedule().get("outer"),
-            "nonfinite": scheme.nonfinite,
+            "nonfinite": scheme.care.nonfinite,
         }
 
     def work(own: ElasticRank):
@@ -374,7 +374,7 @@ def put(rank, state) -> None:
             parameter.copy_(values)
     rank.optimizer.load_state_dict(state["optimizer"])
     rank.scheme.follow(rank.replica())
-    rank.scheme.load_schedule(state["schedule"])
+    rank.scheme.load_state_dict(state["schedule"])
     if "last_agreed" in state["schedule"]:
         rank.scheme._keep_values(
             dict(zip(map(id, rank.scheme._carried), state["schedule"]["last_agreed"], strict=True))

@@ -23,6 +23,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.schemes.gradients import gradient_path
+from lightning_hiercomm.schemes.health.care import Policy
 
 pytestmark = pytest.mark.gpu
 
@@ -69,8 +70,8 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module):
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), piece_bytes=2**22)
-    scheme.on_nonfinite = "raise"
-    scheme.attach(Replica(model.parameters(), named=model.named_parameters()), topology, optimizer, scheme_wire())
+    replica = Replica(model.parameters(), named=model.named_parameters())
+    scheme.attach(replica, topology, optimizer, scheme_wire(), Policy(on_nonfinite="raise"))
     scheme.begin_run(1, None)
     scheme.begin_epoch(0, {})
     width = next(model.parameters()).shape[-1]

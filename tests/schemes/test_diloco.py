@@ -507,7 +507,7 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
             rank.load(saved[rank.rank])
         else:
             rank.scheme.replica.restore(saved[0]["values"])
-            rank.scheme.load_schedule(saved[0]["scheme"])
+            rank.scheme.load_state_dict(saved[0]["scheme"])
         return training(rank, 8), rank.scheme.schedule()["kept_late"]
 
     said = on_nodes(resuming, explicit, TWO_OF_TWO, **arguments)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import on_nodes
+from harness import on_nodes, with_policy
 
 from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
 from lightning_hiercomm.schemes import Agreement
@@ -117,7 +117,7 @@ def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gra
     nodes = NODES[place]
     weights = [1.0 + rank for rank in range(sum(map(len, nodes)))]
     scheme = type(scheme)(2, gradients=gradients, **({"at_epoch_end": False} if "Periodic" in repr(scheme) else {}))
-    scheme.averages_optimizer_state = True
+    scheme = with_policy(scheme, average_optimizer_state=True)
 
     def work(rank):
         for _ in range(2):
@@ -133,8 +133,7 @@ def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gra
 
 @pytest.mark.parametrize("gradients", ["node", "none"])
 def test_state_that_a_skipped_step_leaves_out_on_one_node_agrees_as_soon_as_all_have_it(gradients):
-    scheme = PeriodicAveraging(1, at_epoch_end=False, gradients=gradients)
-    scheme.averages_optimizer_state = True
+    scheme = with_policy(PeriodicAveraging(1, at_epoch_end=False, gradients=gradients), average_optimizer_state=True)
 
     def work(rank):
         momenta = []

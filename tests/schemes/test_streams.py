@@ -54,9 +54,7 @@ train = partial(on_nodes, shapes=SHAPES, targets=None, bucket_bytes=40, inner=pa
 
 def that_looks(scheme: Scheme) -> Scheme:
     """As the strategies have it by default."""
-    looking = copy.deepcopy(scheme)
-    looking.on_nonfinite = "raise"
-    return looking
+    return harness.with_policy(scheme, on_nonfinite="raise")
 
 
 def trained(rank: Rank) -> list[list[float]]:
@@ -126,7 +124,6 @@ def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(pretende
 
 def test_the_host_reads_once_for_an_exchange_also_where_nobody_looks_at_what_arrives(pretended):
     scheme = Agreement(4, staleness=1)
-    scheme.on_nonfinite = "ignore"
     work = partial(waits_of, pretended, steps=8)  # whether all nodes came after equally many steps, it has to know
     for waits in train(work, scheme, bucket_bytes=40, nodes=TWO_BY_TWO):
         assert waits == [[], [], [], ["an event"]] * 2

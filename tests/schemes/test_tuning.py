@@ -212,7 +212,7 @@ def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
             rank.train()
         assert rank.scheme.agreed_after[-2:] == agreed
         torch.testing.assert_close(rank.values, values, rtol=0, atol=0)
-        rank.scheme.load_schedule(schedule)
+        rank.scheme.load_state_dict(schedule)
         return chosen, rank.scheme.sync_every
 
     assert on_nodes(resumed, make()) == [(5, 5)] * 2
@@ -245,7 +245,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
     schedule = on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto"))[0]
 
     def resumed(rank):
-        rank.scheme.load_schedule(schedule)
+        rank.scheme.load_state_dict(schedule)
         return rank.scheme.sync_every
 
     assert on_nodes(resumed, PeriodicAveraging(7)) == [7, 7]

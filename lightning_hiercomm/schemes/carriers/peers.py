@@ -288,7 +288,7 @@ class PeerMean(Carrier):
         through: Its twin.
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
-        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.base.Scheme.look`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.health.care.Care.look`.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.base import Land
-from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.carriers.mean import Average, average_optimizer_state
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
@@ -36,19 +37,37 @@ _WHY_RANKS_DIFFER = (
 )
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What the user has chosen for all agreements.
+
+    Attributes:
+        on_nonfinite: What happens when values that are NaN or infinite are about to be sent: ``"raise"``, ``"skip"``,
+            or ``"ignore"``, which does not look.
+        verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters:
+            ``"raise"``, ``"warn"``, once, or ``"off"``, which does not look.
+        average_optimizer_state: Whether an agreement on everything is also one on the optimizer's state.
+    """
+
+    on_nonfinite: OnNonfinite = "ignore"
+    verify_replicas: VerifyReplicas = "off"
+    average_optimizer_state: bool = False
+
+
 class Care:
-    """Sees that what is not finite, or differs inside a node, is found, and healed or said, as the user has chosen.
+    """Averages, and sees that what is not finite, or differs inside a node, is found, and healed or said.
 
     Args:
         replica: What agrees.
         topology: The nodes.
         optimizer: The user's, of the replica's parameters.
-        on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
-        verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters.
+        policy: What the user has chosen.
         can_skip: Whether a node can be left out, which is then advised.
+        is_alone: Whether there is nobody to agree with.
 
     Attributes:
-        replica: As above; a scheme that follows other parameters says so here.
+        policy: As above.
+        replica: What agrees by now: see :meth:`follow`.
         nonfinite: How often an agreement, or a step, had to do without somebody.
         has_healed: Whether this rank has gone on from healthy parameters, where its own may have been sick, since
             somebody last asked, who also clears it.
@@ -60,19 +79,53 @@ class Care:
         replica: Replica,
         topology: Topology,
         optimizer: Optimizer | None,
-        on_nonfinite: OnNonfinite,
-        verify_replicas: VerifyReplicas,
+        policy: Policy,
         can_skip: bool,
+        is_alone: bool,
     ) -> None:
         self.replica = replica
         self._topology = topology
         self._optimizer = optimizer
-        self._on_nonfinite = on_nonfinite
-        self._verify_replicas = verify_replicas
+        self.policy = policy
         self._advice = f"{_ADVICE}{_SKIPPING if can_skip else ''}"
+        self._is_alone = is_alone
         self.nonfinite = 0
         self.has_healed = False
         self.has_warned_of_difference = False
+
+    def follow(self, replica: Replica) -> None:
+        """Training goes on from agreed values, of perhaps other parameters, which are finite where its own were not.
+
+        Args:
+            replica: What agrees from now on.
+        """
+        self.replica = replica
+        if not self._is_alone:
+            self.begin_optimizer_anew()
+
+    def average(
+        self, buckets: Sequence[Bucket], step: int, weights: Callable[[int], Sequence[float]] | None = None
+    ) -> bool:
+        """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks.
+
+        Args:
+            buckets: Which.
+            step: Optimizer steps that were taken, equally many on all ranks.
+            weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
+
+        Returns:
+            Whether this rank was sick, and has got the others' mean: see :meth:`repair`.
+        """
+        if self._is_alone:
+            return False
+        on_nonfinite = self.policy.on_nonfinite
+        average = Average(self.replica, self._topology, buckets=buckets, on_nonfinite=on_nonfinite, weights=weights)
+        return self.repair(average, average(step), step, average.landed)
+
+    def average_optimizer_state(self) -> None:
+        """All nodes hold the same parameters: let them agree on the optimizer's state as well, if it is asked for."""
+        if self.policy.average_optimizer_state and self._optimizer is not None:
+            average_optimizer_state(self._optimizer, self.replica, self._topology)
 
     def verify(self, step: int) -> None:
         """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.
@@ -83,13 +136,13 @@ class Care:
         Raises:
             ReplicasDiffer: On all of them, if that is the policy.
         """
-        if self._verify_replicas == "off" or not self.replica.equal_in_node:
+        if self.policy.verify_replicas == "off" or not self.replica.equal_in_node:
             return
         difference = first_difference(self.replica, self._topology)
         if difference is None:
             return
         message = f"after {step} optimizer steps {difference}. {_WHY_RANKS_DIFFER}"
-        if self._verify_replicas == "raise":
+        if self.policy.verify_replicas == "raise":
             raise ReplicasDiffer(message)
         if not self.has_warned_of_difference and self._topology.local_rank == 0:
             log.warning("%s", message)
@@ -108,7 +161,7 @@ class Care:
         Raises:
             NonfiniteError: On the ranks of this node, if that is the policy.
         """
-        if self._on_nonfinite == "ignore":
+        if self.policy.on_nonfinite == "ignore":
             return None
         mark = mark_of_buckets(buckets).to(self.replica.device)
         if self.replica.shares:
@@ -137,7 +190,7 @@ class Care:
             f"after {step} optimizer steps rank {self._topology.rank} (node {self._topology.node}) has values that"
             f" are NaN or infinite: {found}"
         )
-        if self._on_nonfinite == "raise":
+        if self.policy.on_nonfinite == "raise":
             raise NonfiniteError(f"{message}. {self._advice}")
         log.warning("%s. The others go on without them (on_nonfinite='skip')", message)
         self.nonfinite += 1
@@ -176,7 +229,7 @@ class Care:
             NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
         """
         anywhere = bool(void)
-        if self.replica.shares and self._on_nonfinite != "ignore" and spoilt.wire.is_lossy:
+        if self.replica.shares and self.policy.on_nonfinite != "ignore" and spoilt.wire.is_lossy:
             # what is too large for the wire may lie in the part of one rank
             count = torch.tensor(float(anywhere), device=self.replica.device)
             self._topology.intra.all_reduce(count).wait()
@@ -238,7 +291,7 @@ class Care:
             return healthy
         if not healthy:
             raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
-        if self._on_nonfinite == "raise":
+        if self.policy.on_nonfinite == "raise":
             raise NonfiniteError(f"{trouble}. {self._advice}")
         if topology.rank == 0:
             left_out = "The agreement goes on without them" if sick else "The agreement is repeated as it is"
@@ -247,7 +300,7 @@ class Care:
 
     def begin_optimizer_anew(self) -> None:
         """This rank goes on from healthy parameters: let go of what its optimizer may remember of a sickness."""
-        if self._on_nonfinite == "skip":
+        if self.policy.on_nonfinite == "skip":
             self.has_healed = True
             if self._optimizer is not None:
                 begin_state_anew(self._optimizer)

@@ -208,7 +208,7 @@ class StepsDelay(Scheme):
             self.wire,
             self.shard_on,
             replica.bucket_bytes,
-            self.on_nonfinite,
+            self.care.policy.on_nonfinite,
         )
         self._server.take_optimizer_state(server_state)
         self._start_from_replica()
@@ -242,7 +242,7 @@ class StepsDelay(Scheme):
     def _gradient_is_finite(self) -> bool:
         """Whether the node's mean gradient may be used and sent."""
         gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-        if self.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
+        if self.care.policy.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
             return True
         found = describe(self.replica, gradients=True)
         return found is None or not self.care.note_sickness(found, self.steps)
@@ -293,7 +293,7 @@ class StepsDelay(Scheme):
         hyperparameters = server.hyperparameters()
         self._take_over_what_was_written(server)
         if pulls:
-            self.verify()  # first: a fault that makes one rank differ is to be named as such
+            self.care.verify(self.steps)  # first: a fault that makes one rank differ is to be named as such
             self._refuse_what_was_written()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
@@ -451,11 +451,11 @@ class StepsDelay(Scheme):
             return
         self._take_over_what_was_written(server)
         if self._left is not None:
-            self.verify()
+            self.care.verify(self.steps)
             self._refuse_what_was_written()
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
-        self.average_exactly(self.replica.buckets_of_buffers)
+        self.care.average(self.replica.buckets_of_buffers, self.steps)
         self._shown = self._bits()
 
     @property
@@ -467,7 +467,7 @@ class StepsDelay(Scheme):
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
     @property
-    def phase(self) -> str:
+    def phase(self) -> str:  # type: ignore[override]
         return "warm-up" if self.steps < self.warmup_steps else "delay"
 
     def scalars(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import harness
 import pytest
 import torch
 from harness import TWO_BY_TWO, Rank, on_nodes, reloaded, run_to_end
@@ -64,8 +65,7 @@ ALL = {**AGREEING, **GOSSIPING}
 
 
 def with_policy(scheme: Scheme, policy: str) -> Scheme:
-    scheme.on_nonfinite = policy
-    return scheme
+    return harness.with_policy(scheme, on_nonfinite=policy)
 
 
 def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math.nan) -> Rank:
@@ -97,7 +97,7 @@ def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
         assert rank.values.min() > 0.0  # all have learned since
         assert rank.values.max() <= 10.0
     sick_node = next(ranks_ for ranks_ in nodes if 2 in ranks_)
-    assert all(ranks[rank].scheme.nonfinite >= (rank == 2) for rank in sick_node)
+    assert all(ranks[rank].scheme.care.nonfinite >= (rank == 2) for rank in sick_node)
 
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, pytest.param(PAIRS, marks=pytest.mark.nightly)], ids=["2+2", "2+2+2"])
@@ -151,7 +151,7 @@ def test_the_healthy_mean_is_exact_and_the_optimizer_begins_anew_where_it_was_si
                 before = rank.values
         moments = [state["exp_avg"].isfinite().all() for state in rank.optimizer.state.values()]
         counts = {int(state["step"]) for state in rank.optimizer.state.values()}
-        return before, rank.values, all(moments), counts, rank.scheme.nonfinite
+        return before, rank.values, all(moments), counts, rank.scheme.care.nonfinite
 
     scheme = with_policy(PeriodicAveraging(4), "skip")
     inner = partial(Adam, lr=0.1)

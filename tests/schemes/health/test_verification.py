@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import harness
 import pytest
 import torch
 from harness import Rank, on_nodes, on_ranks, place, run_to_end
@@ -42,8 +43,7 @@ def diverges(rank: Rank) -> Rank:
 
 
 def with_policy(scheme: Scheme, policy: str) -> Scheme:
-    scheme.verify_replicas = policy
-    return scheme
+    return harness.with_policy(scheme, verify_replicas=policy)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,0 +1,45 @@
+"""Something else in place of an optimizer's step, where gradients are there and a program steps as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+@contextmanager
+def in_place_of_step(optimizer: Optimizer, update: Callable[[Callable[[], object] | None], object]) -> Iterator[None]:
+    """Inside, whoever calls ``optimizer.step`` (Lightning, a precision plugin after clipping) calls ``update``.
+
+    Args:
+        optimizer: The user's.
+        update: Called once, when the gradients are there, with the optimizer's own step; in the end, with None, if
+            nobody has stepped.
+    """
+    patched_by_others = vars(optimizer).get("step")  # a learning-rate scheduler counts calls this way
+    original = optimizer.step
+    was_called = False
+
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        nonlocal was_called
+        was_called = True
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        update(original)
+        return loss
+
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if patched_by_others is None:
+            del optimizer.step
+        else:
+            optimizer.step = patched_by_others  # type: ignore[method-assign]
+    if not was_called:
+        update(None)
