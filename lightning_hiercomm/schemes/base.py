@@ -325,15 +325,14 @@ class Scheme(ABC):
     def after_step(self, last: bool) -> None:
         """Called after the user's step was counted: launch, collect or merge, as the schedule says."""
 
-    def background(self, tier: str = "inter", waits_for_nodes: bool = True) -> Background:
+    def background(self, waits_for_nodes: bool = True) -> Background:
         """A new thread (or stream) beside training, which :meth:`close` ends.
 
         Args:
-            tier: What waiting for it is filed under.
             waits_for_nodes: Whether its jobs wait for moves between nodes.
         """
         puts_off = waits_for_nodes and self.topology.waits_on_host
-        background = Background(self.replica.device, self.topology.meter, tier, puts_off)
+        background = Background(self.replica.device, self.topology.meter, puts_off=puts_off)
         self._backgrounds.append(background)
         return background
 
