@@ -196,13 +196,25 @@ def _quote(page: str) -> str:
 
 @cache
 def _predictions(probes: str, percent: str) -> str:
-    """How many were within so many percent: of the first probe, or of the mean of all."""
-    rows: list[Any] = []
-    for setting in prediction.load(RESULTS / "prediction.json"):
-        if probes == "first":
-            setting = replace(setting, profiles=setting.profiles[:1])
-        rows += prediction.compare(setting)
+    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out."""
+    rows = _held_out_rows() if probes == "held-out" else _predicted("prediction", only_first=probes == "first")
     return f"{sum(abs(row.ratio - 1) <= float(percent) / 100 for row in rows)} of {len(rows)}"
+
+
+def _predicted(name: str, only_first: bool) -> list[prediction.Compared]:
+    settings = prediction.load(RESULTS / f"{name}.json")
+    if only_first:
+        settings = [replace(setting, profiles=setting.profiles[:1]) for setting in settings]
+    return [row for setting in settings for row in prediction.compare(setting)]
+
+
+def _held_out_rows() -> list[prediction.Compared]:
+    return _predicted("held-out", only_first=True)
+
+
+def _held_out() -> str:
+    """Predicted from one probe in front, on settings that the model was not revised on."""
+    return prediction.table(_held_out_rows()).rpartition("\n\n")[0]
 
 
 def _audit() -> str:
@@ -226,4 +238,5 @@ _KINDS: dict[str, Callable[..., str]] = {
     "sync-every": _sync_every,
     "once": _once,
     "predictions": _predictions,
+    "held-out": _held_out,
 }

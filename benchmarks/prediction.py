@@ -98,7 +98,7 @@ def setting_of(
     seconds: dict[str, list[float]] = {}
     processor_seconds: dict[str, list[float]] = {}
     for job in jobs:
-        if job.row in PREDICTED_ROWS and not any(record.error for record in results[job.id]):
+        if job.row != "probe" and not any(record.error for record in results[job.id]):
             seconds.setdefault(job.row, []).append(seconds_per_step(job, results[job.id]))
             used = statistics.fmean(record.window_processor_seconds for record in results[job.id]) / job.steps
             processor_seconds.setdefault(job.row, []).append(used)
