@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from benchmarks import prediction, report
 from benchmarks.contenders import BOUNDS, ROWS

@@ -140,13 +140,13 @@ def plan(arguments: argparse.Namespace) -> int:
         )
     wires = [None if wire == "float32" else wire for wire in sorted(arguments.wires or WIRES[:2], key=WIRES.index)]
     memory = None if arguments.memory is None else _read("--memory", quantities.size, arguments.memory)
-    faults = _faults(arguments)
+    faults, picture = _faults(arguments), _picture(arguments)
     try:
         made = make_plan(cluster, workload, wires, memory, arguments.target)
     except ValueError as error:
         raise PlanningError(str(error)) from error
-    if arguments.plot:
-        report.plot(made, Path(arguments.plot))
+    if picture is not None:
+        report.plot(made, picture)
     if arguments.json:
         print(json.dumps(report.to_dict(made, faults), indent=1))
         return 0
@@ -158,6 +158,16 @@ def plan(arguments: argparse.Namespace) -> int:
         print(f"{advice(made, faults)}\n")
     print(report.yaml(made), end="")
     return 0
+
+
+def _picture(arguments: argparse.Namespace) -> Path | None:
+    """Where a picture is to go: nothing is computed for a folder that is not there."""
+    if not arguments.plot:
+        return None
+    path = Path(arguments.plot)
+    if not path.parent.is_dir():
+        raise PlanningError(f"--plot {path}: there is no folder {path.parent}")
+    return path
 
 
 def _faults(arguments: argparse.Namespace) -> Faults | None:
@@ -187,7 +197,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         raise PlanningError("give either --preset, a paper's question, or --scheme, what you want to compare")
     preset = PRESETS[arguments.preset or "003"]
     site = _site(arguments, preset.site)
-    experiments = _experiments(arguments, preset)
+    experiments, picture = _experiments(arguments, preset), _picture(arguments)
     done = []
     for index, experiment in enumerate(experiments, 1):
         curve = run_one(experiment, site)
@@ -200,8 +210,8 @@ def simulate(arguments: argparse.Namespace) -> int:
             flush=True,
         )
     title = preset.question if arguments.preset else "Schemes"
-    if arguments.plot:
-        curves.plot(done, Path(arguments.plot), title)
+    if picture is not None:
+        curves.plot(done, picture, title)
     if arguments.json:
         print(json.dumps(curves.to_dict(done), indent=1))
         return 0

@@ -124,8 +124,11 @@ class Care:
 
     def average_optimizer_state(self) -> None:
         """All nodes hold the same parameters: let them agree on the optimizer's state as well, if it is asked for."""
-        if self.policy.average_optimizer_state and self._optimizer is not None:
-            average_optimizer_state(self._optimizer, self.replica, self._topology)
+        if not self.policy.average_optimizer_state:
+            return
+        if self._optimizer is None:
+            raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
+        average_optimizer_state(self._optimizer, self.replica, self._topology)
 
     def verify(self, step: int) -> None:
         """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.

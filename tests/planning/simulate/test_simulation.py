@@ -312,6 +312,7 @@ def test_flags_change_the_clock(capsys):
         (["--preset", "002", "--inter", "fast"], "--inter: 'fast' is not a bandwidth"),
         (["--preset", "002", "--step-time", "0"], "--step-time: '0' must be positive"),
         (["--preset", "002", "--profile", "/nowhere"], "cannot read /nowhere"),
+        (["--preset", "002", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: there is no folder /nowhere"),
     ],
 )
 def test_wrong_flags_get_one_line(flags, message, capsys):
