@@ -598,8 +598,7 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
             if own.scheme.steps == 5 and own.node == "1":
                 own.die()
             if own.scheme.steps == 7 and own.node == "0":
-                threads.start(3, newcomer, sizes[1])
-                wait_until(lambda: "3" in threads.lights._alive.values())
+                let_come(threads, 3, newcomer, sizes[1])
             own.step()
         own.scheme.finish()
         return own.membership.history
@@ -670,8 +669,7 @@ def test_a_node_that_comes_and_goes_again_and_again_does_not_hold_up_the_others(
         own.join()
         while own.scheme.steps < 24:
             if own.node == "0" and own.scheme.steps in (3, 9, 15):
-                threads.start(2, flaps)
-                wait_until(lambda: "2" in threads.lights._alive.values())
+                let_come(threads, 2, flaps)
             own.step()
         own.scheme.finish()
         return own.rank.values, own.membership.history
@@ -756,8 +754,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
         own.join()
         while own.scheme.steps < 12:
             if own.scheme.steps == period - 1 and own.node == "0":
-                threads.start(2, newcomer)
-                wait_until(lambda: "2" in threads.lights._alive.values())
+                let_come(threads, 2, newcomer)
             own.step()
             if own.scheme.steps == period:
                 at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
@@ -800,8 +797,7 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
         give = own.membership.give_state
         while own.scheme.steps < 15:
             if own.scheme.steps == 4:
-                threads.start(1, newcomer)
-                wait_until(lambda: "1" in threads.lights._alive.values())
+                let_come(threads, 1, newcomer)
                 own.membership.give_state = lambda state: None
             if own.scheme.steps == 8:
                 own.membership.give_state = give
@@ -813,6 +809,12 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
     results = threads.end()
     assert joined == [9]
     torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+
+
+def let_come(threads: Threads, node: int, work, ranks: int = 1) -> None:
+    """Start a node, and wait until the lighthouse has heard of it."""
+    threads.start(node, work, ranks)
+    wait_until(lambda: str(node) in threads.lights._alive.values())
 
 
 def wait_until(condition, timeout: float = 10.0) -> None:
@@ -836,8 +838,7 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
         own.join()
         while own.scheme.steps < 15:
             if own.scheme.steps == 4 and own.node == "0":
-                threads.start(2, newcomer)
-                wait_until(lambda: "2" in threads.lights._alive.values())
+                let_come(threads, 2, newcomer)
             if own.node == "0" and own.membership.healing.is_expected:
                 own.die()
             if own.scheme.steps == 4 and own.node == "1":
@@ -883,8 +884,7 @@ def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who,
                 if not tells:
                     own.membership.healing.send_away = lambda patients: None
                 if own.node == "0":
-                    threads.start(2, newcomer)
-                wait_until(lambda: "2" in threads.lights._alive.values())
+                    let_come(threads, 2, newcomer)
             own.step()
         own.scheme.finish()
         return own.rank.values
@@ -930,8 +930,7 @@ def test_a_newcomer_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
         own.join()
         while own.scheme.steps < 15:
             if own.scheme.steps == 4 and own.node == "0":
-                threads.start(2, newcomer)
-                wait_until(lambda: "2" in threads.lights._alive.values())
+                let_come(threads, 2, newcomer)
             own.step()
         own.scheme.finish()
         return own.membership.history
