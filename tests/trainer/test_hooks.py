@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import sys
 import warnings
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core import rank_zero
+from problems import Oracle
 
 from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.trainer import hooks
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 
@@ -31,6 +35,24 @@ from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 def test_what_is_not_set_up_yet_is_named(ask, message):
     with pytest.raises(RuntimeError, match=message):
         ask(HierarchicalStrategy())
+
+
+@pytest.mark.parametrize("is_too_large", [True, False])
+def test_ranks_whose_mesh_is_too_large_connect_when_they_have_something_to_say(fit, monkeypatch, is_too_large):
+    init, lazy = dist.init_process_group, []
+
+    def noting(*args, **settings):
+        lazy.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+        return init(*args, **settings)
+
+    class Noting(Oracle):
+        def on_train_end(self):
+            self.report = [*lazy, os.environ.get("TORCH_GLOO_LAZY_INIT")]
+
+    monkeypatch.setattr(dist, "init_process_group", noting)
+    monkeypatch.setattr(hooks, "mesh_is_too_large", lambda ranks, broadcast: is_too_large)
+    reports = fit(Noting(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
+    assert [report["report"] for report in reports] == [["1" if is_too_large else None, None]] * 2
 
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
