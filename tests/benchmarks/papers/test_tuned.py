@@ -49,6 +49,15 @@ def test_a_peak_has_lower_values_on_both_sides(tmp_path, monkeypatch, peak):
     assert list(found.judging) == [peak]
 
 
+def test_a_contender_with_other_seeds_is_paired_with_those_it_stands_for(tmp_path, monkeypatch):
+    played = stage(monkeypatch, {"a": -6})
+    again = Contender("again", lambda _: "a", "a, seeds + 1000", other_seeds=1000)
+    climb(Comparison(Arena("try", 2, 8, 1), (again,), tuple(range(10))), tmp_path)
+    found = load(Comparison(Arena("try", 2, 8, 1), (again,)), tmp_path)["again"]
+    assert all(seed >= 1000 for _, runs in played for _, seed in runs)
+    assert sorted(found.judged) == [*range(10)]
+
+
 def test_seeds_that_tune_do_not_judge(tmp_path, monkeypatch):
     played = stage(monkeypatch, {"a": -6})
     climb(comparison("a"), tmp_path)
