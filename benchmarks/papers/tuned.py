@@ -230,14 +230,18 @@ def _tell(comparison: Comparison, contender: Contender, means: Mapping[int, floa
 
 
 _ALL_REDUCE = Contender("AllReduce", lambda _: Synchronous(), "all-reduce")
-_AGAIN = Contender("AllReduce, other seeds", lambda _: Synchronous(), "all-reduce, seeds + 1000", other_seeds=1000)
-"""Tuned and judged by seeds of its own: what chance alone sets apart."""
+
+
+def _with_itself(contenders: tuple[Contender, ...]) -> tuple[Contender, ...]:
+    """The same, and all-reduce once more, tuned and judged by seeds of its own: what chance alone sets apart."""
+    first, *others = contenders
+    again = replace(first, name=f"{first.name}, other seeds", about=f"{first.about}, seeds + 1000", other_seeds=1000)
+    return (first, again, *others)
 
 
 def _common() -> tuple[Contender, ...]:
     return (
         _ALL_REDUCE,
-        _AGAIN,
         Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps"),
         Contender(
             "DASO(4), a whole run", lambda _: Stale(4, 1, 2, 2), "B 4, S 1, 2 + 2 epochs, adapts, patience 0", -8
@@ -319,7 +323,6 @@ def _outer() -> tuple[Contender, ...]:
     outers = ((1.0, 0.0), (0.7, 0.9), (0.7, 0.5))
     return (
         replace(_ALL_REDUCE, starts=-14),
-        replace(_AGAIN, starts=-14),
         *(
             Contender(
                 f"plain averages, H = {every}"
@@ -361,7 +364,6 @@ def _perceptrons() -> tuple[Contender, ...]:
     """What the audit of the page looked at, in runs of 24 epochs."""
     return (
         replace(_ALL_REDUCE, starts=-2),
-        replace(_AGAIN, starts=-2),
         Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps", -3),
         Contender("DASO(4), a whole run", lambda _: Stale(4, 1, 4, 4), "B 4, S 1, 4 + 4, adapts", -4),
         Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments", -2),
@@ -393,12 +395,12 @@ _TWENTY = tuple(range(20))
 COMPARISONS = {
     comparison.name: comparison
     for comparison in (
-        Comparison(Arena("nodes-8", 8, 8, 12), _common()),
+        Comparison(Arena("nodes-8", 8, 8, 12), _with_itself(_common())),
         Comparison(Arena("unequal-ranks", 1, 64, 12), _unequal()),
         Comparison(Arena("nodes-32", 32, 2, 12), _common()),
         Comparison(Arena("nodes-4", 4, 16, 12), _periods()),
         Comparison(Arena("adamw-8", 8, 8, 12, "adamw"), _adam()),
-        Comparison(Arena("rare-2", 2, 16, 16, "adamw"), _outer()),
+        Comparison(Arena("rare-2", 2, 16, 16, "adamw"), _with_itself(_outer())),
         *(
             Comparison(Arena(f"late-{every}-{momentum:g}", 2, 16, 16, "adamw"), _late(every, momentum))
             for every in (64, 256)
@@ -408,7 +410,7 @@ COMPARISONS = {
         Comparison(Arena("long-8", 8, 8, 48), _long()),
         Comparison(Arena("gossip-16", 16, 4, 12), _gossips(), _TWENTY),
         Comparison(Arena("gossip-32", 32, 2, 12), _gossips(), _TWENTY),
-        Comparison(Arena("perceptron-8", 8, 16, 24, model="perceptron"), _perceptrons()),
+        Comparison(Arena("perceptron-8", 8, 16, 24, model="perceptron"), _with_itself(_perceptrons())),
         Comparison(Arena("perceptron-32", 32, 4, 24, model="perceptron"), _perceptrons()),
         Comparison(Arena("perceptron-unequal", 1, 64, 16, model="perceptron"), _unequal(-4)),
         Comparison(Arena("stale-8", 8, 8, 12), _staleness()),
