@@ -560,7 +560,7 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
             if x.numel() and (step, topology.rank) == c.sick:
                 flat[-1] = math.nan
             if c.buffer == "statistics":
-                shares = half.scheme.gradients != "none"  # then DDP gives a node one value
+                shares = half.scheme.config.gradients != "none"  # then DDP gives a node one value
                 half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * (topology.node if shares else topology.rank))
             return flat
 

@@ -23,7 +23,7 @@ from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 
 class Died(BaseException):
@@ -149,7 +149,7 @@ class ElasticRank:
     cluster: Threads
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> RunningScheme[Scheme]:
         return self.rank.scheme
 
     def step(self, gradient: float | None = None) -> None:
@@ -165,7 +165,7 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_agreed or self.scheme.profile.begins_with_copy):
+        if not (self.scheme.is_agreed or self.scheme.config.profile.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
@@ -215,7 +215,7 @@ class Threads:
     """Nodes of one run on threads.
 
     Args:
-        scheme: Of which every rank gets a copy.
+        scheme: What every rank trains by.
         elastic: As a user would say.
         training: See `harness.attached`.
         tokens: By node, that of the run as it knows it.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
 
@@ -105,7 +104,7 @@ class Rank:
     module: torch.nn.Module
     optimizer: torch.optim.Optimizer
     wire: Wire
-    scheme: Scheme
+    scheme: RunningScheme[Scheme]
     gradients: GradientPath
     replicas: Replicas
     target: Tensor
@@ -244,9 +243,9 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def with_policy(scheme: Scheme, **chosen: Any) -> Scheme:
-    """A copy of a scheme that :func:`attached` attaches as a user has ``chosen``: fields of a ``Policy``."""
-    own = copy.deepcopy(scheme)
-    vars(own)["policy_of_test"] = Policy(**chosen)
+    """A scheme that :func:`attached` builds as a user has ``chosen``: fields of a ``Policy``."""
+    own = object.__new__(type(scheme))
+    vars(own).update(vars(scheme), policy_of_test=Policy(**chosen))
     return own
 
 
@@ -268,11 +267,11 @@ def attached(
     steps: int | None = None,
     begins_epoch: bool = True,
 ) -> Iterator[Rank]:
-    """A copy of ``scheme``, attached to parameters and ready to train; it is closed in the end.
+    """What ``scheme`` makes for parameters, ready to train; it is closed in the end.
 
     Args:
         topology: The rank's.
-        scheme: Of which every rank gets a copy.
+        scheme: What every rank trains by.
         shapes: Of the parameters, by their names (those of one without a name are numbers). Default: one scalar.
         start: The value of all parameters.
         targets: Of all ranks; every element's. None: random ones, different for every element.
@@ -296,25 +295,23 @@ def attached(
     for name in frozen:
         module[name].requires_grad_(False)
     optimizer = (inner or SGD_AT_HALF)(list(module.parameters()))
-    own = copy.deepcopy(scheme)
     wire = wire if isinstance(wire, Wire) else Wire.named(wire)
     if targets is None:
         generator = torch.Generator().manual_seed(topology.rank)
         target = _flat([torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()])
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
-    gradients = gradient_path(own.gradients, topology, place.device, wire, piece_bytes=bucket_bytes)
+    gradients = gradient_path(scheme.gradients, topology, place.device, wire, piece_bytes=bucket_bytes)
     replicas = Replicas(module, [optimizer], bucket_bytes)
-    rank = Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
-    try:
-        own.attach(rank.replica(), topology, optimizer, wire, vars(own).get("policy_of_test"))
+    policy = vars(scheme).get("policy_of_test", Policy())
+    with ExitStack() as closing:
+        closing.callback(gradients.close, timeout=1.0)
+        own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy))
+        closing.callback(own.close, timeout=1.0)
         own.begin_run(epochs, steps)
         if begins_epoch:
             own.begin_epoch(0, {})
-        yield rank
-    finally:
-        own.close(timeout=1.0)
-        gradients.close(timeout=1.0)
+        yield Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -358,7 +355,7 @@ class Trace:
     after_epoch: list[float] = field(default_factory=list)
     finished: float = 0.0
     meter: dict[str, float] = field(default_factory=dict)
-    scheme: Scheme | None = None
+    scheme: RunningScheme[Scheme] | None = None
 
 
 def run_oracle(

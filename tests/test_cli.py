@@ -228,15 +228,14 @@ def outer_optimizer(scheme, world):
     meter = Meter()
     topology = Topology([[0]], 0, world.connect(0, meter), meter)
     replica = Replica([torch.nn.Parameter(torch.ones(3))])
-    scheme.outer.attach(Average(replica, topology, land=scheme.outer.land))
-    return scheme.outer
+    return scheme.merging.build(Average(replica, topology, land=scheme.merging.land))
 
 
 def test_a_sentence_of_words_from_yaml(strategy):
     scheme = strategy(NOLOCO).scheme
     assert scheme.when == Every(5)
     assert isinstance(scheme.through, RandomPermutation)
-    assert copy.deepcopy(scheme).outer.keep_local == 0.0
+    assert copy.deepcopy(scheme).merging.keep_local == 0.0
 
 
 def test_a_copy_does_not_copy_what_makes_the_outer_optimizer(strategy):
@@ -249,8 +248,9 @@ def test_a_copy_does_not_copy_what_makes_the_outer_optimizer(strategy):
         def __deepcopy__(self, memo):
             raise AssertionError("it was copied")
 
-    scheme = DiLoCo(outer_optimizer=Unique())
-    assert copy.deepcopy(scheme).outer is not scheme.outer
+    scheme = copy.deepcopy(DiLoCo(outer_optimizer=Unique()))
+    one, other = (ThreadWorld(1).run(lambda rank, world: outer_optimizer(scheme, world))[0] for _ in range(2))
+    assert one.optimizer is not other.optimizer
 
 
 def test_an_outer_optimizer_from_the_command_line(strategy):

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.workloads import WORKLOADS, loss_of
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import connect_torch
-from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import PeriodicAveraging
+from lightning_hiercomm.schemes.gradients import NodeMean
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -46,12 +45,10 @@ def test_a_hook_that_does_nothing(benchmark: BenchmarkFixture) -> None:
 
 def test_our_hook(benchmark: BenchmarkFixture) -> None:
     meter = Meter()
-    scheme = PeriodicAveraging()
-    replica = Replica(WORKLOADS["mlp85k"].model().parameters())
-    scheme.attach(replica, Topology([[0]], 0, connect_torch(meter), meter))
+    path = NodeMean(Topology([[0]], 0, connect_torch(meter), meter))
 
     def hook(_: object, bucket: Any) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
-        return scheme.reduce_gradients(gradients).future(gradients)
+        return path.reduce(gradients).future(gradients)
 
     backward(benchmark, hook)

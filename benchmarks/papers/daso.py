@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -18,7 +18,8 @@ from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.planning.cluster import Link
 from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
-from lightning_hiercomm.schemes import DASO, AllReduce, Scheme
+from lightning_hiercomm.schemes import DASO, AllReduce, Context, Scheme
+from lightning_hiercomm.schemes.daso import RunningDASO
 
 EPOCHS = 24
 WARM_UP = COOL_DOWN = 4
@@ -68,28 +69,30 @@ _PAPER_TABLE = {
 }
 
 
-class _History(list[Any]):
-    """Shared by all copies of a scheme."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _History:
-        return self
-
-
 class Recorded(DASO):
-    """Writes down the phase, B and S of every epoch."""
+    """Writes down the phase, B and S of every epoch.
 
-    history: _History
+    Attributes:
+        history: Of the last run in this process.
+    """
 
+    history: ClassVar[list[list[Any]]] = []
+
+    def build(self, context: Context) -> RunningDASO:
+        if context.topology.rank == 0:
+            self.history.clear()
+        return _Recording(self, context)
+
+
+class _Recording(RunningDASO):
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
         if self.topology.rank == 0:
-            self.history.append([epoch, self.phase, self.when.period or 1, self.staleness])
+            Recorded.history.append([epoch, self.phase, self.when.period or 1, self.staleness])
 
 
 def _whole(merge: Literal["eq1", "delta"]) -> Scheme:
-    scheme = Recorded(4, 1, merge=merge, patience=0, narrow_phases="blocking")
-    scheme.history = _History()
-    return scheme
+    return Recorded(4, 1, merge=merge, patience=0, narrow_phases="blocking")
 
 
 RUNS: dict[str, tuple[str, Callable[[], Scheme], str | None]] = {

@@ -24,7 +24,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import DiLoCo, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import Context, DiLoCo, PeriodicAveraging, Scheme
 
 CONTENDERS: dict[str, tuple[Callable[[int], Scheme], str | None]] = {
     "DiLoCo": (lambda every: DiLoCo(every), None),
@@ -65,8 +65,8 @@ def trained(name: str, every: int, nodes: int, steps: int, seed: int) -> tuple[f
         topology = Topology([[node] for node in range(nodes)], rank, world.connect(rank, meter), meter)
         model = copy.deepcopy(initial)
         optimizer = workload.optimizer(model)
-        scheme, batches = make(every), workload.batches(rank, nodes, seed)
-        scheme.attach(Replica(model.parameters()), topology, optimizer, Wire.named(wire))
+        batches = workload.batches(rank, nodes, seed)
+        scheme = make(every).build(Context(Replica(model.parameters()), topology, optimizer, Wire.named(wire)))
         scheme.begin_run(1, steps)
         scheme.begin_epoch(0, {})
 

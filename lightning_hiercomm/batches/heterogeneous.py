@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_hiercomm.arguments import as_call, checked_arguments
+from lightning_hiercomm.arguments import as_call, checked_arguments, defaults_of
 from lightning_hiercomm.batches.partition import (
     StepCost,
     Weighting,
@@ -134,7 +134,7 @@ class HeterogeneousBatches:
 
     def __repr__(self) -> str:
         """As one would write it."""
-        return as_call(self)
+        return as_call(self, defaults_of(HeterogeneousBatches.__init__))
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import local, reshard, whole
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
 
 _REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
@@ -42,7 +42,7 @@ def companion_state(
     topology: Topology,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
-    schemes: Sequence[Scheme],
+    schemes: Sequence[RunningScheme[Scheme]],
     gradients: GradientPath,
     own_values: Mapping[int, Tensor],
     mid_epoch: bool,
@@ -128,7 +128,7 @@ def load_companion(
     return {**state, "path": path}
 
 
-def check_companion(state: Mapping[str, Any], module: nn.Module, schemes: Sequence[Scheme]) -> None:
+def check_companion(state: Mapping[str, Any], module: nn.Module, schemes: Sequence[RunningScheme[Scheme]]) -> None:
     """See that a companion belongs to a run like this one.
 
     Args:
@@ -153,7 +153,7 @@ def restore_companion(
     state: Mapping[str, Any],
     module: nn.Module,
     optimizers: Sequence[Optimizer],
-    schemes: Sequence[Scheme],
+    schemes: Sequence[RunningScheme[Scheme]],
     gradients: GradientPath,
 ) -> None:
     """Put back what :func:`companion_state` took, but for the random streams.
@@ -231,10 +231,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         importlib.import_module("numpy").random.set_state(tuple(state["numpy"]))
 
 
-def _layouts(schemes: Sequence[Scheme]) -> list[str]:
+def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
     """For each scheme, what the shapes of its state depend on besides the model and the nodes."""
     return [
-        f"{type(scheme).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire={scheme.wire.codec},"
+        f"{type(scheme.config).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire={scheme.wire.codec},"
         f" wire_raw={scheme.wire.raw})"
         for scheme in schemes
     ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, has_mean
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.schemes.health.verification import print_of
 
@@ -32,7 +32,7 @@ class AgreedModel:
         topology: The nodes.
     """
 
-    def __init__(self, schemes: Sequence[Scheme], replicas: Replicas, topology: Topology) -> None:
+    def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
@@ -91,7 +91,7 @@ class AgreedModel:
         for scheme in self._schemes:
             scheme.agree()
 
-    def average_buffers(self, scheme: Scheme) -> None:
+    def average_buffers(self, scheme: RunningScheme[Scheme]) -> None:
         """Write the mean of those buffers in which ranks differ: forward passes move them between steps. Collective."""
         if not self._topology.may_grow:
             self.average(self._differing(scheme.replica.buffers))

@@ -10,11 +10,11 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 
 def communication(
-    meter: Meter | None, schemes: Sequence[Scheme], batches: HeterogeneousBatches | None
+    meter: Meter | None, schemes: Sequence[RunningScheme[Scheme]], batches: HeterogeneousBatches | None
 ) -> dict[str, float]:
     """A rank's counters and the schemes' present values; costs nothing.
 
@@ -49,7 +49,7 @@ def summed_over(group: Communicator, meter: Meter, values: dict[str, float], dev
     return {**values, **dict(zip(counters, sums.tolist(), strict=True))}
 
 
-def ddp_inter_bytes(topology: Topology, schemes: Sequence[Scheme], steps: float) -> float:
+def ddp_inter_bytes(topology: Topology, schemes: Sequence[RunningScheme[Scheme]], steps: float) -> float:
     """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps.
 
     A ring all-reduce over R ranks in node order sends ``2 (R - 1) / R`` of the gradients over each of its M links

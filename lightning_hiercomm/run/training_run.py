@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 import warnings
@@ -19,7 +18,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.shards import local
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
@@ -32,7 +31,7 @@ _COUNTERS = ("steps", "step_in_epoch", "epoch")
 
 
 class TrainingRun:
-    """One ``fit``: a deep copy of the configured scheme for every optimizer, and who calls it when.
+    """One ``fit``: what the configured scheme makes for every optimizer, and who calls it when.
 
     It knows no Trainer: whoever drives the training tells it where a run, an epoch and a step begin and end.
 
@@ -68,19 +67,18 @@ class TrainingRun:
         self.replicas = replicas
         self.topology = topology
         self.wire = wire or Wire()
-        self.schemes = [copy.deepcopy(scheme) for _ in replicas.optimizers]
         self.gradients = gradients or gradient_path(
             scheme.gradients, topology, replicas.device, self.wire, piece_bytes=replicas.bucket_bytes
         )
+        policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
+        contexts = (Context(replicas.of(own), topology, own, self.wire, policy) for own in replicas.optimizers)
+        self.schemes = [scheme.build(context) for context in contexts]
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._last_schedules: list[dict[str, Any]] | None = None
         self.after_healing: Callable[[], None] = lambda: None
         self.is_closed = False
-        policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
-        for own, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            own.attach(replicas.of(optimizer), topology, optimizer, self.wire, policy)
         self.remember_values()
 
     @property
@@ -93,7 +91,7 @@ class TrainingRun:
         """The user's own, outside of any wrapper."""
         return self.replicas.optimizers
 
-    def scheme_of(self, optimizer: Optimizer) -> Scheme:
+    def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
         """The scheme of an optimizer."""
         return next(s for s, other in zip(self.schemes, self.optimizers, strict=True) if other is optimizer)
 
@@ -110,7 +108,7 @@ class TrainingRun:
     def fingerprint(self) -> str:
         """Equal for runs that train modules of the same shapes by the same scheme and wire."""
         shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in self.module.named_parameters()]
-        what = re.sub(r" at 0x[0-9a-f]+", "", repr([self.schemes, shapes, self.wire]))
+        what = re.sub(r" at 0x[0-9a-f]+", "", repr([[scheme.config for scheme in self.schemes], shapes, self.wire]))
         return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
 
     def begin_from_module(self) -> None:
@@ -176,7 +174,7 @@ class TrainingRun:
 
     def watch_loss(self, output: Any) -> None:
         """Take what a training step returned: the loss, a mapping that holds it, or anything else."""
-        if self.schemes and self.schemes[0].watches_loss:
+        if self.schemes and self.schemes[0].config.watches_loss:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):
                 loss = loss.detach().float().mean()
@@ -189,7 +187,7 @@ class TrainingRun:
 
     def mean_loss_so_far(self) -> dict[str, Any]:
         """The mean of all ranks' :meth:`loss_so_far`, from which all come to the same mean of the epoch. Collective."""
-        if not (self.schemes and self.schemes[0].watches_loss):
+        if not (self.schemes and self.schemes[0].config.watches_loss):
             return {}
         sums = torch.zeros(2, device=self.replicas.device)
         if self._loss_sum is not None:
@@ -247,7 +245,7 @@ class TrainingRun:
             if self.replicas.has_grown(scheme.replica, optimizer):
                 self._follow(scheme, optimizer)
 
-    def _follow(self, scheme: Scheme, optimizer: Optimizer) -> None:
+    def _follow(self, scheme: RunningScheme[Scheme], optimizer: Optimizer) -> None:
         """Begin anew from an agreement, if other parameters are trained by now. Collective."""
         if self.replicas.has_changed(scheme.replica, optimizer):
             scheme.agree()
@@ -305,13 +303,13 @@ class TrainingRun:
         self.gradients.close(timeout)
 
 
-def _schedule_of(scheme: Scheme, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schedule that was saved, or what means the same in this scheme if it is another's: the counted steps.
 
     Warns:
         UserWarning: If it is another's.
     """
-    name = type(scheme).__name__
+    name = type(scheme.config).__name__
     if saved.get("scheme") == name:
         return saved
     if scheme.topology.rank == 0:

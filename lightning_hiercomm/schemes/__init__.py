@@ -2,9 +2,9 @@
 
 from typing import Literal, TypeAlias
 
-from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.all_reduce import AllReduce
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
 from lightning_hiercomm.schemes.gossip import Gossip
@@ -32,6 +32,7 @@ __all__ = [
     "SCHEMES",
     "Agreement",
     "AllReduce",
+    "Context",
     "Delta",
     "DiLoCo",
     "DirectedExponential",
@@ -45,6 +46,8 @@ __all__ = [
     "RandomPermutation",
     "Replace",
     "Ring",
+    "RunningAgreement",
+    "RunningScheme",
     "Scheme",
     "SchemeName",
     "Staggered",

@@ -14,27 +14,27 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wide_sum import is_short
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.base import Scheme
-from lightning_hiercomm.schemes.carriers.base import Carrier
+from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
 from lightning_hiercomm.schemes.carriers.peers import PeerMean
 from lightning_hiercomm.schemes.profile import Profile
-from lightning_hiercomm.schemes.tuning import PeriodTuner
+from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
 from lightning_hiercomm.schemes.words.graphs import Graph
 from lightning_hiercomm.schemes.words.merging import MERGES, Merge
-from lightning_hiercomm.schemes.words.outer import OuterOptimizer
+from lightning_hiercomm.schemes.words.outer import OuterOptimizer, RunningOuterOptimizer
 from lightning_hiercomm.schemes.words.when import Every, Staggered, When
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+A = TypeVar("A", bound="Agreement", covariant=True)
 
 Through = Literal["mean", "rotating"] | Graph
 MergeName = Literal["replace", "eq1", "delta"]
@@ -87,15 +87,17 @@ class Agreement(Scheme):
             alone between agreements, which then average inside the node as well.
 
     Attributes:
-        tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
+        merging: The merge itself, also where it was given by its name.
+        auto: How the period is chosen, with ``sync_every="auto"``; otherwise None.
+        is_exact_beside_training: Whether what training does not wait for travels as it is, whatever the wire.
 
     Raises:
         ValueError: For arguments out of range, or that contradict each other.
     """
 
-    tuner: PeriodTuner | None = None
+    auto: AutoPeriod | None = None
+    is_exact_beside_training = False
 
-    @checked_arguments
     def __init__(
         self,
         when: When | int = 100,
@@ -105,7 +107,6 @@ class Agreement(Scheme):
         staleness: int = 0,
         gradients: Literal["node", "none"] = "node",
     ) -> None:
-        super().__init__()
         if isinstance(when, int) and when < 1:
             raise ValueError(
                 f"when={when} must be a positive number of optimizer steps, or a schedule such as Every(50)"
@@ -125,27 +126,21 @@ class Agreement(Scheme):
         self.what = what
         self.through = through
         self.merge = merge
-        self._merge = merge if isinstance(merge, Merge) else MERGES[merge]()
+        self.merging = merge if isinstance(merge, Merge) else MERGES[merge]()
         self.staleness = staleness
-        self.synchronizations = 0
-        self._was_sick = False
-        self._tuned_period: int | None = None
-        self._in_flight = InFlight()
-        if self._merge.keeps_agreed and through == "rotating":
+        if self.merging.keeps_agreed and through == "rotating":
             raise ValueError(
-                f"through='rotating' does not go with {type(self._merge).__name__}, whose state lies with the rank that"
-                " carries a part: use through='mean'"
+                f"through='rotating' does not go with {type(self.merging).__name__}, whose state lies with the rank"
+                " that carries a part: use through='mean'"
             )
+
+    def build(self, context: Context) -> RunningAgreement[Agreement]:
+        return RunningAgreement(self, context)
 
     @property
     def period(self) -> int | None:
         """Optimizer steps between two agreements on the same part; None if the schedule has no such number."""
         return getattr(self.when, "period", None)
-
-    @property
-    def makes_nodes_equal(self) -> bool:
-        """Whether all nodes hold the same parameters after an agreement on all of them."""
-        return self._merge.ends_in_agreement and not isinstance(self.through, Graph)
 
     _sharded = "through='mean'"
 
@@ -169,9 +164,9 @@ class Agreement(Scheme):
             )
         elif self.gradients == "none":
             stay = "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
-        elif self.tuner is not None:
+        elif self.auto is not None:
             stay = "sync_every='auto' times exchanges while nodes come and go: give sync_every a number"
-        if self.tuner is not None:
+        if self.auto is not None:
             no_period = "sync_every='auto' is chosen when a run begins: give a number"
         elif self.period is None:
             no_period = "sync_every=None agrees at the end of epochs, whose length is not known: give a number"
@@ -180,17 +175,19 @@ class Agreement(Scheme):
             general,
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_nodes_that_stay=stay,
-            begins_with_copy=self._begins_with_copy,
+            begins_with_copy=self.begins_with_copy,
             can_average_optimizer_state=self.staleness == 0 and self.what == 1,
-            outer_copies=0.0 if self.outer is None else 2.0,  # momentum, agreed values
+            outer_copies=2.0 if isinstance(self.merging, OuterOptimizer) else 0.0,  # momentum, agreed values
             drift=(self.period or math.inf) + self.staleness,
             period=no_period or self.period or 1,
             leaves=lambda step: bool(self.leaving(step, parts)),
         )
 
     @property
-    def _begins_with_copy(self) -> bool:
-        return self.what != 1 or self.staleness > 0 or not self.makes_nodes_equal
+    def begins_with_copy(self) -> bool:
+        """Whether nodes are never equal, so that one that comes begins with what another has become by itself."""
+        makes_equal = self.merging.ends_in_agreement and not isinstance(self.through, Graph)
+        return self.what != 1 or self.staleness > 0 or not makes_equal
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
@@ -203,9 +200,9 @@ class Agreement(Scheme):
     def _check_epoch(self, nodes: int, steps: float) -> None:
         """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one."""
         counts_in_epoch = isinstance(self.when, Every) and self.when.of == "epoch"
-        if nodes > 1 and counts_in_epoch and self.tuner is not None and steps < self.tuner.provisional_period:
+        if nodes > 1 and counts_in_epoch and self.auto is not None and steps < self.auto.provisional_period:
             raise ValueError(
-                f"sync_every='auto' times exchanges that are {self.tuner.provisional_period} optimizer steps apart, but"
+                f"sync_every='auto' times exchanges that are {self.auto.provisional_period} optimizer steps apart, but"
                 f" an epoch has {math.ceil(steps)}: give sync_every a number"
             )
 
@@ -214,58 +211,85 @@ class Agreement(Scheme):
         due = step + self.staleness
         return self.when.due(due, due, parts)
 
-    is_exact_beside_training = False
-    """Whether what training does not wait for travels as it is, whatever the wire."""
+
+class RunningAgreement(RunningScheme[A]):
+    """An agreement at work: exchanges are launched, collected when they are due, and merged; some are in flight.
+
+    Attributes:
+        when: The schedule of the merges by now.
+        staleness: Optimizer steps between sending and merging by now.
+        tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
+        outer: The outer optimizer, where the merge is one and there is somebody to agree with.
+        synchronizations: How often something has left for the other nodes.
+    """
+
+    def __init__(self, config: A, context: Context) -> None:
+        super().__init__(config, context)
+        self.when = config.when
+        self.staleness = config.staleness
+        self.tuner = None if config.auto is None else PeriodTuner(config.auto)
+        self.synchronizations = 0
+        self._merge = config.merging
+        self._was_sick = False
+        self._tuned_period: int | None = None
+        self._in_flight = InFlight()
+        # every move between nodes, waited for or not, takes the same communicators, in the order of the program
+        shares_communicators = self.is_alone or (self.topology.may_grow and not self.staleness)
+        self._beside = self.topology if shares_communicators else self.topology.twin()
+        self._second = self._opened_second(None)
+        self._inbound = self.background()
+        self._outbound = None if config.gradients == "node" else self.background(waits_for_nodes=False)
+        self._parts, self._carrier = self._cut()
+        self.outer = self._built_outer(None)
 
     @property
-    def outer(self) -> OuterOptimizer | None:
-        """The outer optimizer, if the merge is one."""
-        return self._merge if isinstance(self._merge, OuterOptimizer) else None
+    def period(self) -> int | None:
+        """Optimizer steps between two agreements on the same part by now; None if the schedule has no such number."""
+        return getattr(self.when, "period", None)
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        if self.is_alone:
-            return
-        # every move between nodes, waited for or not, takes the same communicators, in the order of the program
-        self._beside = self.topology.twin() if self.staleness or not self.topology.may_grow else self.topology
-        self._second: Topology | None = None
-        self._inbound = self.background()
-        self._outbound = None if self.gradients == "node" else self.background(waits_for_nodes=False)
-
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
-        replica = self.replica
         self._in_flight.drop()
-        if self.is_alone:
-            return
-        is_in_rounds = not self.wire.codec.adds or any(map(is_short, replica.dtypes))
+        self._second = self._opened_second(self._second)
+        self._parts, self._carrier = self._cut()
+        self.outer = self._built_outer(self.outer)
+
+    def _opened_second(self, second: Topology | None) -> Topology | None:
+        """Another twin, if there is none yet and codes, or types, that do not add need a second round."""
+        is_in_rounds = not self.wire.codec.adds or any(map(is_short, self.replica.dtypes))
         # where nodes come and go, and all of it is waited for, it takes one lane
         needs_second = self.staleness > 0 if self.topology.may_grow else self.topology.num_nodes > 2
-        if self._second is None and is_in_rounds and needs_second:
-            self._second = self.topology.twin()
-        cut = [replica.buckets_of_parameters] if self.what == 1 else replica.cut(self.what, replica.bucket_bytes)
+        if second is None and is_in_rounds and needs_second and not self.is_alone:
+            return self.topology.twin()
+        return second
+
+    def _cut(self) -> tuple[list[range], Carrier]:
+        """The parts of the model, by the indexes of their buckets, and who carries them."""
+        if self.is_alone:
+            return [], Average(self.replica, self.topology, buckets=[])
+        replica, what = self.replica, self.config.what
+        cut = [replica.buckets_of_parameters] if what == 1 else replica.cut(what, replica.bucket_bytes)
         ends = list(accumulate(map(len, cut)))
-        self._parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
         self._check_staleness(len(cut))
-        self._carrier: Carrier = self._carrier_of([bucket for part in cut for bucket in part], self.wire)
-        if self._merge.keeps_agreed:
-            self._merge.attach(self._carrier)
+        parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
+        return parts, self._carrier_of([bucket for part in cut for bucket in part], self.wire)
 
     def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
-        land = self._merge.land if self._merge.keeps_agreed else None
-        if isinstance(self.through, Graph):
+        through = self.config.through
+        if isinstance(through, Graph):
             return PeerMean(
                 buckets,
-                self.through,
+                through,
                 self.topology,
                 self._beside,
                 self._inbound,
                 wire,
-                land,
+                self._land,
                 look=lambda leaving: self.care.look(leaving, self.steps),
             )
-        carrier = RotatingAverage if self.through == "rotating" else Average
+        carrier = RotatingAverage if through == "rotating" else Average
         return carrier(
             self.replica,
             self.topology,
@@ -273,9 +297,23 @@ class Agreement(Scheme):
             self._beside,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            land=land,
+            land=self._land,
             on_nonfinite=self.care.policy.on_nonfinite,
         )
+
+    @property
+    def _land(self) -> Land | None:
+        """Moves the last agreed values, where the merge keeps them."""
+        if not self._merge.keeps_agreed:
+            return None
+        # asked for anew each time: an outer optimizer is made of a carrier
+        return lambda *landing: (self._merge if self.outer is None else self.outer).land(*landing)
+
+    def _built_outer(self, before: RunningOuterOptimizer | None) -> RunningOuterOptimizer | None:
+        """The outer optimizer of what the carrier holds, if the merge is one; it goes on from the one before."""
+        if self.is_alone or not isinstance(self._merge, OuterOptimizer):
+            return None
+        return self._merge.build(self._carrier, before)
 
     @property
     def _carrier_beside_training(self) -> Carrier:
@@ -285,7 +323,8 @@ class Agreement(Scheme):
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that go the way of the parameters whenever training waits for all of them."""
-        return [] if self._merge.keeps_agreed or isinstance(self.through, Graph) else self.replica.buckets_of_buffers
+        stay = self._merge.keeps_agreed or isinstance(self.config.through, Graph)
+        return [] if stay else self.replica.buckets_of_buffers
 
     def after_step(self, last: bool) -> None:
         if self.is_alone:
@@ -307,9 +346,10 @@ class Agreement(Scheme):
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
-        if self.tuner is not None and not self.is_alone and steps is not None and steps - self.steps < self.tuner.steps:
+        needed = 0 if self.tuner is None or self.is_alone else self.tuner.auto.steps
+        if steps is not None and needed and steps - self.steps < needed:
             raise ValueError(
-                f"sync_every='auto' times exchanges for the first {self.tuner.steps} optimizer steps, but the run ends"
+                f"sync_every='auto' times exchanges for the first {needed} optimizer steps, but the run ends"
                 f" after {steps - self.steps}: give sync_every a number, or train for longer"
             )
 
@@ -328,7 +368,7 @@ class Agreement(Scheme):
                 log.info(
                     "%s: sync_every=%d: a step takes %.3g ms, and training waits %.3g ms for the exchanges of a period,"
                     " which is %.1f %% of it",
-                    type(self).__name__,
+                    type(self.config).__name__,
                     choice.period,
                     1e3 * choice.step_seconds,
                     1e3 * choice.exchange_seconds,
@@ -366,7 +406,7 @@ class Agreement(Scheme):
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
         self.care.verify(self.steps)
         waits = not self.staleness
-        admits = self._begins_with_copy or len(parts) == len(self._parts)
+        admits = self.config.begins_with_copy or len(parts) == len(self._parts)
         with self._exchanging(starts=waits, ends=waits):
             self.topology.agreement(lambda: self._agree_and_wait(parts), admits)
 
@@ -381,7 +421,7 @@ class Agreement(Scheme):
             self._average_buffers()
         self._end_round(parts)
         self.agreements += 1
-        if is_all and self.makes_nodes_equal:
+        if is_all and self._merge.ends_in_agreement and not isinstance(self.config.through, Graph):
             self.unagreed_steps = 0
             self.care.average_optimizer_state()
 
@@ -389,7 +429,7 @@ class Agreement(Scheme):
         if any(bucket is of_buffers for of_buffers in self.replica.buckets_of_buffers):
             bucket.unpack(arrived)
         else:
-            self._merge.at_once(bucket, arrived)
+            self._merge.at_once(bucket, arrived, self.topology.num_nodes)
 
     def _turn(self, arrived: Exchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next."""
@@ -486,8 +526,7 @@ class Agreement(Scheme):
                 self._in_flight.settle()
             if void and not self._merge.keeps_agreed:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
-            land = self._merge.land if self._merge.keeps_agreed else None
-            self._was_sick = self.care.repair(carrier, void, self.steps, landed, self._take, land)
+            self._was_sick = self.care.repair(carrier, void, self.steps, landed, self._take, self._land)
         if self._was_sick:
             self.care.begin_optimizer_anew()
 
@@ -526,8 +565,8 @@ class Agreement(Scheme):
         if self.tuner is not None and not self.is_alone and self.topology.rank == 0:
             log.warning(
                 "%s: the run ended before sync_every='auto' had timed %d exchanges, so the period was %d to the end",
-                type(self).__name__,
-                self.tuner.exchanges,
+                type(self.config).__name__,
+                self.tuner.auto.exchanges,
                 self.period,
             )
 
@@ -544,9 +583,9 @@ class Agreement(Scheme):
         merge, and estimated, for free, on up to 4096 elements of every bucket that this rank carries.
         """
         values = {"sync_every": float(self.period or 0), "staleness": float(self.staleness)}
-        if self.outer is not None:
-            values["outer_lr"] = self.outer.learning_rate
-        relative = None if self.is_alone else self._carrier.disagreement.relative()
+        if isinstance(self._merge, OuterOptimizer):
+            values["outer_lr"] = 0.0 if self.outer is None else self.outer.learning_rate
+        relative = self._carrier.disagreement.relative()
         return values if relative is None else {**values, "disagreement": relative}
 
     def schedule(self) -> dict[str, Any]:
@@ -569,7 +608,7 @@ class Agreement(Scheme):
     @property
     def _is_copied_with_agreed(self) -> bool:
         """Whether a node that comes has to know more than what the one has become that it begins from."""
-        return self.topology.may_grow and self._begins_with_copy and bool(self._carrier.anchors)
+        return self.topology.may_grow and self.config.begins_with_copy and bool(self._carrier.anchors)
 
     def _outer_state(self) -> dict[str, Any]:
         """What lies beside the parameters, for each of them: the outer optimizer's state, and values kept. Collective.
@@ -595,7 +634,7 @@ class Agreement(Scheme):
     @property
     def _keeps_common_values(self) -> bool:
         """Whether there are values beside the nodes' own that are equal on all nodes."""
-        return self._merge.keeps_agreed and not isinstance(self.through, Graph) and not self.is_alone
+        return self._merge.keeps_agreed and not isinstance(self.config.through, Graph) and not self.is_alone
 
     @torch.no_grad()
     def _kept_values(self) -> dict[int, Tensor]:
@@ -661,18 +700,17 @@ class Agreement(Scheme):
         self._in_flight.lose()
         exchanges = self._in_flight.exchanges
         # what lies beside the parameters is cut by the lanes, of which there may be others
-        go_on, outer = super().before_nodes_change(), self.outer
+        go_on = super().before_nodes_change()
         kept = self._kept_values() if self._carrier.anchors else None
         parameters = self.replica.parameters
-        state = None if outer is None else outer.state_dict(parameters)
+        state = None if self.outer is None else self.outer.state_dict(parameters)
 
         def go_on_with_state() -> None:
-            if outer is not None:
-                outer.let_go()
+            self.outer = None
             go_on()
             self._in_flight.exchanges = exchanges
-            if outer is not None and state is not None:
-                outer.load_state_dict(state, parameters)
+            if self.outer is not None and state is not None:
+                self.outer.load_state_dict(state, parameters)
             if kept is not None:
                 self._keep_values(kept)
 
@@ -696,8 +734,7 @@ class Agreement(Scheme):
             self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
         else:
             self._carrier.anchor()
-            if self._merge.keeps_agreed:
-                self._merge.attach(self._carrier)
+            self.outer = self._built_outer(self.outer)
             if "last_agreed" in state and self._is_copied_with_agreed:
                 self._keep_values(dict(zip(map(id, self._carried), state["last_agreed"], strict=True)))
         if "outer" in state:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.profile import Profile
 
 _LOOK_EVERY = 10
@@ -31,6 +31,9 @@ class AllReduce(Scheme):
 
     gradients = "world"
 
+    def build(self, context: Context) -> RunningAllReduce:
+        return RunningAllReduce(self, context)
+
     @property
     def profile(self) -> Profile:
         return replace(
@@ -38,6 +41,10 @@ class AllReduce(Scheme):
             needs_nodes_that_stay="AllReduce lets all nodes wait for each other at every step, so none may leave: take"
             " PeriodicAveraging or DiLoCo",
         )
+
+
+class RunningAllReduce(RunningScheme[AllReduce]):
+    """Looks at the parameters every now and then, and averages float buffers."""
 
     def after_step(self, last: bool) -> None:
         self.agreements += 1

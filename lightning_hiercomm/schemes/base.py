@@ -1,84 +1,75 @@
-"""What every scheme is."""
+"""What every scheme is: configuration, and what runs by it."""
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.arguments import as_call, checked_arguments
+from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.mean import same_step
 from lightning_hiercomm.schemes.health.care import Care, Policy
-from lightning_hiercomm.schemes.in_place_of_step import in_place_of_step
+from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.profile import Profile
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Scheme", covariant=True)
 
 Gradients = Literal["node", "world", "none"]
 
 
-class Scheme(ABC):
-    """When and how the replicas of one optimizer agree.
+@dataclass(frozen=True)
+class Context:
+    """Where a scheme is to run: what is trained, and by whom.
 
-    A scheme is configured by its constructor, which holds plain values only. The strategy makes one deep copy of the
-    configured scheme per optimizer, and then calls, on every rank and in the same order, since all of it is collective:
+    Attributes:
+        replica: The parameters and buffers; their values are equal on all ranks.
+        topology: The nodes, as long as the scheme runs.
+        optimizer: The user's optimizer of these parameters.
+        wire: What they look like between nodes. Default: as they are.
+        policy: What the user has chosen for all agreements. Default: nobody looks at what is sent.
+    """
 
-    1. :meth:`attach`, once: here are the replica, the nodes and the optimizer. Links are opened here; later only in
-       :meth:`follow`, for parameters of a type that needs more of them.
-    2. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
-       :meth:`end_epoch`; and :meth:`finish`.
-    3. Between any two of these: :meth:`agree`, and :meth:`follow` when other parameters are to be trained.
-    4. :meth:`close`, once, the only call that is not collective.
+    replica: Replica
+    topology: Topology
+    optimizer: Optimizer | None = None
+    wire: Wire = field(default_factory=Wire)
+    policy: Policy = field(default_factory=Policy)
 
-    A new scheme overrides :meth:`after_step` and, where it needs more, the other hooks named below "for schemes".
+
+class Scheme(Value):
+    """When and how the replicas of one optimizer agree: configuration, which runs nothing and does not change.
+
+    :meth:`build` makes what runs, a :class:`RunningScheme`: one for every optimizer, all of the same scheme. A new
+    scheme is a subclass of each: this one's constructor takes plain values and refuses bad ones by name, and its
+    :meth:`build` names the other, which has the algorithm.
 
     Attributes:
         gradients: Over whom gradients are averaged: the ranks of the ``"node"``, the ``"world"``, or ``"none"`` other.
-        watches_loss: Whether :meth:`end_epoch` needs the training loss.
-        phase: The name of what the scheme is doing, for progress bars.
-        replica: The parameters (and float buffers) that agree.
-        topology: The nodes, their communicators and weights.
-        optimizer: The user's optimizer.
-        wire: What parameters look like between nodes.
-        is_alone: Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients.
-        care: Averages; finds what is not finite, or differs inside a node, and heals it or says so.
-        steps: Optimizer-step attempts in this run, resumed runs included.
-        step_in_epoch: The same, since the epoch began.
-        epoch: Epochs begun before this one.
-        unagreed_steps: Steps since the nodes last held the same parameters.
-        agreements: How often they came to do so.
+        watches_loss: Whether :meth:`RunningScheme.end_epoch` needs the training loss.
     """
 
     gradients: Gradients = "node"
     watches_loss: bool = False
-    phase: str = "training"
-    replica: Replica
-    topology: Topology
-    optimizer: Optimizer | None
-    wire: Wire
-    is_alone: bool
-    care: Care
 
-    @checked_arguments
-    def __init__(self) -> None:
-        self.steps = 0
-        self.step_in_epoch = 0
-        self.epoch = 0
-        self.unagreed_steps = 0
-        self.agreements = 0
-        self._backgrounds: list[Background] = []
+    def build(self, context: Context) -> RunningScheme[Scheme]:
+        """Make what runs. Collective, and in the same order on all ranks.
 
-    __repr__ = as_call
+        Args:
+            context: What is trained, and by whom.
 
-    # ---- before a run --------------------------------------------------------------------------------------------
+        Raises:
+            ValueError: For what this scheme cannot train.
+        """
+        return RunningScheme(self, context)
 
     @property
     def profile(self) -> Profile:
@@ -110,41 +101,70 @@ class Scheme(ABC):
         return iter(())
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
-        """A scheme that takes nothing but steps as this one's next, for whoever asks what that costs.
+        """A scheme that takes nothing but steps as the first of this one's, for whoever asks what that costs.
 
         Args:
             steps_of_epoch: Optimizer steps of an epoch.
         """
         return self
 
-    # ---- life of a run -------------------------------------------------------------------------------------------
 
-    def attach(
-        self,
-        replica: Replica,
-        topology: Topology,
-        optimizer: Optimizer | None = None,
-        wire: Wire | None = None,
-        policy: Policy | None = None,
-    ) -> None:
-        """Meet what is trained, and open what the scheme needs; to be called once.
+class RunningScheme(Generic[S]):
+    """A scheme at work on the replica of one optimizer, from the first step of a run to its end.
 
-        Args:
-            replica: The parameters and buffers; their values are equal on all ranks.
-            topology: The nodes, as long as the scheme lives.
-            optimizer: The user's optimizer of these parameters.
-            wire: What they look like between nodes. Default: as they are.
-            policy: What the user has chosen for all agreements. Default: nobody looks at what is sent.
-        """
-        self.replica = replica
+    The constructor opens the links, and is called by :meth:`Scheme.build`. Then, on every rank and in the same order,
+    since all of it is collective:
+
+    1. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
+       :meth:`end_epoch`; and :meth:`finish`.
+    2. Between any two of these: :meth:`agree`, and :meth:`follow` when other parameters are to be trained, which opens
+       links only for parameters of a type that needs more of them.
+    3. :meth:`close`, once, the only call that is not collective.
+
+    A new scheme overrides :meth:`after_step` and, where it needs more, the other hooks named below "for schemes". What
+    changes while it runs is its own; what the user has chosen stays in :attr:`config`.
+
+    Args:
+        config: What the user has written.
+        context: What is trained, and by whom.
+
+    Attributes:
+        config: As above.
+        phase: The name of what the scheme is doing, for progress bars.
+        replica: The parameters (and float buffers) that agree.
+        topology: The nodes, their communicators and weights.
+        optimizer: The user's optimizer.
+        wire: What parameters look like between nodes.
+        is_alone: Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients.
+        care: Averages; finds what is not finite, or differs inside a node, and heals it or says so.
+        steps: Optimizer-step attempts in this run, resumed runs included.
+        step_in_epoch: The same, since the epoch began.
+        epoch: Epochs begun before this one.
+        unagreed_steps: Steps since the nodes last held the same parameters.
+        agreements: How often they came to do so.
+    """
+
+    phase: str = "training"
+
+    def __init__(self, config: S, context: Context) -> None:
+        topology = context.topology
+        self.config = config
+        self.replica = _held_by_ranks(context.replica, config)
         self.topology = topology
-        self.optimizer = optimizer
-        self.wire = wire or Wire()
-        self.is_alone = topology.is_one_node and (self.gradients != "none" or topology.ranks_on_node == 1)
-        can_skip = self.gradients != "world"
-        self.care = Care(replica, topology, optimizer, policy or Policy(), can_skip, self.is_alone)
-        self.open()
-        self.follow(replica)
+        self.optimizer = context.optimizer
+        self.wire = context.wire
+        self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
+        can_skip = config.gradients != "world"
+        self.care = Care(self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone)
+        self.care.follow(self.replica)
+        self.steps = 0
+        self.step_in_epoch = 0
+        self.epoch = 0
+        self.unagreed_steps = 0
+        self.agreements = 0
+        self._backgrounds: list[Background] = []
+
+    # ---- life of a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
         """From now on other parameters are trained (some were thawed), or the same from other values.
@@ -152,8 +172,7 @@ class Scheme(ABC):
         Args:
             replica: All of them; their values are equal on all ranks, so the nodes begin anew from them.
         """
-        is_equal = self.gradients != "none"
-        self.replica = replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()
+        self.replica = _held_by_ranks(replica, self.config)
         self.unagreed_steps = 0
         self.care.follow(self.replica)
 
@@ -187,8 +206,8 @@ class Scheme(ABC):
         Returns:
             What ``run`` returns.
         """
-        self.before_step(last)
-        with in_place_of_step(self.required_optimizer, self.update) if self.has_update() else nullcontext():
+        update = self.before_step(last)
+        with nullcontext() if update is None else in_place_of_step(self.required_optimizer, update):
             result = run()
         self.steps += 1
         self.step_in_epoch += 1
@@ -200,7 +219,7 @@ class Scheme(ABC):
         """The epoch's last batch is done; validation and checkpoints come next.
 
         Args:
-            loss: This rank's mean training loss of the epoch (scalar), if :attr:`watches_loss`.
+            loss: This rank's mean training loss of the epoch (scalar), if :attr:`Scheme.watches_loss`.
         """
 
     def finish(self) -> None:
@@ -241,6 +260,10 @@ class Scheme(ABC):
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        """As :meth:`Scheme.next_step`, of the step that comes next."""
+        return self.config.next_step(steps_of_epoch)
+
     def scalars(self) -> dict[str, float]:
         """Current values to log, such as ``sync_every`` and ``staleness``."""
         return {}
@@ -248,7 +271,7 @@ class Scheme(ABC):
     def schedule(self) -> dict[str, Any]:
         """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective."""
         return {
-            "scheme": type(self).__name__,
+            "scheme": type(self.config).__name__,
             "steps": self.steps,
             "step_in_epoch": self.step_in_epoch,
             "epoch": self.epoch,
@@ -305,28 +328,23 @@ class Scheme(ABC):
 
     # ---- for schemes ---------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Open communicators and background threads, and refuse what cannot work; called once, by :meth:`attach`."""
-
-    def before_step(self, last: bool) -> None:
-        """Called before the user's step."""
-
-    def has_update(self) -> bool:
-        """Whether :meth:`update` takes the place of the optimizer's step in this attempt."""
-        return False
-
-    def update(self, optimizer_step: Callable[[], object] | None) -> None:
-        """In place of the optimizer's step, once per attempt, when the gradients are there.
+    def before_step(self, last: bool) -> Update | None:
+        """Called before the user's step.
 
         Args:
-            optimizer_step: The user's own; None where a gradient scaler skipped it, on this rank or on its node.
+            last: As :meth:`step` gets it.
+
+        Returns:
+            What takes the place of the optimizer's step in this attempt, called once, when the gradients are there;
+            None if nothing does.
         """
+        return None
 
     def after_step(self, last: bool) -> None:
         """Called after the user's step was counted: launch, collect or merge, as the schedule says."""
 
     def background(self, waits_for_nodes: bool = True) -> Background:
-        """A new thread (or stream) beside training, which :meth:`close` ends.
+        """A new thread (or stream) beside training, which :meth:`close` ends; for constructors.
 
         Args:
             waits_for_nodes: Whether its jobs wait for moves between nodes.
@@ -340,7 +358,7 @@ class Scheme(ABC):
     def required_optimizer(self) -> Optimizer:
         """The user's optimizer, for a scheme that cannot do without."""
         if self.optimizer is None:
-            raise ValueError(f"{type(self).__name__} needs the optimizer that trains the replica")
+            raise ValueError(f"{type(self.config).__name__} needs the optimizer that trains the replica")
         return self.optimizer
 
     def average(self) -> None:
@@ -358,3 +376,9 @@ class Scheme(ABC):
             Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
         """
         return self.care.average(self.replica.buckets, self.steps)
+
+
+def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:
+    """The same, where ranks of a node that do not share gradients hold values that differ."""
+    is_equal = config.gradients != "none"
+    return replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.agreement import Agreement
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
+from lightning_hiercomm.schemes.base import Context, Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.plateau import Plateau
@@ -117,14 +117,10 @@ class DASO(Agreement):
             is not waited for travels as it is (the paper's section 3).
         overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
 
-    Attributes:
-        phase: ``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch.
-
     Raises:
         ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
     """
 
-    @checked_arguments
     def __init__(
         self,
         sync_every: int | Literal["auto"] = 4,
@@ -143,7 +139,7 @@ class DASO(Agreement):
         narrow_phases: Literal["all", "blocking"] = "all",
         overhead_target: float = OVERHEAD_TARGET,
     ) -> None:
-        period, tuner = tuned(sync_every, overhead_target, least=staleness)
+        period, auto = tuned(sync_every, overhead_target, least=staleness)
         if period < 1:
             raise ValueError(f"sync_every={period} must be a positive number of batches")
         if not 0 <= staleness <= period:
@@ -172,9 +168,8 @@ class DASO(Agreement):
             staleness=staleness,
             gradients=gradients,
         )
-        self.initial_sync_every, self.initial_staleness = period, staleness
         self.sync_every = sync_every
-        self.tuner = tuner
+        self.auto = auto
         self.overhead_target = overhead_target
         self.adapt = adapt
         self.narrow_phases: Literal["all", "blocking"] = narrow_phases
@@ -183,14 +178,12 @@ class DASO(Agreement):
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
         self.exchange: Literal["rotating", "sharded"] = exchange
         self.monitor = monitor
-        self.plateau = Plateau(threshold, patience)
+        self.make_plateau = partial(Plateau, threshold, patience)
+        self.make_plateau()  # or what is wrong with these would be said when a run begins
         self.watches_loss = monitor is None and adapt
-        self.phase = ""
-        self._warmup_ends = _Moment(epoch=0)
-        self._cooldown_begins: _Moment | None = None
-        self._awaits_metric = False
-        self._has_resumed = False
-        self._has_missed_a_loss = False
+
+    def build(self, context: Context) -> RunningDASO:
+        return RunningDASO(self, context)
 
     _sharded = "exchange='sharded'"
     _ends_epochs_in_agreement = True
@@ -217,39 +210,71 @@ class DASO(Agreement):
         return iter(())  # it counts from the start of an epoch
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
-        if self.phase != "cycling":
-            return PeriodicAveraging(1)
-        return DASO(self._period, self.staleness, exchange=self.exchange, narrow_phases=self.narrow_phases)
+        return PeriodicAveraging(1)  # of warm-up
 
     def leaving(self, step: int, parts: int) -> Sequence[int]:
-        return range(parts) if (step - 1) % self._period == 0 else ()
+        return range(parts) if (step - 1) % (self.period or 1) == 0 else ()
+
+
+class RunningDASO(RunningAgreement[DASO]):
+    """DASO at work: in which phase it is, and how B and S follow the loss.
+
+    Attributes:
+        phase: ``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch.
+        initial_sync_every: B at first, and whenever it returns to that.
+        plateau: Whether the loss still falls.
+    """
+
+    def __init__(self, config: DASO, context: Context) -> None:
+        super().__init__(config, context)
+        self.phase = ""
+        self.initial_sync_every = self._period
+        self.plateau = config.make_plateau()
+        self._exact_carrier = self._cut_exact()
+        self._warmup_ends = _Moment(epoch=0)
+        self._cooldown_begins: _Moment | None = None
+        self._awaits_metric = False
+        self._has_resumed = False
+        self._has_missed_a_loss = False
+
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        if self.phase != "cycling":
+            return PeriodicAveraging(1)
+        config = self.config
+        return DASO(self._period, self.staleness, exchange=config.exchange, narrow_phases=config.narrow_phases)
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
-        if not self.is_alone and self.narrow_phases == "blocking":
-            self._exact_carrier = self._carrier_of(self.replica.buckets_of_parameters, Wire())
+        self._exact_carrier = self._cut_exact()
+
+    def _cut_exact(self) -> Carrier:
+        """Who carries what training does not wait for."""
+        if self.is_alone or self.config.narrow_phases == "all":
+            return self._carrier
+        return self._carrier_of(self.replica.buckets_of_parameters, Wire())
 
     @property
     def _carrier_beside_training(self) -> Carrier:
-        return self._carrier if self.narrow_phases == "all" else self._exact_carrier
+        return self._exact_carrier
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
-        if self.cooldown_steps and steps is None:
+        config = self.config
+        if config.cooldown_steps and steps is None:
             raise ValueError(
-                f"cooldown_steps={self.cooldown_steps} needs to know when the run ends: set Trainer(max_steps=...),"
+                f"cooldown_steps={config.cooldown_steps} needs to know when the run ends: set Trainer(max_steps=...),"
                 " use cooldown_epochs with max_epochs, or cooldown_steps=0 to leave the cool-down out"
             )
-        if self.cooldown_epochs and self.cooldown_steps is None and epochs is None:
+        if config.cooldown_epochs and config.cooldown_steps is None and epochs is None:
             raise ValueError(
-                f"cooldown_epochs={self.cooldown_epochs} needs to know when the run ends: set"
+                f"cooldown_epochs={config.cooldown_epochs} needs to know when the run ends: set"
                 " Trainer(max_epochs=...), use cooldown_steps with max_steps, or cooldown_epochs=0 to leave the"
                 " cool-down out"
             )
-        self._warmup_ends = _length_of_phase(self.warmup_epochs, self.warmup_steps, epochs, steps)
-        cooldown = _length_of_phase(self.cooldown_epochs, self.cooldown_steps, epochs, steps)
+        self._warmup_ends = _length_of_phase(config.warmup_epochs, config.warmup_steps, epochs, steps)
+        cooldown = _length_of_phase(config.cooldown_epochs, config.cooldown_steps, epochs, steps)
         self._cooldown_begins = cooldown.before(epochs, steps)
         self._warn_if_nothing_cycles(epochs, steps)
 
@@ -258,11 +283,12 @@ class DASO(Agreement):
         end = 1.0 if self._cooldown_begins is None else self._cooldown_begins.share(epochs, steps)
         if first is None or end is None or first < end:
             return
+        config = self.config
         lengths = {
-            "warmup_steps": self.warmup_steps,
-            "warmup_epochs": self.warmup_epochs if self.warmup_steps is None else None,
-            "cooldown_steps": self.cooldown_steps,
-            "cooldown_epochs": self.cooldown_epochs if self.cooldown_steps is None else None,
+            "warmup_steps": config.warmup_steps,
+            "warmup_epochs": config.warmup_epochs if config.warmup_steps is None else None,
+            "cooldown_steps": config.cooldown_steps,
+            "cooldown_epochs": config.cooldown_epochs if config.cooldown_steps is None else None,
         }
         given = " and ".join(f"{name}={length}" for name, length in lengths.items() if length is not None)
         run = f"{epochs} epochs" if epochs is not None else f"{steps} steps"
@@ -272,14 +298,15 @@ class DASO(Agreement):
         super().begin_epoch(epoch, metrics)
         self._enter(self._phase_of_next_step())
         if self._awaits_metric:
-            assert self.monitor is not None
+            monitor = self.config.monitor
+            assert monitor is not None
             self._awaits_metric = False
-            if self.monitor in metrics:
-                self._judge(*self._summed(metrics[self.monitor]))
+            if monitor in metrics:
+                self._judge(*self._summed(metrics[monitor]))
             elif not self._has_resumed:  # Lightning forgets its metrics between runs
                 logged = ", ".join(metrics) or "nothing"
                 raise ValueError(
-                    f"monitor={self.monitor!r} was not logged in epoch {epoch - 1}; logged: {logged}."
+                    f"monitor={monitor!r} was not logged in epoch {epoch - 1}; logged: {logged}."
                     " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
                 )
         self._has_resumed = False
@@ -301,8 +328,8 @@ class DASO(Agreement):
             self._turn(arrived, self.all_parts if leaves else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        adapts, losses = self.phase == "cycling" and self.adapt, list[tuple[float, float]]()
-        judges = adapts and self.monitor is None
+        adapts, losses = self.phase == "cycling" and self.config.adapt, list[tuple[float, float]]()
+        judges = adapts and self.config.monitor is None
 
         def agree() -> None:
             if self.unagreed_steps:
@@ -344,12 +371,10 @@ class DASO(Agreement):
 
     def _set_period(self, period: int) -> None:
         super()._set_period(period)
-        self.sync_every = self.initial_sync_every = period
+        self.initial_sync_every = period
 
     def _set_cycle(self, period: int, staleness: int) -> None:
         self.when, self.staleness = Every(period, of="epoch"), staleness
-        if self.tuner is None:
-            self.sync_every = period
 
     def _announce(self, level: int, message: str) -> None:
         if self.topology.rank == 0:
@@ -381,13 +406,14 @@ class DASO(Agreement):
         if not self.plateau.reached(weighted / total):
             return
         before = self._period, self.staleness
-        least = min(1, self.initial_staleness)  # a scheme that waits goes on waiting
+        least = min(1, self.config.staleness)  # a scheme that waits goes on waiting
         if before == (1, least):
-            self._set_cycle(self.initial_sync_every, self.initial_staleness)
+            self._set_cycle(self.initial_sync_every, self.config.staleness)
         else:
             self._set_cycle(max(1, self._period // 2), max(least, self.staleness // 2))
         if (self._period, self.staleness) != before:
-            self._announce(logging.INFO, f"{self.monitor or 'the training loss'} stopped falling: {self._cycle}")
+            watched = self.config.monitor or "the training loss"
+            self._announce(logging.INFO, f"{watched} stopped falling: {self._cycle}")
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
@@ -418,7 +444,7 @@ class DASO(Agreement):
         self._set_cycle(state["sync_every"], state["staleness"])
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]
-        self._awaits_metric = state["awaits_metric"] and self.monitor is not None
+        self._awaits_metric = state["awaits_metric"] and self.config.monitor is not None
         self._has_resumed = True
 
 

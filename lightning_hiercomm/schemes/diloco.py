@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_hiercomm.arguments import checked_arguments
-from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
+from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.words.when import Staggered
@@ -67,12 +67,9 @@ class DiLoCo(Agreement):
         overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
 
     Raises:
-        ValueError: For arguments out of range, or an outer optimizer that needs whole tensors.
+        ValueError: For arguments out of range; when it is built, for an outer optimizer that needs whole tensors.
     """
 
-    merge: OuterOptimizer
-
-    @checked_arguments
     def __init__(
         self,
         sync_every: int | Literal["auto"] = 100,
@@ -87,7 +84,7 @@ class DiLoCo(Agreement):
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
         parts = fragments if isinstance(fragments, int) else len(fragments) + 1
-        period, tuner = tuned(sync_every, overhead_target, max(parts, parts * staleness + 1), parts)
+        period, auto = tuned(sync_every, overhead_target, max(parts, parts * staleness + 1), parts)
         if period < 1:
             raise ValueError(f"sync_every={period} must be a positive number of optimizer steps")
         if isinstance(fragments, int) and fragments > period:
@@ -100,34 +97,43 @@ class DiLoCo(Agreement):
                 f" fragments = {period / fragments:g} steps, because one fragment is in flight at a time"
             )
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
+        self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
         super().__init__(
             when=Staggered(period),
             what=fragments,
-            merge=OuterOptimizer(outer_optimizer, outer_scheduler, kept),
+            merge=self.outer,
             staleness=staleness,
             gradients=gradients,
         )
         self.sync_every = sync_every
-        self.tuner = tuner
+        self.auto = auto
         self.overhead_target = overhead_target
         self.fragments = fragments
         self.keep_local = keep_local
 
+    def build(self, context: Context) -> RunningDiLoCo:
+        return RunningDiLoCo(self, context)
+
+
+class RunningDiLoCo(RunningAgreement[DiLoCo]):
+    """DiLoCo at work: an agreement that goes on, from a checkpoint, with the ``keep_local`` that it had."""
+
+    def __init__(self, config: DiLoCo, context: Context) -> None:
+        super().__init__(config, context)
+        self._keep_local = config.outer.keep_local
+
     def schedule(self) -> dict[str, Any]:
-        return {**super().schedule(), "kept_late": self.merge.keep_local if self.staleness else None}
+        return {**super().schedule(), "kept_late": self._keep_local if self.staleness else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kept = state.get("kept_late", 0.0)  # it was the default of files that do not say so
-        if self.keep_local is None and self.staleness and kept not in (None, self.merge.keep_local):
-            self.merge.keep_local = kept
+        if self.config.keep_local is None and self.staleness and kept not in (None, self._keep_local):
+            outer, self._keep_local = self.config.outer, kept
+            self._merge = OuterOptimizer(outer.make_optimizer, outer.make_scheduler, kept)
             if self.topology.rank == 0:
                 log.warning(
                     "%s: goes on with keep_local=%g, as the run of the checkpoint did; to change that, give a number",
-                    type(self).__name__,
+                    type(self.config).__name__,
                     kept,
                 )
         super().load_state_dict(state)
-
-    def _set_period(self, period: int) -> None:
-        super()._set_period(period)
-        self.sync_every = period

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.optim import Optimizer
 
-from lightning_hiercomm.arguments import checked_arguments
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.in_flight import InFlight
 from lightning_hiercomm.schemes.carriers.peers import Peers
-from lightning_hiercomm.schemes.health.care import Policy
+from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.words.graphs import (
     DirectedExponential,
@@ -92,16 +89,10 @@ class Gossip(Scheme):
             comparison without fairness, whose mean over the nodes drifts. No difference for fair draws.
 
     Raises:
-        ValueError: For a bad argument; at :meth:`bind`, for a graph that is invalid or differs between ranks, and for
+        ValueError: For a bad argument; when it is built, for a graph that is invalid or differs between ranks, and for
             module names that no parameter has.
     """
 
-    _segments: list[Bucket]
-    _weights: list[list[float]]
-
-    phase = "gossip"
-
-    @checked_arguments
     def __init__(
         self,
         graph: Graph | GraphName = "random_permutation",
@@ -113,7 +104,6 @@ class Gossip(Scheme):
         segment_bytes: int | None = None,
         push_sum: bool = True,
     ) -> None:
-        super().__init__()
         if isinstance(segments, str) or (isinstance(segments, int) and segments < 1) or not segments:
             raise ValueError(f"segments={segments!r} must be a positive number, or a list of module names")
         if segment_bytes is not None and segment_bytes < 1:
@@ -125,8 +115,9 @@ class Gossip(Scheme):
         self.overlap = overlap
         self.push_sum = push_sum
         self.gradients = "node" if hierarchical else "none"
-        self._in_flight = InFlight()
-        self._nodes_are_new = False
+
+    def build(self, context: Context) -> RunningGossip:
+        return RunningGossip(self, context)
 
     @property
     def profile(self) -> Profile:
@@ -156,40 +147,37 @@ class Gossip(Scheme):
             drift_of_two=1 + late,
         )
 
+
+class RunningGossip(RunningScheme[Gossip]):
+    """Gossip at work: the nodes' push-sum weights, and what is in flight."""
+
+    phase = "gossip"
+
+    def __init__(self, config: Gossip, context: Context) -> None:
+        if not config.hierarchical:
+            context = replace(context, topology=context.topology.ranks_as_nodes())
+        super().__init__(config, context)
+        # where nodes come and go, training waits for all of it, so nobody else uses the communicators
+        shares_communicators = self.is_alone or self.topology.may_grow
+        self._beside = self.topology if shares_communicators else self.topology.twin()
+        self._background = self.background()
+        self._in_flight = InFlight()
+        self._nodes_are_new = False
+        self._segments, self._peers = self._cut(context.replica)
+        self._weights = self._equal_weights()
+
     # ---- life of a run -------------------------------------------------------------------------------------------
-
-    def attach(
-        self,
-        replica: Replica,
-        topology: Topology,
-        optimizer: Optimizer | None = None,
-        wire: Wire | None = None,
-        policy: Policy | None = None,
-    ) -> None:
-        nodes = topology if self.hierarchical else topology.ranks_as_nodes()
-        super().attach(replica, nodes, optimizer, wire, policy)
-
-    def open(self) -> None:
-        if not self.is_alone:
-            # where nodes come and go, training waits for all of it, so nobody else uses the communicators
-            self._beside = self.topology if self.topology.may_grow else self.topology.twin()
-            self._background = self.background()
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
-        if self.is_alone:
-            return
-        self._segments = self._cut(replica)
-        self._peers = Peers(self._segments, self.graph, self.topology, self._beside, self.wire, self.push_sum)
+        self._segments, self._peers = self._cut(replica)
         self._begin_anew()
-        if not self.topology.may_grow:
-            self._compare_with_other_ranks()
 
-    def has_update(self) -> bool:
-        if self.is_alone:
-            return False
+    def before_step(self, last: bool) -> Update | None:
         has_plain_weights = all(weight == 1.0 for weight in self._own_weights)
-        return bool(self._in_flight) or self._share_of_updates != 1.0 or not has_plain_weights
+        if self.is_alone or not (self._in_flight or self._share_of_updates != 1.0 or not has_plain_weights):
+            return None
+        return self._mix_and_step
 
     def after_step(self, last: bool) -> None:
         if self.is_alone:
@@ -199,7 +187,7 @@ class Gossip(Scheme):
     def _mix(self) -> None:
         self._learn_weights()
         self._send()
-        if not self.overlap:
+        if not self.config.overlap:
             self._merge()
 
     def settle(self) -> None:
@@ -232,7 +220,7 @@ class Gossip(Scheme):
 
     # ---- the algorithm -------------------------------------------------------------------------------------------
 
-    def update(self, optimizer_step: Callable[[], object] | None) -> None:
+    def _mix_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
         """The optimizer steps x with gradients taken at z, after what arrived meanwhile was mixed in."""
         was_sick = self._merge()
         if optimizer_step is None or was_sick:  # its gradients are those of what it was
@@ -255,7 +243,7 @@ class Gossip(Scheme):
         if self.steps % _VERIFY_EVERY == 0:  # what differs stays different
             self.care.verify(self.steps)
         is_sick = self.care.look(self._segments, self.steps)
-        exchange = self._in_flight.start(self.steps, self.steps + int(self.overlap))
+        exchange = self._in_flight.start(self.steps, self.steps + int(self.config.overlap))
         exchange.is_sick = bool(is_sick)
         for index, weights in enumerate(self._weights):
             exchange.moves.append(self._peers.start(index, self.steps, weights, self._background, is_sick=is_sick))
@@ -296,7 +284,7 @@ class Gossip(Scheme):
         4096 elements of every segment that it carries. Over uniformly random peers ``E ||z_r - z_peer||^2`` is ``2 n /
         (n - 1)`` times the mean squared distance from the mean; a ring's neighbours are closer than that.
         """
-        relative = None if self.is_alone else self._peers.disagreement.relative()
+        relative = self._peers.disagreement.relative()
         return {} if relative is None else {"disagreement": relative}
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,7 +334,7 @@ class Gossip(Scheme):
     def _learn_weights(self) -> None:
         """Hear what push-sum weights nodes have that have come together; who comes has 1. Collective."""
         if self._nodes_are_new:
-            self._compare_with_other_ranks()
+            self._compare_with_other_ranks(self._segments)
             everyone = self.topology.world.all_gather_object(self._own_weights)
             of_nodes = [everyone[ranks[0]] for ranks in self.topology.nodes]
             self._weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
@@ -354,9 +342,12 @@ class Gossip(Scheme):
 
     def _begin_anew(self) -> None:
         """The replicas are equal: nothing is in flight and every node has the same weight."""
-        self._weights = [[1.0] * self.topology.num_nodes for _ in self._segments]
+        self._weights = self._equal_weights()
         self._in_flight.drop()
         self._peers.disagreement.forget()
+
+    def _equal_weights(self) -> list[list[float]]:
+        return [[1.0] * self.topology.num_nodes for _ in self._segments]
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -385,28 +376,36 @@ class Gossip(Scheme):
             if factor != 1.0:
                 bucket.unpack(bucket.pack(weight=factor))
 
-    def _cut(self, replica: Replica) -> list[Bucket]:
-        """The parameters as segments: flat, in an order that is the same on every rank."""
-        if self.segment_bytes is not None:
-            return replica.in_buckets_of(self.segment_bytes)
-        return [bucket for part in replica.cut(self.segments) for bucket in part]
+    def _cut(self, replica: Replica) -> tuple[list[Bucket], Peers]:
+        """The parameters as segments: flat, in an order that is the same on every rank; and who exchanges them."""
+        config = self.config
+        if self.is_alone:
+            segments: list[Bucket] = []
+        elif config.segment_bytes is not None:
+            segments = replica.in_buckets_of(config.segment_bytes)
+        else:
+            segments = [bucket for part in replica.cut(config.segments) for bucket in part]
+        peers = Peers(segments, config.graph, self.topology, self._beside, self.wire, config.push_sum)
+        if not self.topology.may_grow:
+            self._compare_with_other_ranks(segments)
+        return segments, peers
 
-    def _compare_with_other_ranks(self) -> None:
+    def _compare_with_other_ranks(self, segments: Sequence[Bucket]) -> None:
         """Refuse a graph that tells different ranks different things: somebody would wait for ever."""
-        if self.topology.inter is None:
+        if self.topology.inter is None or self.is_alone:
             return
-        size = self.topology.num_nodes
+        graph, size = self.config.graph, self.topology.num_nodes
         rounds = [
-            round_of(self.graph, size, step, index).send_to
+            round_of(graph, size, step, index).send_to
             for step in range(_STEPS_COMPARED)
-            for index in range(len(self._segments))
+            for index in range(len(segments))
         ]
-        seen = repr(([bucket.numel for bucket in self._segments], rounds)).encode()
+        seen = repr(([bucket.numel for bucket in segments], rounds)).encode()
         digests = self.topology.inter.all_gather_object(hashlib.blake2b(seen, digest_size=16).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ValueError(
-                    f"{self.graph!r} tells rank {rank} to exchange other segments, or with others, than rank 0, so one"
+                    f"{graph!r} tells rank {rank} to exchange other segments, or with others, than rank 0, so one"
                     " would wait for what the other never sends. Give every rank the same arguments and seed, and"
                     " let send_to depend on its arguments only."
                 )

@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+Update = Callable[[Callable[[], object] | None], object]
+"""Called in place of an optimizer's step, when the gradients are there.
+
+It gets the user's own step; or None where a gradient scaler skipped it, on this rank or on its node.
+"""
+
 
 @contextmanager
-def in_place_of_step(optimizer: Optimizer, update: Callable[[Callable[[], object] | None], object]) -> Iterator[None]:
+def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
     """Inside, whoever calls ``optimizer.step`` (Lightning, a precision plugin after clipping) calls ``update``.
 
     Args:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from lightning_hiercomm.arguments import checked_arguments
-from lightning_hiercomm.schemes.agreement import Agreement
+from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
+from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.carriers.mean import average_in_node
+from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 from lightning_hiercomm.schemes.words.when import Every
@@ -50,7 +51,6 @@ class PeriodicAveraging(Agreement):
         ValueError: If ``sync_every`` is not positive, nothing would ever agree, or arguments contradict each other.
     """
 
-    @checked_arguments
     def __init__(
         self,
         sync_every: int | Literal["auto"] | None = 50,
@@ -60,7 +60,7 @@ class PeriodicAveraging(Agreement):
         node_sync_every: int | None = None,
         overhead_target: float = OVERHEAD_TARGET,
     ) -> None:
-        period, tuner = tuned(sync_every, overhead_target, least=1)
+        period, auto = tuned(sync_every, overhead_target, least=1)
         if period is not None and period < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
@@ -75,17 +75,14 @@ class PeriodicAveraging(Agreement):
             )
         super().__init__(when=Every(period, of="epoch"), gradients=gradients)
         self.sync_every = sync_every
-        self.tuner = tuner
+        self.auto = auto
         self.overhead_target = overhead_target
         self.at_epoch_end = at_epoch_end
         self.order = order
         self.node_sync_every = node_sync_every
-        self._averaged_before_last = False
-        self._averages_before_step = False
 
-    def _set_period(self, period: int) -> None:
-        super()._set_period(period)
-        self.sync_every = period
+    def build(self, context: Context) -> RunningPeriodicAveraging:
+        return RunningPeriodicAveraging(self, context)
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         if not self.at_epoch_end:
@@ -111,31 +108,38 @@ class PeriodicAveraging(Agreement):
         gradients: Literal["node", "none"] = "none" if self.gradients == "none" else "node"
         return PeriodicAveraging(max(1, round(steps_of_epoch / agreements)), gradients=gradients)
 
+
+class RunningPeriodicAveraging(RunningAgreement[PeriodicAveraging]):
+    """Periodic averaging at work: before the step, after it, and at the ends of epochs."""
+
+    def __init__(self, config: PeriodicAveraging, context: Context) -> None:
+        super().__init__(config, context)
+        self._averaged_before_last = False
+
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
         self._averaged_before_last = False
 
-    def before_step(self, last: bool) -> None:
-        if self.order == "before_step":
-            self._averaged_before_last = last and self.at_epoch_end
-            self._averages_before_step = self._is_due(self.step_in_epoch + 1) or self._averaged_before_last
+    def before_step(self, last: bool) -> Update | None:
+        if self.config.order == "after_step":
+            return None
+        self._averaged_before_last = last and self.config.at_epoch_end
+        is_due = self._is_due(self.step_in_epoch + 1) or self._averaged_before_last
+        return self._average_and_step if is_due else None
 
-    def has_update(self) -> bool:
-        return self.order == "before_step" and self._averages_before_step
-
-    def update(self, optimizer_step: Callable[[], object] | None) -> None:
+    def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
         if optimizer_step is not None and not self._was_sick:  # or its gradients are those of what it was
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
-        if self.order == "after_step" and self._is_due(self.step_in_epoch):
+        if self.config.order == "after_step" and self._is_due(self.step_in_epoch):
             self.average()
-        elif self.node_sync_every is not None and self.step_in_epoch % self.node_sync_every == 0:
+        elif (every := self.config.node_sync_every) is not None and self.step_in_epoch % every == 0:
             average_in_node(self.replica.buckets_of_parameters, self.topology)
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        if self.at_epoch_end and self.unagreed_steps and not self._averaged_before_last:
+        if self.config.at_epoch_end and self.unagreed_steps and not self._averaged_before_last:
             self.average()
 
     def _is_due(self, step: int) -> bool:

@@ -44,40 +44,19 @@ class Choice:
     overhead: float
 
 
-class PeriodTuner:
-    """Times steps and exchanges of a scheme that agrees often, then chooses its period.
+@dataclass(frozen=True)
+class AutoPeriod:
+    """``sync_every="auto"``: what a :class:`PeriodTuner` goes by, and how long it takes.
 
-    With T the time of a step, E the time that training waits in the exchanges of a period (one for each part of the
-    model), and the accepted overhead o, the period is ``H = max(least, ceil(E / (o T)))``: the smallest with
-    ``E <= o H T``.
-
-    Ranks are not equally fast, and whoever comes first to an agreement waits for the others, which no period changes.
-    So an exchange counts with the time of the rank that waited least for it, and a step with that of the slowest rank.
-    Of several, each counts with its median.
-
-    Args:
-        target: The accepted overhead, o.
+    Attributes:
+        target: The accepted overhead.
         least: The shortest period that the scheme can have.
         parts: Exchanges in a period.
-        clock: Seconds.
     """
 
-    def __init__(
-        self, target: float, least: int, parts: int = 1, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.target = target
-        self.least = least
-        self.parts = parts
-        self.clock = clock
-        self._device = torch.device("cpu")
-        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
-        self._steps_seen = 0
-        self._exchanges: list[float] = []
-        self._is_on_its_way = False
-        self._was_on_its_way = False
-        self._waited = 0.0  # in the exchange that is on its way, or was made in this step
-        self._waited_in_step = 0.0
-        self._step_ended: float | None = None
+    target: float
+    least: int
+    parts: int = 1
 
     @property
     def provisional_period(self) -> int:
@@ -93,6 +72,36 @@ class PeriodTuner:
     def steps(self) -> int:
         """Optimizer steps that it takes, at most."""
         return _FIRST_STEPS + -(-self.exchanges * self.provisional_period // self.parts)
+
+
+class PeriodTuner:
+    """Times steps and exchanges of a scheme that agrees often, then chooses its period.
+
+    With T the time of a step, E the time that training waits in the exchanges of a period (one for each part of the
+    model), and the accepted overhead o, the period is ``H = max(least, ceil(E / (o T)))``: the smallest with
+    ``E <= o H T``.
+
+    Ranks are not equally fast, and whoever comes first to an agreement waits for the others, which no period changes.
+    So an exchange counts with the time of the rank that waited least for it, and a step with that of the slowest rank.
+    Of several, each counts with its median.
+
+    Args:
+        auto: The accepted overhead o, the least period, and the exchanges in one.
+        clock: Seconds.
+    """
+
+    def __init__(self, auto: AutoPeriod, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.auto = auto
+        self.clock = clock
+        self._device = torch.device("cpu")
+        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
+        self._steps_seen = 0
+        self._exchanges: list[float] = []
+        self._is_on_its_way = False
+        self._was_on_its_way = False
+        self._waited = 0.0  # in the exchange that is on its way, or was made in this step
+        self._waited_in_step = 0.0
+        self._step_ended: float | None = None
 
     def begin_epoch(self, device: torch.device) -> None:
         """What happened since the last step (validation, checkpoints) was no training."""
@@ -136,7 +145,7 @@ class PeriodTuner:
             if self._steps_seen > _FIRST_STEPS:
                 self._steps.append(now - self._step_ended - self._waited_in_step)
         self._was_on_its_way, self._step_ended, self._waited_in_step = self._is_on_its_way, now, 0.0
-        return len(self._exchanges) >= self.exchanges and bool(self._steps) and is_quiet
+        return len(self._exchanges) >= self.auto.exchanges and bool(self._steps) and is_quiet
 
     def choose(self, world: Communicator) -> Choice:
         """What all ranks have seen, together; collective.
@@ -145,14 +154,15 @@ class PeriodTuner:
             world: All ranks.
         """
         everyone: list[tuple[float, list[float]]] = world.all_gather_object(
-            (median(self._steps), self._exchanges[_FIRST_EXCHANGES : self.exchanges])
+            (median(self._steps), self._exchanges[_FIRST_EXCHANGES : self.auto.exchanges])
         )
         step = max(seconds for seconds, _ in everyone)
         waits = [min(waits) for waits in zip(*(waits for _, waits in everyone), strict=True)]
-        waited = median(sum(waits[start : start + self.parts]) for start in range(0, len(waits), self.parts))
+        parts = self.auto.parts
+        waited = median(sum(waits[start : start + parts]) for start in range(0, len(waits), parts))
         overhead_at_every_step = waited / step if step else 0.0
-        needed = math.ceil(overhead_at_every_step / self.target * (1 - 1e-9))
-        period = max(self.least, needed)
+        needed = math.ceil(overhead_at_every_step / self.auto.target * (1 - 1e-9))
+        period = max(self.auto.least, needed)
         return Choice(period, step, waited, overhead_at_every_step / period)
 
     def _now(self) -> float:
@@ -162,8 +172,8 @@ class PeriodTuner:
 
 def tuned(
     sync_every: P | Literal["auto"], target: float, least: int, parts: int = 1
-) -> tuple[P | int, PeriodTuner | None]:
-    """The period to begin with; and who is to choose another, where the user leaves it to us.
+) -> tuple[P | int, AutoPeriod | None]:
+    """The period to begin with; and how another is chosen, where the user leaves it to us.
 
     Args:
         sync_every: As the user gave it.
@@ -179,8 +189,8 @@ def tuned(
             f"overhead_target={target} must be a positive share of the training time, such as 0.05 for 5 %"
         )
     if sync_every == "auto":
-        tuner = PeriodTuner(target, max(1, least), parts)
-        return tuner.provisional_period, tuner
+        auto = AutoPeriod(target, max(1, least), parts)
+        return auto.provisional_period, auto
     if isinstance(sync_every, str):
         raise ValueError(f"sync_every={sync_every!r} must be a positive number of optimizer steps, or 'auto'")
     if target != OVERHEAD_TARGET:

@@ -208,7 +208,7 @@ class ElasticNode:
             return
 
         def state() -> dict[str, Any] | None:
-            if not all(scheme.is_agreed or scheme.profile.begins_with_copy for scheme in run.schemes):
+            if not all(scheme.is_agreed or scheme.config.profile.begins_with_copy for scheme in run.schemes):
                 return None  # a step was taken since: this node's parameters are its own by now
             with run.agreed_model.nobody_asked():
                 whole = state_of(trainer, moment)
@@ -325,7 +325,7 @@ def _about(trainer: pl.Trainer, run: TrainingRun, name: str) -> dict[str, Any]:
     """What a record says of a run, beside who took part: by this a replay sees whether it can do the same."""
     return {
         "run": name,
-        "scheme": repr(run.schemes[0]),
+        "scheme": repr(run.schemes[0].config),
         "optimizers": len(run.schemes),
         "wire": repr(run.wire),
         "bucket_bytes": run.replicas.bucket_bytes,

@@ -31,7 +31,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Scheme, SchemeName
+from lightning_hiercomm.schemes import RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 from lightning_hiercomm.trainer.checks import check_launch
@@ -225,7 +225,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         return traffic.communication(None if self.topology is None else self.topology.meter, self.schemes, None)
 
     @property
-    def schemes(self) -> list[Scheme]:
+    def schemes(self) -> list[RunningScheme[Scheme]]:
         """One per optimizer, in the order of ``fabric.setup``."""
         return [scheme for run in self._runs for scheme in run.schemes]
 
@@ -317,7 +317,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if any(scheme.watches_loss for scheme in self.schemes):
+        if any(scheme.config.watches_loss for scheme in self.schemes):
             if self._losses_have_stepped:
                 self._losses, self._losses_have_stepped = [], False
             self._losses.append(tensor.detach())

@@ -185,7 +185,7 @@ class Settings:
         return said
 
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
-        """The module's schemes, attached; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
+        """The module's schemes, built; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
         return TrainingRun(
             self.scheme,
             replicas,

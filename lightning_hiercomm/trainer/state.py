@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
@@ -60,7 +60,7 @@ class StrategyState(ParallelStrategy):
         return {**state, **dict.fromkeys(absent), "_control": RunControl()}
 
     @property
-    def schemes(self) -> list[Scheme]:
+    def schemes(self) -> list[RunningScheme[Scheme]]:
         """One scheme per optimizer, of the present or the last ``fit``; empty before the first."""
         return self._run_or_none.schemes if self._run_or_none is not None else []
 

@@ -17,6 +17,7 @@ from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveragin
 from lightning_hiercomm.batches.partition import StepCost, divide
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes import Context
 from lightning_hiercomm.schemes.gradients import NodeMean, gradient_path
 
 on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -371,8 +372,8 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
     def work(rank, topology):
         bound(topology, total, [float(size) for size in sizes])
         weight = torch.nn.Parameter(initial.to(harness.place.device, copy=True))
-        scheme = PeriodicAveraging(sync_every)
-        scheme.attach(Replica([weight]), topology, torch.optim.SGD([weight], lr))
+        context = Context(Replica([weight]), topology, torch.optim.SGD([weight], lr))
+        scheme = PeriodicAveraging(sync_every).build(context)
         scheme.begin_epoch(0, {})
         for step in range(steps):
 

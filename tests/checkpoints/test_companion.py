@@ -35,6 +35,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import Context
 from lightning_hiercomm.schemes.gradients import Untouched
 
 pytestmark = pytest.mark.borrows
@@ -456,7 +457,7 @@ class Noisy(pl.LightningModule):
 
     def on_train_batch_end(self, *_: object) -> None:
         scale = self.trainer.precision_plugin.scaler.get_scale()
-        self.report.append((self.trainer.strategy.schemes[0].sync_every, self.layer.weight.item(), scale))
+        self.report.append((self.trainer.strategy.schemes[0].period, self.layer.weight.item(), scale))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -507,9 +508,7 @@ def load(tmp_path):
         def work(own, world):
             meter = Meter()
             topology = Topology(nodes, own, world.connect(own, meter), meter)
-            scheme = AllReduce()
-            scheme.attach(Replica(module.parameters()), topology)
-            return topology, scheme
+            return topology, AllReduce().build(Context(Replica(module.parameters()), topology))
 
         return ThreadWorld(sum(map(len, nodes))).run(work)[rank]
 

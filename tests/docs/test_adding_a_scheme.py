@@ -222,7 +222,7 @@ def test_a_trainer_gives_a_scheme_that_watches_it_the_loss(page, fit, learning_r
 
 def test_a_training_step_without_a_loss_is_refused(page):
     with pytest.raises(ValueError, match="returns the loss"):
-        at_plateau(page).end_epoch(None)
+        on_nodes(lambda rank: rank.scheme.end_epoch(None), at_plateau(page))
 
 
 def test_a_move_that_is_not_waited_for_is_named_with_its_line_before_anybody_waits_for_others(tmp_path):

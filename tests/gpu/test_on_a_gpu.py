@@ -21,7 +21,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import DASO, AllReduce, Context, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.schemes.gradients import gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
 
@@ -71,9 +71,9 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), piece_bytes=2**22)
     replica = Replica(model.parameters(), named=model.named_parameters())
-    scheme.attach(replica, topology, optimizer, scheme_wire(), Policy(on_nonfinite="raise"))
-    scheme.begin_run(1, None)
-    scheme.begin_epoch(0, {})
+    running = scheme.build(Context(replica, topology, optimizer, scheme_wire(), Policy(on_nonfinite="raise")))
+    running.begin_run(1, None)
+    running.begin_epoch(0, {})
     width = next(model.parameters()).shape[-1]
     batch = torch.randn(64, width, generator=torch.Generator().manual_seed(topology.rank)).to(device)
 
@@ -85,13 +85,13 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module):
                 gradients.reduce(parameter.grad.view(-1), index).wait()
             optimizer.step()
 
-        scheme.step(run)
+        running.step(run)
 
     try:
         yield step
-        scheme.finish()
+        running.finish()
     finally:
-        scheme.close(1.0)
+        running.close(1.0)
         gradients.close(1.0)
 
 

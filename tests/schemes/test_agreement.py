@@ -25,6 +25,7 @@ from lightning_hiercomm.schemes import (
     Ring,
     Staggered,
 )
+from lightning_hiercomm.schemes.words.outer import RunningOuterOptimizer
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -163,7 +164,11 @@ def test_ranks_that_share_no_gradients_are_averaged_in_the_node_as_well(on_nodes
 def test_the_outer_scheduler_steps_before_what_leaves_next_arrives(on_nodes):
     """An exchange that leaves when the one before it is merged is stepped with the next period's learning rate."""
 
-    class Late(OuterOptimizer):
+    class Recorded(OuterOptimizer):
+        def build(self, carrier, before=None):
+            return Recording(self, carrier, before)
+
+    class Late(RunningOuterOptimizer):
         def end_round(self):
             time.sleep(0.02)  # the exchange that has left arrives meanwhile, if one has
             super().end_round()
@@ -174,7 +179,7 @@ def test_the_outer_scheduler_steps_before_what_leaves_next_arrives(on_nodes):
             return super().land(index, anchor, difference)
 
     rates = []
-    merge = Recording(partial(SGD, lr=0.8), partial(StepLR, step_size=1, gamma=0.5))
+    merge = Recorded(partial(SGD, lr=0.8), partial(StepLR, step_size=1, gamma=0.5))
     on_nodes(towards(9), Agreement(2, merge=merge, staleness=2), ((0,), (1,)), shapes=SEVENS)
     assert sorted(rates, reverse=True) == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
 

@@ -17,6 +17,7 @@ from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes import bucket
 from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
+from lightning_hiercomm.schemes.daso import RunningDASO
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -231,6 +232,10 @@ def schedule(run_oracle, scheme, losses, epochs):
     seen = []
 
     class Recorded(DASO):
+        def build(self, context):
+            return Recording(self, context)
+
+    class Recording(RunningDASO):
         def end_epoch(self, loss):
             if self.topology.rank == 0:
                 scalars = self.scalars()
@@ -291,7 +296,7 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
             scheme.begin_epoch(epoch, {})
             rank.train(last=True)
             scheme.end_epoch(torch.tensor(float(losses[rank.rank])))
-            seen.append(scheme.sync_every)
+            seen.append(scheme.period)
         scheme.finish()
         return seen
 
@@ -301,11 +306,11 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
 def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
     def work(rank):
         scheme = rank.scheme
-        assert not scheme.watches_loss
+        assert not scheme.config.watches_loss
         seen = []
         for epoch in range(4):
             scheme.begin_epoch(epoch, {"val_loss": torch.tensor(1.0 + rank.rank)} if epoch else {})
-            seen.append(scheme.sync_every)
+            seen.append(scheme.period)
             rank.train(last=True)
             scheme.end_epoch(None)
         with pytest.raises(ValueError, match=r"monitor='val_loss' was not logged in epoch 3; logged: train_loss"):
@@ -323,7 +328,7 @@ def test_epochs_without_a_loss_change_nothing_and_say_so_once(caplog):
             rank.train(last=True)
             scheme.end_epoch(None)
         scheme.finish()
-        return scheme.sync_every
+        return scheme.period
 
     assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [4] * 4
     assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
@@ -512,7 +517,7 @@ def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_sch
             resumed = again.scheme
             resumed.replica.restore(agreed)
             resumed.load_state_dict({**state, "unagreed_steps": 0})
-            assert (resumed.sync_every, resumed.staleness, resumed.synchronizations) == (4, 1, scheme.synchronizations)
+            assert (resumed.period, resumed.staleness, resumed.synchronizations) == (4, 1, scheme.synchronizations)
             local = again.values.item()
             again.train()
             # the exchange that was in flight is gone: this was a local step
@@ -615,7 +620,7 @@ class Watched(Oracle):
         self.log("val_loss", 1.0 + self.global_rank)
 
     def on_train_batch_end(self, *_):
-        self.report.append((self.x.item(), self.trainer.strategy.schemes[0].sync_every))
+        self.report.append((self.x.item(), self.trainer.strategy.schemes[0].period))
 
     def val_dataloader(self):
         return DataLoader(torch.ones(4, 1))
@@ -713,7 +718,7 @@ def test_waiting_every_few_batches_averages_at_those_and_at_the_end(run_oracle):
 
 def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
     (trace, *_) = run_oracle(cycling(4, 2, adapt=False, patience=0), epochs=4, losses=[1.0] * 4)
-    assert (trace.scheme.sync_every, trace.scheme.staleness) == (4, 2)
+    assert (trace.scheme.period, trace.scheme.staleness) == (4, 2)
 
 
 def test_without_gradients_narrow_phases_make_no_difference_where_nothing_is_narrowed():

@@ -14,7 +14,7 @@ from problems import Oracle
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes import AllReduce, Gossip, Graph, PeriodicAveraging, RandomPermutation
+from lightning_hiercomm.schemes import AllReduce, Context, Gossip, Graph, PeriodicAveraging, RandomPermutation
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -414,7 +414,7 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
 
     def body(topology):
         with pytest.raises(ValueError, match="tells rank 2 to exchange other segments"):
-            schemes[topology.rank].attach(Replica([torch.zeros(3)]), topology)
+            schemes[topology.rank].build(Context(Replica([torch.zeros(3)]), topology))
 
     on_ranks(body, [[0], [1], [2]])
 

@@ -1,4 +1,4 @@
-"""A scheme is attached once, follows other parameters, and is closed: nothing grows, and nothing is left behind."""
+"""A scheme is built once, follows other parameters, and is closed: nothing grows, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from lightning_hiercomm.schemes import (
     DASO,
     Agreement,
     AllReduce,
+    Context,
     DiLoCo,
     Gossip,
     PeriodicAveraging,
     RandomPermutation,
+    RunningScheme,
     Scheme,
     StepsDelay,
 )
@@ -62,7 +64,7 @@ class Counting:
         return self.connect(groups, tier)
 
 
-def steps(scheme: Scheme, optimizer: torch.optim.Optimizer, number: int) -> None:
+def steps(scheme: RunningScheme[Scheme], optimizer: torch.optim.Optimizer, number: int) -> None:
     def step() -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -78,8 +80,7 @@ def test_50_thaws_open_no_group_and_start_no_thread(name):
     def work(topology: Topology) -> tuple[int, int, int]:
         parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        scheme = SCHEMES[name]()
-        scheme.attach(Replica(parameters), topology, optimizer)
+        scheme = SCHEMES[name]().build(Context(Replica(parameters), topology, optimizer))
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 4)
@@ -107,8 +108,7 @@ def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
     def work(topology: Topology) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + topology.node))
-        scheme = SCHEMES[name]()
-        scheme.attach(Replica(parameters), topology, optimizer)
+        scheme = SCHEMES[name]().build(Context(Replica(parameters), topology, optimizer))
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 3)
@@ -129,8 +129,7 @@ def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parame
     def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
-        scheme = Gossip(segments=1, hierarchical=False)
-        scheme.attach(Replica([x]), topology, optimizer)
+        scheme = Gossip(segments=1, hierarchical=False).build(Context(Replica([x]), topology, optimizer))
         scheme.follow(Replica([x]))
         topology.set_weights([1.0, 3.0])
 
@@ -199,8 +198,7 @@ def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_i
     def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
-        scheme = PeriodicAveraging(2, order="before_step")
-        scheme.attach(Replica([x]), topology, optimizer)
+        scheme = PeriodicAveraging(2, order="before_step").build(Context(Replica([x]), topology, optimizer))
         scheme.begin_epoch(0, {})
         seen = []
         for t in range(1, 5):
@@ -254,8 +252,8 @@ def settings(scheme: Scheme) -> Settings:
 def test_closing_a_topology_closes_what_schemes_opened_on_it(wire):
     def work(topology: Topology) -> list[bool]:
         x = nn.Parameter(torch.zeros(3, device=place.device))
-        scheme = DiLoCo(2, staleness=1)
-        scheme.attach(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
+        context = Context(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
+        scheme = DiLoCo(2, staleness=1).build(context)
         scheme.close()
         topology.close()
         return [topology.is_closed, *(sibling.is_closed for sibling in topology._siblings)]

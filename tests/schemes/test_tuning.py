@@ -12,7 +12,12 @@ from harness import on_nodes, reloaded
 
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.schemes import DASO, DiLoCo, PeriodicAveraging
-from lightning_hiercomm.schemes.tuning import PeriodTuner
+from lightning_hiercomm.schemes.daso import RunningDASO
+from lightning_hiercomm.schemes.diloco import RunningDiLoCo
+from lightning_hiercomm.schemes.periodic import RunningPeriodicAveraging
+from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
+
+RUNNING = {DASO: RunningDASO, DiLoCo: RunningDiLoCo, PeriodicAveraging: RunningPeriodicAveraging}
 
 
 class Clock:
@@ -29,8 +34,12 @@ def timed(kind, *, step=1.0, first=0.0, wait=0.0, launch=0.0, merge=0.0):
     """The scheme, on ranks whose clocks go on by these seconds; numbers, or functions of the rank and of the count."""
 
     class Timed(kind):
-        def attach(self, *arguments, **others):
-            super().attach(*arguments, **others)
+        def build(self, context):
+            return Running(self, context)
+
+    class Running(RUNNING[kind]):
+        def __init__(self, config, context):
+            super().__init__(config, context)
             self.clock, self.counts, self.agreed_after = Clock(), itertools.count(), []
             if self.tuner is not None:
                 self.tuner.clock = self.clock
@@ -79,24 +88,24 @@ def train(scheme, steps, epochs=None, **training):
 
 def test_the_least_period_is_chosen_that_keeps_to_the_target():
     first, second = train(timed(PeriodicAveraging, wait=3.7)("auto"), 22)
-    assert first.sync_every == second.sync_every == 74  # 3.7 / (0.05 * 74 steps of 1 s) is 1; with 73 it is more
+    assert first.period == second.period == 74  # 3.7 / (0.05 * 74 steps of 1 s) is 1; with 73 it is more
     assert first.tuner is None
 
 
 def test_nodes_agree_often_until_it_is_chosen_and_then_as_chosen():
     scheme, _ = train(timed(PeriodicAveraging, wait=0.45)("auto"), 40)
-    assert (scheme.sync_every, scheme.agreed_after) == (9, [4, 8, 12, 16, 20, 27, 36])
+    assert (scheme.period, scheme.agreed_after) == (9, [4, 8, 12, 16, 20, 27, 36])
 
 
 def test_a_period_is_exact_where_it_divides():
     for wait in (0.5, 1.0, 5.0):
         scheme, _ = train(timed(PeriodicAveraging, wait=wait)("auto", overhead_target=0.1), 22)
-        assert scheme.sync_every == round(wait / 0.1)
+        assert scheme.period == round(wait / 0.1)
 
 
 def test_what_costs_nothing_is_done_at_every_step():
     scheme, _ = train(timed(PeriodicAveraging, wait=0.0)("auto"), 22)
-    assert scheme.sync_every == 1
+    assert scheme.period == 1
 
 
 def test_waits_for_a_slower_rank_do_not_count():
@@ -107,7 +116,7 @@ def test_waits_for_a_slower_rank_do_not_count():
         return 4.0 if rank else 2.0
 
     schemes = train(timed(PeriodicAveraging, step=step, wait=wait)("auto"), 22)
-    assert {scheme.sync_every for scheme in schemes} == {5}  # 1 / (0.05 * 4)
+    assert {scheme.period for scheme in schemes} == {5}  # 1 / (0.05 * 4)
 
 
 def test_one_slow_step_and_the_first_exchange_do_not_count():
@@ -118,12 +127,12 @@ def test_one_slow_step_and_the_first_exchange_do_not_count():
         return 99.0 if count < 6 else 1.0
 
     scheme, _ = train(timed(PeriodicAveraging, step=step, first=70.0, wait=wait)("auto"), 22)
-    assert scheme.sync_every == 20
+    assert scheme.period == 20
 
 
 def test_averaging_before_the_step_is_timed_as_well():
     scheme, _ = train(timed(PeriodicAveraging, wait=1.0)("auto", order="before_step"), 22)
-    assert scheme.sync_every == 20
+    assert scheme.period == 20
 
 
 def test_epoch_ends_count_where_nodes_agree_at_them():
@@ -135,30 +144,30 @@ def test_epoch_ends_count_where_nodes_agree_at_them():
                 rank.train()
             rank.scheme.end_epoch(None)
             rank.scheme.clock.now += 1000.0  # validation
-        return rank.scheme.sync_every
+        return rank.scheme.period
 
     assert on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto")) == [20, 20]
 
 
 def test_daso_counts_launches_and_merges_and_no_step_with_an_exchange_beside_it():
     scheme, _ = train(timed(DASO, launch=0.2, merge=0.3)(**cycling(staleness=2)), 24)
-    assert (scheme.sync_every, scheme.initial_sync_every, scheme.staleness) == (10, 10, 2)
+    assert (scheme.period, scheme.initial_sync_every, scheme.staleness) == (10, 10, 2)
 
 
 def test_daso_never_chooses_less_than_its_staleness():
     scheme, _ = train(timed(DASO, merge=0.01)(**cycling(staleness=3)), 40)
-    assert scheme.sync_every == 3
+    assert scheme.period == 3
 
 
 def test_daso_chooses_when_cycling_begins_and_its_warm_up_is_no_step_of_training_alone():
     kind = timed(DASO, wait=30.0, merge=1.0)
     scheme, _ = train(kind(**cycling(warmup_epochs=1, warmup_steps=9)), 9 + 22)
-    assert scheme.sync_every == 20
+    assert scheme.period == 20
 
 
 def test_daso_that_waits_chooses_in_its_warm_up():
     scheme, _ = train(timed(DASO, wait=1.0)(**cycling(staleness=0, warmup_steps=9)), 9)
-    assert (scheme.sync_every, scheme.phase) == (20, "warm-up")
+    assert (scheme.period, scheme.phase) == (20, "warm-up")
 
 
 def test_daso_halves_and_restores_what_was_chosen():
@@ -166,11 +175,11 @@ def test_daso_halves_and_restores_what_was_chosen():
         scheme = rank.scheme
         for _ in range(24):
             rank.train()
-        seen = [scheme.sync_every]
+        seen = [scheme.period]
         for _ in range(6):
             scheme.end_epoch(torch.tensor(1.0))
             scheme.begin_epoch(1, {})
-            seen.append(scheme.sync_every)
+            seen.append(scheme.period)
         return seen
 
     assert on_nodes(work, timed(DASO, merge=0.2)(**cycling(patience=0)))[0] == [4, 4, 2, 1, 4, 2, 1]
@@ -179,9 +188,9 @@ def test_daso_halves_and_restores_what_was_chosen():
 def test_diloco_counts_all_fragments_of_a_period():
     arguments, shapes = {"sync_every": "auto", "fragments": 2, "staleness": 1}, ((2,), (2,))
     scheme, _ = train(timed(DiLoCo, launch=0.1, merge=0.15)(**arguments), 40, shapes=shapes)
-    assert scheme.sync_every == 10  # 2 * 0.25 / 0.05
+    assert scheme.period == 10  # 2 * 0.25 / 0.05
     short, _ = train(timed(DiLoCo)(**arguments), 40, shapes=shapes)
-    assert short.sync_every == 3
+    assert short.period == 3
 
 
 @pytest.mark.parametrize(
@@ -197,7 +206,7 @@ def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
     def work(rank):
         for _ in range(30):
             rank.train()
-        chosen, state, schedule = rank.scheme.sync_every, rank.state(), reloaded(rank.scheme.schedule())
+        chosen, state, schedule = rank.scheme.period, rank.state(), reloaded(rank.scheme.schedule())
         for _ in range(12):
             rank.train()
         return chosen, state, schedule, rank.values, rank.scheme.agreed_after[-2:]
@@ -207,13 +216,13 @@ def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
     def resumed(rank):
         chosen, state, schedule, values, agreed = before[rank.rank]
         rank.load(state)
-        assert (rank.scheme.sync_every, rank.scheme.tuner) == (5, None)
+        assert (rank.scheme.period, rank.scheme.tuner) == (5, None)
         for _ in range(12):
             rank.train()
         assert rank.scheme.agreed_after[-2:] == agreed
         torch.testing.assert_close(rank.values, values, rtol=0, atol=0)
         rank.scheme.load_state_dict(schedule)
-        return chosen, rank.scheme.sync_every
+        return chosen, rank.scheme.period
 
     assert on_nodes(resumed, make()) == [(5, 5)] * 2
 
@@ -228,10 +237,10 @@ def test_a_run_that_ends_before_anything_was_chosen_begins_anew_on_resume():
 
     def resumed(rank):
         rank.load(states[rank.rank])
-        assert rank.scheme.sync_every == "auto"
+        assert rank.scheme.tuner is not None
         for _ in range(22):
             rank.train()
-        return rank.scheme.sync_every
+        return rank.scheme.period
 
     assert on_nodes(resumed, timed(PeriodicAveraging, wait=1.0)("auto")) == [20, 20]
 
@@ -246,7 +255,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
 
     def resumed(rank):
         rank.scheme.load_state_dict(schedule)
-        return rank.scheme.sync_every
+        return rank.scheme.period
 
     assert on_nodes(resumed, PeriodicAveraging(7)) == [7, 7]
 
@@ -277,9 +286,9 @@ def test_on_one_node_there_is_nothing_to_choose():
         for _ in range(30):
             rank.train()
         rank.scheme.finish()
-        return rank.scheme.sync_every
+        return rank.scheme.tuner is None
 
-    assert on_nodes(work, PeriodicAveraging("auto"), nodes=[[0, 1]]) == ["auto"] * 2
+    assert on_nodes(work, PeriodicAveraging("auto"), nodes=[[0, 1]]) == [False] * 2
 
 
 @pytest.mark.parametrize("kind", [PeriodicAveraging, DASO, DiLoCo])
@@ -316,7 +325,7 @@ def test_epochs_into_which_no_exchange_fits_are_refused():
 def test_all_ranks_choose_the_same_whatever_they_saw():
     def work(rank, world):
         clock = Clock()
-        tuner = PeriodTuner(0.05, 1, clock=clock)
+        tuner = PeriodTuner(AutoPeriod(0.05, 1), clock=clock)
         while not tuner.end_step():
             clock.now += 1.0 + 0.1 * rank
             with tuner.exchanging(starts=True, ends=True):

@@ -21,7 +21,8 @@ class Watching(pl.Callback):
         pl_module.report = []
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        pl_module.report.append(trainer.strategy.schemes[0].sync_every)
+        scheme = trainer.strategy.schemes[0]
+        pl_module.report.append(scheme.period if scheme.tuner is None else "auto")
 
 
 def test_every_rank_chooses_the_same_period_and_a_resumed_run_keeps_it(fit, tmp_path):

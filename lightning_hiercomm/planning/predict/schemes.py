@@ -27,7 +27,6 @@ from lightning_hiercomm.schemes import (
     Full,
     Gossip,
     Graph,
-    Merge,
     OuterOptimizer,
     Replace,
     Ring,
@@ -35,7 +34,6 @@ from lightning_hiercomm.schemes import (
     StepsDelay,
 )
 from lightning_hiercomm.schemes.steps_delay.section import LEAST_SECTION_BYTES, LEAST_SECTIONS
-from lightning_hiercomm.schemes.words.merging import MERGES
 
 # How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
 _MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
@@ -158,10 +156,6 @@ def _parts_of(scheme: Agreement) -> int:
     return scheme.what if isinstance(scheme.what, int) else len(scheme.what) + 1
 
 
-def _merge_of(scheme: Agreement) -> Merge:
-    return scheme.merge if isinstance(scheme.merge, Merge) else MERGES[scheme.merge]()
-
-
 class _Exchange:
     """What the nodes do when parts leave and arrive."""
 
@@ -211,7 +205,7 @@ class _Exchange:
         """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
         node, payload, through = self._node, self._payload, self._scheme.through
         lane = "node" if waiting else "inbound"
-        packed = node.passes(piece.bytes, _LOOK + (2 if _merge_of(self._scheme).needs_sent else 1))
+        packed = node.passes(piece.bytes, _LOOK + (2 if self._scheme.merging.needs_sent else 1))
         if isinstance(through, Graph):
             encoded = node.passes(piece.bytes / node.lanes, 1 + payload.passes, after=[packed])
             peers = _out_degree(through, node.cluster.nodes)
@@ -228,12 +222,12 @@ class _Exchange:
         return node.intra("broadcast" if carriers < node.lanes else "all_gather", piece, [landed], lane)
 
     def _merge(self, piece: Piece) -> None:
-        is_plain = isinstance(_merge_of(self._scheme), Replace | OuterOptimizer)
+        is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
         self._node.passes(piece.bytes, 1 if is_plain else _MIXING_MERGE)
 
     @property
     def _landing(self) -> float:
-        return _OUTER_STEP if self._scheme.outer is not None else 0.0
+        return _OUTER_STEP if isinstance(self._scheme.merging, OuterOptimizer) else 0.0
 
 
 def _sum(node: Node, piece: Piece, payload: Payload, after: Sequence[Task], carriers: int | None = None) -> Task:
@@ -347,14 +341,14 @@ def _(scheme: Agreement, cluster: Cluster, workload: Workload, payload: Payload)
     model = workload.model_bytes
     share = 1.0 if scheme.through == "rotating" else 1 / cluster.ranks_per_node
     kept = 0.0  # of this rank's part
-    if scheme.outer is not None or not payload.is_exact:
+    if isinstance(scheme.merging, OuterOptimizer) or not payload.is_exact:
         kept += 1  # what was agreed on last
-    if scheme.outer is not None:
+    if isinstance(scheme.merging, OuterOptimizer):
         kept += 1  # momentum
     if payload.narrows and not payload.codec.adds:
         kept += 1  # what encoding has kept back
     encoded = payload.ratio * share * (1 if payload.codec.adds else 2) if payload.narrows else 0.0
-    return kept * share * model + _in_flight_bytes(scheme, model) * (1 + _merge_of(scheme).needs_sent + encoded)
+    return kept * share * model + _in_flight_bytes(scheme, model) * (1 + scheme.merging.needs_sent + encoded)
 
 
 def _in_flight_bytes(scheme: Agreement, model: float) -> float:

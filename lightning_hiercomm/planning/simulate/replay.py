@@ -44,7 +44,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 _PATIENCE = 600.0
 """Seconds that a thread waits for another one's training."""
@@ -354,8 +354,8 @@ class _Rank:
         known = about["run"].rpartition(":")[2]
         if self.run.fingerprint() != known:
             raise PlanningError(
-                f"the program trains {self._scheme!r} with {self.run.wire!r}, the record is of {about['scheme']} with"
-                f" {about['wire']}, or their modules have other shapes"
+                f"the program trains {self._program.scheme!r} with {self.run.wire!r}, the record is of"
+                f" {about['scheme']} with {about['wire']}, or their modules have other shapes"
             )
         is_first = local == 0
         self._membership = Membership(
@@ -383,7 +383,7 @@ class _Rank:
         self._stream: Iterator[Any] = iter(())
 
     @property
-    def _scheme(self) -> Scheme:
+    def _scheme(self) -> RunningScheme[Scheme]:
         return self.run.schemes[0]
 
     def train(self) -> nn.Module:
@@ -470,7 +470,7 @@ class _Rank:
     # ---- healing -------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any] | None:
-        if not (self._scheme.is_agreed or self._scheme.profile.begins_with_copy):
+        if not (self._scheme.is_agreed or self._scheme.config.profile.begins_with_copy):
             return None
         return {
             "module": self.module.state_dict(),

@@ -24,7 +24,7 @@ from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 MOST_REPLICAS = 4096
 
@@ -180,7 +180,7 @@ class VirtualClock:
         self._workload = site.workload
         self._known: dict[str, float] = {}
 
-    def seconds_of_step(self, scheme: Scheme) -> float:
+    def seconds_of_step(self, scheme: RunningScheme[Scheme]) -> float:
         """Of the step that a scheme will take next."""
         like = scheme.next_step(self._experiment.steps_per_epoch)
         key = repr(like)

@@ -61,7 +61,7 @@ class Peers:
         self._codec = wire.codec
         self._push_sum = push_sum
         self._spares = Spares()
-        if topology.inter is not None:
+        if segments and topology.inter is not None:
             topology.inter.expect_exchanges()
 
     def round(self, step: int, index: int) -> Round:

@@ -1,4 +1,4 @@
-"""Care for the replica of one optimizer, in one object, which every scheme is handed when it is attached."""
+"""Care for the replica of one optimizer, in one object, which every scheme that runs has."""
 
 from __future__ import annotations
 

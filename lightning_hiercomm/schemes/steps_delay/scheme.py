@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.all_reduce import AllReduce
-from lightning_hiercomm.schemes.base import Scheme
+from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.health.nonfinite import describe, is_marked, mark_of
+from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import (
     class_names,
     evaluates_loss,
@@ -106,11 +106,10 @@ class StepsDelay(Scheme):
             and a param group moves at once, not bucket by bucket, which takes more memory.
 
     Raises:
-        ValueError: For arguments out of range; and, when bound, for optimizers that the scheme cannot serve.
+        ValueError: For arguments out of range; and, when it is built, for optimizers that the scheme cannot serve.
         RuntimeError: After the warm-up, at the next pull, look or end after somebody wrote to the weights.
     """
 
-    @checked_arguments
     def __init__(
         self,
         delay: int = 4,
@@ -122,7 +121,6 @@ class StepsDelay(Scheme):
         local_update: Literal["glu", "sgd", "dc_asgd"] | LocalRule = "glu",
         shard_on: ShardOn = "elements",
     ) -> None:
-        super().__init__()
         if delay < 1:
             raise ValueError(f"delay={delay} must be a positive number of steps")
         if warmup_steps < 0 or warmup_steps % delay:
@@ -148,20 +146,9 @@ class StepsDelay(Scheme):
         self.hold = hold
         self.local_update = local_update
         self.shard_on: ShardOn = shard_on
-        self._disagreement = Disagreement()
-        self._delayed_steps = 0  # u
-        self._has_pulled = False  # weights that the next iteration takes over
-        # one per section of the server
-        self._pulled: list[Tensor] = []  # pre
-        self._parts: list[list[Bucket]] = []  # in which the local rule gets the section
-        self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
-        self._left: Tensor | None = None  # the weights' bits after the last delayed step, as sums
-        self._shown: Tensor | None = None  # of the agreed weights, where those have taken their place
-        self._written = torch.tensor(False)  # whether anybody wrote to them since
-        self._server: ShardedServer | None = None  # none on one node
-        self._holds_final_weights = False
-        self._was_warming_up = False
-        self._has_warned_of_sparse = False
+
+    def build(self, context: Context) -> RunningStepsDelay:
+        return RunningStepsDelay(self, context)
 
     @property
     def profile(self) -> Profile:
@@ -184,34 +171,72 @@ class StepsDelay(Scheme):
             )
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
-        return AllReduce() if self.phase == "warm-up" else self
+        return AllReduce() if self.warmup_steps else self
+
+    @property
+    def rule(self) -> LocalRule:
+        """The local rule."""
+        return self.local_update if callable(self.local_update) else LOCAL_RULES[self.local_update]
+
+    def local_scale(self, group: Mapping[str, Any]) -> float:
+        """The local learning rate of a param group, divided by the server's."""
+        if self.local_lr_scale is not None:
+            return self.local_lr_scale
+        if self.rule is glu:
+            kept = 1.0 - float(group.get("momentum", 0.0))
+            return (1.0 - float(group.get("dampening", 0.0))) / (kept * (self.alpha + self.beta))
+        return 0.25 if self.rule is sgd else 1.0
+
+
+class RunningStepsDelay(RunningScheme[StepsDelay]):
+    """SSD-SGD at work: the server, of which this rank holds a part, and what was pulled from it."""
+
+    def __init__(self, config: StepsDelay, context: Context) -> None:
+        super().__init__(config, context)
+        self._check(self.required_optimizer)
+        self._beside = self.topology.twin() if self.topology.num_nodes > 1 else self.topology
+        self._background = self.background()
+        self._server = self._new_server({})  # none on one node
+        self._disagreement = Disagreement()
+        self._delayed_steps = 0  # u
+        self._has_pulled = False  # weights that the next iteration takes over
+        # one per section of the server
+        self._pulled: list[Tensor] = []  # pre
+        self._parts: list[list[Bucket]] = []  # in which the local rule gets the section
+        self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
+        self._left: Tensor | None = None  # the weights' bits after the last delayed step, as sums
+        self._shown: Tensor | None = None  # of the agreed weights, where those have taken their place
+        self._written = torch.tensor(False)  # whether anybody wrote to them since
+        self._holds_final_weights = False
+        self._was_warming_up = False
+        self._has_warned_of_sparse = False
+        self._start_from_replica()
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        self._check(self.required_optimizer)
-        if self.topology.num_nodes > 1:
-            self._beside = self.topology.twin()
-            self._background = self.background()
-
     def follow(self, replica: Replica) -> None:
-        server_state = {} if self._server is None else self._whole_optimizer_state(self._server)
+        state = {} if self._server is None else self._whole_optimizer_state(self._server)
         super().follow(replica)
+        self._server = self._new_server(state)
+        self._start_from_replica()
+
+    def _new_server(self, state: Mapping[Tensor, Mapping[str, Any]]) -> ShardedServer | None:
+        """A server of the replica's parameters, with the optimizer's state for them; none on one node."""
         if self.topology.num_nodes == 1:
-            return
-        self._server = ShardedServer(
-            replica.parameters,
+            return None
+        server = ShardedServer(
+            self.replica.parameters,
             self.required_optimizer,
             self.topology,
             self._beside.inter,
             self._background,
             self.wire,
-            self.shard_on,
-            replica.bucket_bytes,
+            self.config.shard_on,
+            self.replica.bucket_bytes,
             self.care.policy.on_nonfinite,
         )
-        self._server.take_optimizer_state(server_state)
-        self._start_from_replica()
+        server.take_optimizer_state(state)
+        return server
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
@@ -219,12 +244,12 @@ class StepsDelay(Scheme):
             self._server.take_optimizer_state(self._server.optimizer.state)
             self._server.optimizer.state.clear()
 
-    def has_update(self) -> bool:
-        return self._server is not None
+    def before_step(self, last: bool) -> Update | None:
+        server = self._server
+        return None if server is None else lambda optimizer_step: self._serve(server, optimizer_step)
 
-    def update(self, optimizer_step: Callable[[], object] | None) -> None:
-        if self._server is None:
-            return
+    def _serve(self, server: ShardedServer, optimizer_step: Callable[[], object] | None) -> None:
+        """One iteration, in place of the optimizer's step."""
         if self._holds_final_weights:
             self._left, self._holds_final_weights = None, False
         if optimizer_step is not None:
@@ -237,7 +262,7 @@ class StepsDelay(Scheme):
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
         self._was_warming_up = self.phase == "warm-up"
-        self._iterate(self._server, has_gradient=optimizer_step is not None and self._gradient_is_finite())
+        self._iterate(server, has_gradient=optimizer_step is not None and self._gradient_is_finite())
 
     def _gradient_is_finite(self) -> bool:
         """Whether the node's mean gradient may be used and sent."""
@@ -273,11 +298,6 @@ class StepsDelay(Scheme):
         self.required_optimizer.state.update(state)
         self._holds_final_weights = True
 
-    @property
-    def rule(self) -> LocalRule:
-        """The local rule."""
-        return self.local_update if callable(self.local_update) else LOCAL_RULES[self.local_update]
-
     # ---- the method ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -289,7 +309,7 @@ class StepsDelay(Scheme):
             has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
         """
         is_warming_up, has_arrived = self.phase == "warm-up", self._has_pulled
-        pulls = is_warming_up or self._delayed_steps % self.delay == self.delay - 1
+        pulls = is_warming_up or self._delayed_steps % self.config.delay == self.config.delay - 1
         hyperparameters = server.hyperparameters()
         self._take_over_what_was_written(server)
         if pulls:
@@ -348,8 +368,8 @@ class StepsDelay(Scheme):
             raise RuntimeError(
                 "somebody wrote to the weights outside of the optimizer's step (clamping, a mask, a new head), which"
                 " StepsDelay takes over in its warm-up only: afterwards the server's weights are not those of a device."
-                f" Give StepsDelay(warmup_steps=...) more steps than the {self.warmup_steps} it has, write only within"
-                " them, or use another scheme, such as strategy='diloco'"
+                f" Give StepsDelay(warmup_steps=...) more steps than the {self.config.warmup_steps} it has, write only"
+                " within them, or use another scheme, such as strategy='diloco'"
             )
 
     def _bits(self) -> Tensor:
@@ -382,7 +402,7 @@ class StepsDelay(Scheme):
                     gradient = part.view(gradients=True)
                     if gradient is None:
                         gradient = part.pack_gradients(new())
-                    self.rule(
+                    self.config.rule(
                         LocalUpdate(
                             weights=weights,
                             gradient=-gradient if is_ascent else gradient,
@@ -405,24 +425,15 @@ class StepsDelay(Scheme):
         learning_rate = float(group["lr"])
         return {
             "learning_rate": learning_rate,
-            "local_learning_rate": self._local_scale(group) * learning_rate,
+            "local_learning_rate": self.config.local_scale(group) * learning_rate,
             "momentum": float(group.get("momentum", 0.0)),
             "dampening": float(group.get("dampening", 0.0)),
             "weight_decay": float(group.get("weight_decay", 0.0)),
-            "delay": self.delay,
-            "alpha": self.alpha,
-            "beta": self.beta,
-            "hold": self.hold,
+            "delay": self.config.delay,
+            "alpha": self.config.alpha,
+            "beta": self.config.beta,
+            "hold": self.config.hold,
         }
-
-    def _local_scale(self, group: Mapping[str, Any]) -> float:
-        """The local learning rate of a param group, divided by the server's."""
-        if self.local_lr_scale is not None:
-            return self.local_lr_scale
-        if self.rule is glu:
-            kept = 1.0 - float(group.get("momentum", 0.0))
-            return (1.0 - float(group.get("dampening", 0.0))) / (kept * (self.alpha + self.beta))
-        return 0.25 if self.rule is sgd else 1.0
 
     def _start_from_replica(self) -> None:
         """Start the exchange anew from the replica's values, which are equal on all ranks."""
@@ -468,7 +479,10 @@ class StepsDelay(Scheme):
 
     @property
     def phase(self) -> str:  # type: ignore[override]
-        return "warm-up" if self.steps < self.warmup_steps else "delay"
+        return "warm-up" if self.steps < self.config.warmup_steps else "delay"
+
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        return AllReduce() if self.phase == "warm-up" else self.config
 
     def scalars(self) -> dict[str, float]:
         """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
@@ -476,10 +490,10 @@ class StepsDelay(Scheme):
         The staleness is how many of the server's steps the device's weights have not seen, the disagreement how far
         they were from the server's when these last arrived, relative to them, estimated on a few elements.
         """
-        staleness = (self._delayed_steps - 1) % self.delay + 1 if self._delayed_steps else 0
+        staleness = (self._delayed_steps - 1) % self.config.delay + 1 if self._delayed_steps else 0
         values = {
             "phase": float(self.phase == "delay"),
-            "sync_every": 1.0 if self.phase == "warm-up" else float(self.delay),
+            "sync_every": 1.0 if self.phase == "warm-up" else float(self.config.delay),
             "staleness": float(staleness),
         }
         relative = self._disagreement.relative()
@@ -556,13 +570,13 @@ class StepsDelay(Scheme):
         if any("lr" not in group for group in optimizer.param_groups):
             raise ValueError(f"StepsDelay reads the learning rate from param_groups[...]['lr'], which {kind} lacks")
         is_layerwise = needs_whole_tensors(optimizer)
-        if self.local_update == "glu" and (is_layerwise or not isinstance(optimizer, SGD)):
+        if self.config.local_update == "glu" and (is_layerwise or not isinstance(optimizer, SGD)):
             raise ValueError(
                 f"local_update='glu' guesses the global gradient from the steps of momentum SGD; those of {kind} are"
                 " something else. Use torch.optim.SGD, or choose local_update='sgd', 'dc_asgd' or a function of your"
                 " own, with a local_lr_scale that suits it."
             )
-        if is_layerwise and self.shard_on == "elements":
+        if is_layerwise and self.config.shard_on == "elements":
             raise ValueError(f"{kind} needs whole tensors: use StepsDelay(..., shard_on='parameters')")
 
 

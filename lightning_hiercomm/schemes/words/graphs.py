@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import checked_arguments
+from lightning_hiercomm.arguments import Value
 
 Fairness = Literal["uniform", "cyclic", "roulette"] | None
 
 
-class Graph(ABC):
+class Graph(Value, ABC):
     """Says who sends to whom at each step. A graph of your own is a subclass with this one method.
 
     Gossip checks every answer, see :func:`round_of`.
@@ -44,7 +44,7 @@ class Graph(ABC):
         """
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name != "_given")
         return f"{type(self).__name__}({arguments})"
 
 
@@ -78,7 +78,6 @@ class DirectedExponential(Graph):
         ValueError: If ``peers`` is not positive.
     """
 
-    @checked_arguments
     def __init__(self, peers: int = 1) -> None:
         if peers < 1:
             raise ValueError(f"peers={peers} must be a positive number of ranks to send to")
@@ -112,7 +111,6 @@ class RandomPermutation(Graph):
         ValueError: For any other ``fair``.
     """
 
-    @checked_arguments
     def __init__(self, fair: Fairness = "uniform", seed: int = 0) -> None:
         if fair not in ("uniform", "cyclic", "roulette", None):
             raise ValueError(f"fair={fair!r} must be 'uniform', 'cyclic', 'roulette' or None")

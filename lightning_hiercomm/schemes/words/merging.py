@@ -8,14 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import as_call, checked_arguments
+from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
-from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.carriers.in_flight import Move
 
 
-class Merge(ABC):
+class Merge(Value, ABC):
     """Brings one bucket of the replica and what has arrived for it together.
+
+    It is configuration, and remembers nothing: an ``OuterOptimizer``, which does, makes what remembers.
 
     Attributes:
         needs_sent: Whether what the node sent must be kept apart from what arrives.
@@ -29,9 +30,6 @@ class Merge(ABC):
     ends_in_agreement: bool = True
     keeps_agreed: bool = False
 
-    def __repr__(self) -> str:
-        return as_call(self)
-
     @abstractmethod
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
         """Change the bucket's tensors.
@@ -43,17 +41,15 @@ class Merge(ABC):
             nodes: M, over how many nodes the mean was taken.
         """
 
-    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
+    def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         """The same for what was sent just now: here, the mean takes the place of the bucket's values.
 
         Args:
             bucket: What is merged into.
             mean: Packed.
+            nodes: M, over how many nodes it was taken.
         """
         bucket.unpack(mean)
-
-    def attach(self, carrier: Carrier) -> None:
-        """These are the buckets from now on, and their last agreed values; called where :attr:`keeps_agreed`."""
 
     def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         """Move a bucket's last agreed values where the nodes' mean says; called where :attr:`keeps_agreed`.
@@ -80,7 +76,6 @@ class Replace(Merge):
         ValueError: If ``keep_local`` is not a number from 0 to 1.
     """
 
-    @checked_arguments
     def __init__(self, keep_local: float = 0.0) -> None:
         if not 0.0 <= keep_local <= 1.0:
             raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take what arrives) to 1 (ignore it)")
@@ -88,9 +83,9 @@ class Replace(Merge):
         self.ends_in_agreement = keep_local == 0.0
 
     def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
-        self.at_once(bucket, move.flat)
+        self.at_once(bucket, move.flat, nodes)
 
-    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
+    def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         if self.keep_local == 0.0:
             bucket.unpack(mean)
         else:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.carriers.base import Carrier
@@ -30,6 +29,8 @@ from lightning_hiercomm.schemes.words.merging import Merge, Replace
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+_States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
+"""Of every bucket and, there, of every run in a rank's part: how long it is, and the optimizer's state for it."""
 
 
 class OuterOptimizer(Merge):
@@ -60,79 +61,77 @@ class OuterOptimizer(Merge):
 
     keeps_agreed = True
 
-    @checked_arguments
     def __init__(
         self,
         optimizer: OptimizerFactory | None = None,
         scheduler: SchedulerFactory | None = None,
         keep_local: float = 0.0,
     ) -> None:
-        self._make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-        self._make_scheduler = scheduler
+        self.make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+        self.make_scheduler = scheduler
         self.keep_local = keep_local
-        self.optimizer: Optimizer | None = None
-        self._scheduler: LRScheduler | None = None
-        self._runs: list[list[torch.nn.Parameter]] = []  # this rank's part of every bucket, by history
-        self._carrier: Carrier | None = None
+        self._mix = Replace(keep_local)
+        self.ends_in_agreement = self._mix.ends_in_agreement
 
     def __repr__(self) -> str:
-        made_by = getattr(self._make_optimizer, "func", self._make_optimizer)
+        made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
         return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OuterOptimizer:
-        # what makes optimizers is shared: LightningCLI's leads to its parser, and from there to the Trainer
-        for shared in (self._make_optimizer, self._make_scheduler):
-            memo[id(shared)] = shared
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        vars(new).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        return new
+    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+        self._mix(bucket, move, staleness, nodes)
 
-    @property
-    def keep_local(self) -> float:
-        """Weight of what a node has become by itself."""
-        return self._mix.keep_local
+    def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
+        self._mix.at_once(bucket, mean, nodes)
 
-    @keep_local.setter
-    def keep_local(self, weight: float) -> None:
-        self._mix = Replace(weight)
-        self.ends_in_agreement = self._mix.ends_in_agreement
+    def build(self, carrier: Carrier, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
+        """Make what steps the last agreed values of a carrier. Collective over the node.
+
+        Args:
+            carrier: The buckets, and their last agreed values.
+            before: What has stepped them so far, perhaps in other buckets: its state is kept.
+
+        Raises:
+            ValueError: If the optimizer needs whole tensors.
+        """
+        return RunningOuterOptimizer(self, carrier, before)
+
+
+class RunningOuterOptimizer:
+    """An outer optimizer at work on this rank's part of the last agreed values, with all that it remembers.
+
+    Args:
+        config: What makes the optimizer, and its scheduler.
+        carrier: See :meth:`OuterOptimizer.build`.
+        before: Likewise.
+
+    Attributes:
+        optimizer: The optimizer itself.
+    """
+
+    def __init__(self, config: OuterOptimizer, carrier: Carrier, before: RunningOuterOptimizer | None = None) -> None:
+        known, schedule = ({}, {}) if before is None else (before._state_by_tensor(), before._schedule())
+        self._config = config
+        self._carrier = carrier
+        # the runs of every bucket: neighbours of one history, in this rank's part
+        self._runs, self.optimizer, self._scheduler = self._made(self._own_states(known), schedule)
 
     @property
     def learning_rate(self) -> float:
         """The present one."""
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else 0.0
-
-    def attach(self, carrier: Carrier) -> None:
-        """Step the last agreed values of ``carrier`` from now on; the state of values known before is kept."""
-        known, schedule = self._state_by_tensor(), self._schedule()
-        self._carrier = carrier
-        self._load(known, schedule)
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
         optimizer, runs = self.optimizer, self._runs[index]
-        if optimizer is not None:
-            # no minus zero where nothing differs: a step along that would make zero of an agreed minus zero
-            gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
-            for run, gradient in zip(runs, gradients, strict=True):
-                run.grad = gradient
-                keep_state_here(optimizer, run)
-            optimizer.step()
-            for run in runs:
-                run.grad = None
+        # no minus zero where nothing differs: a step along that would make zero of an agreed minus zero
+        gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
+        for run, gradient in zip(runs, gradients, strict=True):
+            run.grad = gradient
+            keep_state_here(optimizer, run)
+        optimizer.step()
+        for run in runs:
+            run.grad = None
         return agreed
-
-    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
-        self._mix.at_once(bucket, move.flat)
-
-    def at_once(self, bucket: Bucket, mean: Tensor) -> None:
-        self._mix.at_once(bucket, mean)
-
-    def let_go(self) -> None:
-        """Forget the carrier and all state, before another one is attached."""
-        self._carrier = self.optimizer = self._scheduler = None
-        self._runs = []
 
     def undo_point(self) -> Callable[[], None]:
         """Remember the state; what is returned goes back to it."""
@@ -163,12 +162,11 @@ class OuterOptimizer(Merge):
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         """Restore :meth:`state_dict`, on any number of nodes and ranks."""
         files = zip(parameters, state["state"], strict=True)
-        self._load({id(parameter): TensorState.from_file(saved, parameter) for parameter, saved in files}, state)
+        known = {id(parameter): TensorState.from_file(saved, parameter) for parameter, saved in files}
+        self._begin(self._own_states(known), state)
 
     def part_states(self) -> list[list[dict[str, Any]]]:
         """The optimizer's state for this rank's part of every bucket, as it is: by runs of one history."""
-        if self.optimizer is None:
-            return []
         held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return [
             [{"numel": run.numel(), "state": {n: copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
@@ -177,8 +175,6 @@ class OuterOptimizer(Merge):
 
     def load_part_states(self, states: Sequence[Sequence[Mapping[str, Any]] | Mapping[str, Any]]) -> None:
         """Restore :meth:`part_states` (of a run with the same topology and buckets), or one state of every part."""
-        if self.optimizer is None or self._carrier is None:
-            return
         runs = [
             [(anchor.numel(), saved)] if isinstance(saved, Mapping) else [(run["numel"], run["state"]) for run in saved]
             for anchor, saved in zip(self._carrier.anchors, states, strict=True)
@@ -186,24 +182,31 @@ class OuterOptimizer(Merge):
         self._begin(runs, self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
-        if self.optimizer is None:
-            return {}
         learning_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         return {
             "learning_rates": learning_rates,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
         }
 
-    def _begin(self, states: Sequence[Sequence[tuple[int, Mapping[str, Any]]]], schedule: Mapping[str, Any]) -> None:
-        """Make the optimizer, given of this rank's part of every bucket how long each run is, and its state."""
-        anchors = [] if self._carrier is None else self._carrier.anchors
-        self._runs = [
+    def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
+        """Go on with a new optimizer, which has this state."""
+        self._runs, self.optimizer, self._scheduler = self._made(states, schedule)
+
+    def _made(
+        self, states: _States, schedule: Mapping[str, Any]
+    ) -> tuple[list[list[torch.nn.Parameter]], Optimizer, LRScheduler | None]:
+        """An optimizer of this rank's part of every bucket, given how long each run of it is, and its state.
+
+        Returns:
+            The runs, the optimizer of them, and the scheduler of its learning rate.
+        """
+        of_buckets = [
             [torch.nn.Parameter(run) for run in anchor.split([numel for numel, _ in runs])] if runs else []
-            for anchor, runs in zip(anchors, states, strict=True)
+            for anchor, runs in zip(self._carrier.anchors, states, strict=True)
         ]
         # an optimizer refuses to be made without parameters, as a rank in no lane may be
-        some = [run for runs in self._runs for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
-        self.optimizer = optimizer = self._make_optimizer(some)
+        some = [run for runs in of_buckets for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
+        optimizer = self._config.make_optimizer(some)
         if needs_whole_tensors(optimizer) or "lbfgs" in class_names(optimizer):
             raise ValueError(
                 f"the outer optimizer {type(optimizer).__name__} needs whole tensors, but every rank steps a part"
@@ -211,26 +214,26 @@ class OuterOptimizer(Merge):
             )
         (group, *_) = optimizer.param_groups
         keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
-        for runs, of_runs in zip(self._runs, states, strict=True):
+        for runs, of_runs in zip(of_buckets, states, strict=True):
             for run, (_, state) in zip(runs, of_runs, strict=True):
                 for name, value in state.items():
                     if isinstance(value, Tensor):  # a number, such as the step, may live on the CPU
                         is_there = keeps_numbers_there or is_elementwise(value, name, run)
                         value = value.to(run.device if is_there else value.device, copy=True)
                     optimizer.state[run][name] = value
-        self._scheduler = self._make_scheduler(optimizer) if self._make_scheduler is not None else None
+        make_scheduler = self._config.make_scheduler
+        scheduler = None if make_scheduler is None else make_scheduler(optimizer)
         for group, learning_rate in zip(optimizer.param_groups, schedule.get("learning_rates", ()), strict=False):
             group["lr"] = learning_rate
-        if self._scheduler is not None and schedule.get("scheduler") is not None:
-            self._scheduler.load_state_dict(schedule["scheduler"])
+        if scheduler is not None and schedule.get("scheduler") is not None:
+            scheduler.load_state_dict(schedule["scheduler"])
+        return of_buckets, optimizer, scheduler
 
     @torch.no_grad()
     def _state_by_tensor(self) -> dict[int, TensorState]:
         """The optimizer's state for whole parameters, by their ``id``. Collective over the node."""
         known: dict[int, TensorState] = {}
         carrier, optimizer = self._carrier, self.optimizer
-        if carrier is None or optimizer is None:
-            return known
         of_node, histories = self._runs_of_node(carrier, optimizer)
         for index, (bucket, whole) in enumerate(zip(carrier.buckets, of_node, strict=False)):
             flats: dict[str, Tensor] = {}
@@ -277,11 +280,9 @@ class OuterOptimizer(Merge):
         return [whole[bucket.held_by].pop(0) for bucket in carrier.buckets[: len(self._runs)]], frozenset(histories)
 
     @torch.no_grad()
-    def _load(self, known: Mapping[int, TensorState], schedule: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state for whole parameters, and where the schedule of the learning rate is."""
+    def _own_states(self, known: Mapping[int, TensorState]) -> _States:
+        """This rank's part of a state for whole parameters, by their ``id``."""
         carrier = self._carrier
-        if carrier is None:
-            return
         states = []
         for index, bucket in enumerate(carrier.buckets):
             whole: list[Run] = []
@@ -306,7 +307,7 @@ class OuterOptimizer(Merge):
                 own.append((run.numel, run.history.state({name: part[here] for name, part in parts.items()})))
                 offset += run.numel
             states.append(own)
-        self._begin(states, schedule)
+        return states
 
 
 def _first_carried(carrier: Carrier, index: int) -> int:

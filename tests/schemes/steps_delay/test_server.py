@@ -224,7 +224,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
             flat = torch.tensor(saved["values"], dtype=torch.float64).to(place.device)
             for p, values in zip(run.parameters, flat.split([12, 7]), strict=True):
                 p.copy_(values.view(p.shape))
-        run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
+        run.scheme.follow(Replica(run.parameters))
         run.optimizer.load_state_dict(saved["optimizer"])
         run.scheme.load_state_dict({**run.scheme.state_dict(), "steps": 4, "exchange": None})
         run.scheme.begin_run(1, None)
@@ -327,7 +327,7 @@ def test_parameters_that_join_later_leave_the_others_state_alone():
         run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=place.device))
         run.target = torch.cat([run.target, torch.zeros(3, dtype=torch.float64)])
         run.optimizer.add_param_group({"params": [run.module["late"]]})
-        run.scheme.attach(Replica(run.parameters), run.topology, run.optimizer)
+        run.scheme.follow(Replica(run.parameters))
         steps(2)(run)
         return run.values.tolist(), run.scheme.optimizer_state()
 

@@ -29,7 +29,7 @@ from pytorch_optimizer import Lookahead
 from lightning_hiercomm.nodes import bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import StepsDelay
+from lightning_hiercomm.schemes import Context, StepsDelay
 from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate, glu
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -484,7 +484,7 @@ class Wrapping(torch.optim.SGD):
 def test_optimizers_it_cannot_serve_are_refused_with_the_way_out(nodes, optimizer, arguments, message):
     def bind(topology: Topology) -> None:
         x = torch.nn.Parameter(torch.zeros(1))
-        StepsDelay(**arguments).attach(Replica([x]), topology, optimizer([x]) if optimizer else None)
+        StepsDelay(**arguments).build(Context(Replica([x]), topology, optimizer([x]) if optimizer else None))
 
     with pytest.raises(ValueError, match=message):
         on_ranks(bind, nodes)
@@ -530,7 +530,7 @@ def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
 )
 def test_the_local_learning_rate_fits_the_rule_and_the_momentum(rule, momentum, expected):
     scheme = StepsDelay(2, 0, local_update=rule)
-    assert scheme._local_scale({"lr": 0.1, "momentum": momentum}) == pytest.approx(expected)
+    assert scheme.local_scale({"lr": 0.1, "momentum": momentum}) == pytest.approx(expected)
 
 
 def test_a_plain_sgd_module_trains_with_the_defaults():
@@ -628,6 +628,6 @@ def test_an_optimizer_that_releases_gradients_is_refused():
         optimizer.defaults["gradient_release"] = True
         scheme = StepsDelay(2, warmup_steps=0)
         with pytest.raises(ValueError, match="make it without gradient_release"):
-            scheme.attach(Replica(parameters), topology, optimizer)
+            scheme.build(Context(Replica(parameters), topology, optimizer))
 
     on_ranks(work, ((0,), (1,)))
