@@ -1,0 +1,263 @@
+"""A scheme is a value until it runs, and what runs is whole from its first line."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import TWO_BY_TWO, on_ranks, place
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_hiercomm.arguments import Value
+from lightning_hiercomm.comm.base import Communicator, finished
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import (
+    DASO,
+    SCHEMES,
+    Agreement,
+    AllReduce,
+    Context,
+    Delta,
+    DiLoCo,
+    DirectedExponential,
+    Every,
+    Full,
+    Gossip,
+    OuterOptimizer,
+    PeriodicAveraging,
+    RandomPermutation,
+    Replace,
+    Ring,
+    RunningScheme,
+    Scheme,
+    Staggered,
+    StaleSum,
+    StepsDelay,
+)
+
+WRITTEN: dict[str, Callable[[], Any]] = {
+    "PeriodicAveraging(sync_every=50)": PeriodicAveraging,
+    "PeriodicAveraging(sync_every='auto', overhead_target=0.1)": lambda: PeriodicAveraging("auto", overhead_target=0.1),
+    "PeriodicAveraging(sync_every=None, gradients='none')": lambda: PeriodicAveraging(None, gradients="none"),
+    "AllReduce()": AllReduce,
+    "DASO(sync_every=4)": DASO,
+    "DASO(sync_every=8, staleness=2, merge='delta', monitor='loss')": lambda: DASO(8, 2, merge="delta", monitor="loss"),
+    "DiLoCo(sync_every=100)": DiLoCo,
+    "DiLoCo(sync_every=9, fragments=['a', 'b'], staleness=2)": lambda: DiLoCo(9, partial(AdamW, lr=1.0), ["a", "b"], 2),
+    "Gossip(graph=RandomPermutation(fair='uniform', seed=0))": Gossip,
+    "Gossip(graph=Ring(), segments=2, hierarchical=False)": lambda: Gossip("ring", 2, False),
+    "StepsDelay(delay=4)": StepsDelay,
+    "StepsDelay(delay=2, warmup_steps=0, local_update='sgd')": lambda: StepsDelay(2, 0, local_update="sgd"),
+    "Agreement(when=Every(period=100, of='run'))": Agreement,
+    "Agreement(when=Staggered(period=6), what=2, merge=OuterOptimizer(SGD, keep_local=0.5), staleness=1)": lambda: (
+        Agreement(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1)
+    ),
+    "Agreement(when=Every(period=3, of='run'), through=RandomPermutation(fair='uniform', seed=1))": lambda: Agreement(
+        3, through=RandomPermutation(seed=1)
+    ),
+    "Replace(keep_local=0.4)": lambda: Replace(0.4),
+    "Delta()": Delta,
+    "StaleSum()": StaleSum,
+    "OuterOptimizer(AdamW, keep_local=0.0)": lambda: OuterOptimizer(partial(AdamW, lr=0.1)),
+    "Ring()": Ring,
+    "Full()": Full,
+    "DirectedExponential(peers=2)": lambda: DirectedExponential(2),
+    "RandomPermutation(fair=None, seed=3)": lambda: RandomPermutation(None, 3),
+    "Every(period=5, of='epoch')": lambda: Every(5, of="epoch"),
+    "Staggered(period=5)": lambda: Staggered(5),
+}
+RUNNING: dict[str, Callable[[], Scheme]] = {
+    **{name: make for name, make in SCHEMES.items() if name != "steps_delay"},
+    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
+    "periodic, auto": lambda: PeriodicAveraging("auto"),
+    "periodic, before the step": lambda: PeriodicAveraging(2, order="before_step", gradients="none"),
+    "daso, cycling": lambda: DASO(2, 1, 0, 0, narrow_phases="blocking"),
+    "streaming": lambda: DiLoCo(4, fragments=2, staleness=1),
+    "gossip, overlapped": lambda: Gossip(segments=2, hierarchical=False, overlap=True),
+    "noloco": lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer()),
+}
+
+
+def test_every_scheme_with_a_name_is_written_here():
+    assert {type(make()) for make in WRITTEN.values()} >= set(SCHEMES.values())
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_value_is_printed_as_one_would_write_it(written):
+    assert repr(WRITTEN[written]()) == written
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_value_equals_another_of_the_same_arguments_and_its_copies(written):
+    value, again = WRITTEN[written](), WRITTEN[written]()
+    for same in (again, copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert same == value
+        assert hash(same) == hash(value)
+        assert repr(same) == written
+    assert [other for other in WRITTEN if WRITTEN[other]() == value] == [written]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_nobody_changes_a_value(written):
+    value = WRITTEN[written]()
+    for copied in (value, pickle.loads(pickle.dumps(value))):
+        for name in ("sync_every", "period", "of_ones_own"):
+            with pytest.raises(AttributeError) as refused:
+                setattr(copied, name, 3)
+            if isinstance(value, Value):
+                assert str(refused.value) == f"{written} is configuration and does not change; write another one"
+    assert value == WRITTEN[written]()
+
+
+def test_arguments_that_the_scheme_does_not_print_count_all_the_same():
+    assert DASO(threshold=0.1) != DASO()
+    assert DiLoCo(outer_optimizer=partial(SGD, lr=0.5)) != DiLoCo(outer_optimizer=partial(SGD, lr=0.7))
+    assert DiLoCo(outer_optimizer=partial(SGD, lr=0.5)) == DiLoCo(outer_optimizer=partial(SGD, lr=0.5))
+
+
+def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
+    class Sized(Value):
+        def __init__(self, sizes: list[int], names: dict[str, int], what: object = None) -> None:
+            self.sizes = sizes
+
+    sizes = [1, 2]
+    value = Sized(sizes, {"a": 1, "b": 2})
+    before = hash(value)
+    sizes.append(3)
+    assert hash(value) == before
+    assert value == Sized([1, 2], {"b": 2, "a": 1}) != Sized(sizes, {"a": 1, "b": 2})
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Sized([], {}, set()))
+    assert Sized([], {}, set()) == Sized([], {}, set())
+
+
+def test_what_is_said_and_what_goes_without_saying_are_equal():
+    assert DASO(4, staleness=1) == DASO() == DASO(sync_every=4)
+    assert len({DASO(4), DASO(), DASO(8), PeriodicAveraging(4)}) == 3
+
+
+def test_a_scheme_of_ones_own_is_a_value_too_and_its_types_are_checked():
+    class Own(PeriodicAveraging):
+        def __init__(self, every: int, *, names: tuple[str, ...] = ()) -> None:
+            super().__init__(every)
+            self.every, self.names = every, names
+            self.half = every // 2
+
+    assert repr(Own(6, names=("a",))) == "Own(every=6, names=('a',))"
+    assert Own(6) == Own(6) != Own(8)
+    assert Own(6) != PeriodicAveraging(6)
+    with pytest.raises(AttributeError, match=r"^Own\(every=6\) is configuration and does not change"):
+        Own(6).half = 4
+    with pytest.raises(TypeError, match="every='6' must be a whole number"):
+        Own("6")
+    with pytest.raises(TypeError, match=r"^Own has no argument 'evry'\. Did you mean 'every'\?"):
+        Own(evry=6)
+
+
+# ---- what runs -------------------------------------------------------------------------------------------------------
+
+
+def built(scheme: Scheme, topology: Topology) -> tuple[RunningScheme[Scheme], torch.optim.Optimizer]:
+    parameters = [nn.Parameter(torch.zeros(3, device=place.device)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    return scheme.build(Context(Replica(parameters), topology, optimizer)), optimizer
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def live(running: RunningScheme[Scheme], optimizer: torch.optim.Optimizer) -> None:
+    """All that a run does with a scheme."""
+    running.begin_run(2, None)
+    for epoch in range(2):
+        running.begin_epoch(epoch, {})
+        for number in range(6):
+            running.step(partial(step, optimizer), last=number == 5)
+            running.scalars()
+        running.end_epoch(torch.tensor(1.0))
+    running.settle()
+    running.load_state_dict(running.state_dict())
+    running.agree()
+    running.load_state_dict(running.schedule())
+    running.follow(running.replica)
+    running.undo_point()
+    running.step(partial(step, optimizer))
+    running.finish()
+
+
+@pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 1),), ((0,),)], ids=["nodes", "node", "rank"])
+@pytest.mark.parametrize("name", RUNNING)
+def test_what_is_built_has_all_that_it_will_ever_have(name, nodes):
+    def work(topology: Topology) -> None:
+        running, optimizer = built(RUNNING[name](), topology)
+        held = set(vars(running))
+        declared = {each for kind in type(running).__mro__ for each in vars(kind).get("__annotations__", ())}
+        assert all(hasattr(running, each) for each in declared)
+        live(running, optimizer)
+        assert set(vars(running)) == held
+
+    on_ranks(work, nodes)
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_what_is_built_twice_shares_nothing_and_leaves_the_value_as_it_was(name):
+    scheme = RUNNING[name]()
+    written = pickle.dumps(scheme)
+
+    def work(topology: Topology) -> None:
+        (one, optimizer), (other, _) = built(scheme, topology), built(scheme, topology)
+        live(one, optimizer)
+        assert one.config is other.config is scheme
+        shared = {id(thing) for thing in owned(one)} & {id(thing) for thing in owned(other)}
+        assert [thing for thing in owned(other) if id(thing) in shared] == []
+        assert (other.steps, other.agreements) == (0, 0)
+        other.close()
+
+    on_ranks(work)
+    assert pickle.dumps(scheme) == written
+
+
+COMMON = (Value, Topology, Communicator, Meter)
+"""What the context and the configuration bring."""
+
+
+def owned(running: RunningScheme[Scheme]) -> list[Any]:
+    """All that can change and that it reaches, but by functions."""
+    found: dict[int, Any] = {}
+
+    def walk(thing: Any) -> None:
+        if id(thing) in found or isinstance(thing, COMMON) or thing is finished:
+            return
+        children = list(_children(thing))
+        if is_dataclass(thing) and thing.__dataclass_params__.frozen:
+            pass
+        elif isinstance(thing, list | dict | set | deque | torch.Tensor) or hasattr(thing, "__dict__"):
+            found[id(thing)] = thing
+        for child in children:
+            walk(child)
+
+    walk(running)
+    return list(found.values())
+
+
+def _children(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, list | tuple | set | deque):
+        yield from thing
+    elif type(thing).__module__.startswith("lightning_hiercomm"):
+        yield from vars(thing).values() if hasattr(thing, "__dict__") else ()
