@@ -19,7 +19,7 @@ from benchmarks.contenders import BOUNDS, IN_NODE, ROWS, is_ours, is_peer
 from benchmarks.measure import Cell
 from benchmarks.palette import colour_of, styles_of
 from benchmarks.report import WORDS, capitalised, layout_words, measured, setting_words
-from benchmarks.startup import OURS, Start, handles_beyond, handles_of_ddp
+from benchmarks.startup import DDP, PHASES, STARTING, Start
 
 HEADLINES = (
     ("ddp",),
@@ -167,7 +167,7 @@ def scaling(settings: Sequence[Sequence[Cell]], path: Path) -> None:
 
 
 def startup(starts: Sequence[Start], path: Path) -> None:
-    """How processor seconds, words through the store and handles grow with the ranks: DDP's own, and ours beyond."""
+    """How processor seconds, words through the store and handles of a start grow with the ranks, DDP's beside."""
     starts = [start for start in starts if not start.lazy_default_group] or list(starts)
     ranks = [start.ranks for start in starts]
     figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.6))
@@ -175,24 +175,24 @@ def startup(starts: Sequence[Start], path: Path) -> None:
         (
             axes[0],
             "processor seconds of all ranks",
-            [start.processor_seconds["ddp"] for start in starts],
-            [sum(start.processor_seconds[phase] for phase in OURS) for start in starts],
+            [start.processor_seconds[DDP] for start in starts],
+            [sum(start.processor_seconds[phase] for phase in STARTING) for start in starts],
         ),
         (
             axes[1],
             "words through the store",
-            [start.words["ddp"] for start in starts],
-            [sum(start.words[phase] for phase in (*OURS, "agreements")) for start in starts],
+            [start.words[DDP] for start in starts],
+            [sum(start.words[phase] for phase in PHASES) for start in starts],
         ),
         (
             axes[2],
             "open files of a rank",
-            [handles_of_ddp(start) for start in starts],
-            [handles_beyond(start) for start in starts],
+            [start.handles[DDP] for start in starts],
+            [start.handles["agreements"] for start in starts],
         ),
     ):
-        where.plot(ranks, ddp, marker="o", color=colour_of("ddp"), label="DDP's process group")
-        where.plot(ranks, ours, marker="o", color=colour_of("periodic"), label="beyond it: ours")
+        where.plot(ranks, ddp, marker="o", color=colour_of("ddp"), label="DDP")
+        where.plot(ranks, ours, marker="o", color=colour_of("periodic"), label="ours, all of it")
         where.set_xscale("log", base=2)
         where.set_yscale("log")
         where.set_xticks(ranks, [str(number) for number in ranks])

@@ -1,10 +1,10 @@
 """What a run costs before its first step, and how that grows with its ranks: seconds, words through the store, handles.
 
 Forked ranks do what the strategy does, on one machine: they meet and start the control plane, make torch's default
-process group (all that DDP needs, with a connection to the store, over which we meet, too), make the topology, and a
-twin for traffic beside training, and agree twice in their lanes. The first and the last two are ours. A machine with
-fewer processors than ranks is what all of them wait for, so processor seconds say more than seconds of the slowest
-rank, and counts say most.
+process group over the connection that they met through, make the topology, and a twin for traffic beside training, and
+agree twice in their lanes. Others do what DDP does, for comparison: that group, and a connection to its store. A
+machine with fewer processors than ranks is what all of them wait for, so processor seconds say more than seconds of the
+slowest rank, and counts say most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import resource
 import select
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -33,14 +33,14 @@ from benchmarks.crowd import Crowd
 from benchmarks.crowd import measure as measure_crowd
 from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control import rendezvous
-from lightning_hiercomm.control.open_files import mesh_is_too_large
+from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
 from lightning_hiercomm.control.plane import start_control_plane
 from lightning_hiercomm.nodes.connect import connect_world
 
-PHASES = ("meeting", "ddp", "topology", "twin", "agreements")
-OURS = ("meeting", "topology", "twin")
-TARGET = 0.3
-"""What our own phases may take, as a share of DDP's (issue 31)."""
+STARTING = ("meeting", "group", "topology", "twin")
+PHASES = (*STARTING, "agreements")
+DDP = "ddp"
+"""The one phase of the ranks that do what DDP does."""
 
 
 class CountingStore(dist.Store):
@@ -94,15 +94,15 @@ class Rank:
 
 @dataclass
 class Start:
-    """The start of a run.
+    """The start of a run, by phase, and as one of them, ``"ddp"``, the start of as many ranks that do what DDP does.
 
     Attributes:
-        seconds: Of the slowest rank, by phase.
+        lazy_default_group: Whether DDP's ranks, too, connect when they have something to say.
+        seconds: Of the slowest rank.
         processor_seconds: Of all ranks together.
         words: Keys named to the store, by all ranks together.
         questions_again: How often they asked for a key that was not there yet: as often as the machine lets them wait.
-        handles: Open files of the rank with most of them, but for rank 0, at the end of each phase; less those that it
-            began with.
+        handles: Open files of the rank with most of them, but for rank 0, at the end; less those that it began with.
         handles_of_rank_0: The same of rank 0, where the store is.
         load: Of the machine, before.
     """
@@ -118,26 +118,55 @@ class Start:
     questions_again: int
     load: float = 0.0
 
-    def ratio(self, of: str) -> float:
-        """What ours take of ``of``, as a share of what DDP takes of it."""
+    def beyond(self, of: str) -> float:
+        """What the start takes of ``of`` beyond what DDP takes, as a share of that."""
         spent: dict[str, float] = getattr(self, of)
-        return sum(spent[phase] for phase in OURS) / spent["ddp"]
+        return sum(spent[phase] for phase in STARTING) / spent[DDP] - 1.0
+
+    @property
+    def handles_beyond(self) -> int:
+        """Open files of a rank beyond what DDP needs, after the agreements."""
+        return self.handles["agreements"] - self.handles[DDP]
 
 
 def measure(ranks: int, ranks_per_node: int, timeout: float = 300.0, lazy_default_group: bool = False) -> Start:
-    """Start so many ranks, and see what they spend. Whatever happens, none is left afterwards.
+    """Start so many ranks, as DDP does and as the strategy does, and see what they spend.
 
     Raises:
-        RuntimeError: If a rank fails, or the start takes longer than ``timeout`` seconds.
+        RuntimeError: If a rank fails, or a start takes longer than ``timeout`` seconds.
     """
-    port, context, load = find_free_network_port(), multiprocessing.get_context("fork"), os.getloadavg()[0]
+    load = os.getloadavg()[0]
+    arguments = (ranks, ranks_per_node, timeout, lazy_default_group)
+    played = [(_played(_start_as_ddp, *arguments), (DDP,)), (_played(_start, *arguments), PHASES)]
+    by_phase = [(phase, found) for found, phases in played for phase in phases]
+    return Start(
+        ranks,
+        ranks_per_node,
+        lazy_default_group,
+        seconds={phase: max(rank.seconds[phase] for rank in found) for phase, found in by_phase},
+        processor_seconds={phase: sum(rank.processor_seconds[phase] for rank in found) for phase, found in by_phase},
+        words={phase: sum(rank.words[phase] for rank in found) for phase, found in by_phase},
+        handles={phase: max(rank.handles[phase] for rank in found[1:] or found) for phase, found in by_phase},
+        handles_of_rank_0={phase: found[0].handles[phase] for phase, found in by_phase},
+        questions_again=sum(rank.questions_again for rank in played[-1][0]),
+        load=load,
+    )
+
+
+Work = Callable[[int, int, int, int, "Rank"], None]
+"""What a rank does, given its number, how many there are, how many on a node, a port, and where to note it all."""
+
+
+def _played(work: Work, ranks: int, ranks_per_node: int, timeout: float, lazy: bool) -> list[Rank]:
+    """What every rank spent. Whatever happens, none is left afterwards."""
+    port, context = find_free_network_port(), multiprocessing.get_context("fork")
     line, go = context.Pipe(duplex=False)
     links: list[Connection] = []
     processes = []
     try:
         for rank in range(ranks):
             own, theirs = context.Pipe(duplex=False)
-            arguments = (rank, ranks, ranks_per_node, port, lazy_default_group, line, go, theirs, list(links))
+            arguments = (work, rank, ranks, ranks_per_node, port, lazy, line, go, theirs, list(links))
             processes.append(context.Process(target=_play, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -145,7 +174,7 @@ def measure(ranks: int, ranks_per_node: int, timeout: float = 300.0, lazy_defaul
         deadline = time.monotonic() + timeout
         _hear(links, deadline)  # all are there
         go.close()
-        said = _hear(links, deadline)
+        return [Rank(**each) for each in _hear(links, deadline)]
     finally:
         for process in processes:
             process.kill()
@@ -153,20 +182,6 @@ def measure(ranks: int, ranks_per_node: int, timeout: float = 300.0, lazy_defaul
             process.join()
         for link in (*links, line):
             link.close()
-    found = [Rank(**each) for each in said]
-    others = found[1:] or found
-    return Start(
-        ranks,
-        ranks_per_node,
-        lazy_default_group,
-        seconds={phase: max(rank.seconds[phase] for rank in found) for phase in PHASES},
-        processor_seconds={phase: sum(rank.processor_seconds[phase] for rank in found) for phase in PHASES},
-        words={phase: sum(rank.words[phase] for rank in found) for phase in PHASES},
-        handles={phase: max(rank.handles[phase] for rank in others) for phase in PHASES},
-        handles_of_rank_0={phase: found[0].handles[phase] for phase in PHASES},
-        questions_again=sum(rank.questions_again for rank in found),
-        load=load,
-    )
 
 
 def _hear(links: Sequence[Connection], deadline: float) -> list[Any]:
@@ -187,6 +202,7 @@ def _hear(links: Sequence[Connection], deadline: float) -> list[Any]:
 
 
 def _play(
+    work: Work,
     rank: int,
     size: int,
     ranks_per_node: int,
@@ -206,52 +222,65 @@ def _play(
     try:
         parent.send({})
         select.select([line], [], [])
-        _start(rank, size, ranks_per_node, port, spent)
+        work(rank, size, ranks_per_node, port, spent)
         parent.send(asdict(spent))
     except BaseException as error:
         parent.send(f"{type(error).__name__}: {error}")
     time.sleep(60.0)  # the parent ends all at once
 
 
-def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
-    stores: list[CountingStore] = []
-    make = rendezvous.TCPStore
-    store_took = [0.0, 0.0]  # DDP needs one, too
+class Phases:
+    """Notes what a rank spends, phase by phase."""
 
-    def counted(*arguments: Any, **settings: Any) -> CountingStore:
-        began = time.perf_counter(), time.process_time()
-        stores.append(CountingStore(make(*arguments, **settings)))
-        store_took[:] = time.perf_counter() - began[0], time.process_time() - began[1]
-        return stores[-1]
+    def __init__(self, spent: Rank) -> None:
+        self._spent = spent
+        self._stores: list[CountingStore] = []
+        self._handles = _handles()
+        make = rendezvous.TCPStore
 
-    rendezvous.TCPStore = counted  # type: ignore[misc,assignment]
-    handles = _handles()
+        def counted(*arguments: Any, **settings: Any) -> CountingStore:
+            self._stores.append(CountingStore(make(*arguments, **settings)))
+            return self._stores[-1]
+
+        rendezvous.TCPStore = counted  # type: ignore[misc,assignment]
 
     @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        words, seconds, processor_seconds = sum(s.words for s in stores), time.perf_counter(), time.process_time()
+    def __call__(self, name: str) -> Iterator[None]:
+        words, seconds, processor_seconds = self._words(), time.perf_counter(), time.process_time()
         yield
-        spent.seconds[name] = time.perf_counter() - seconds
-        spent.processor_seconds[name] = time.process_time() - processor_seconds
-        spent.words[name] = sum(s.words for s in stores) - words
-        spent.handles[name] = _handles() - handles
+        self._spent.seconds[name] = time.perf_counter() - seconds
+        self._spent.processor_seconds[name] = time.process_time() - processor_seconds
+        self._spent.words[name] = self._words() - words
+        self._spent.handles[name] = _handles() - self._handles
+        self._spent.questions_again = sum(store.questions_again for store in self._stores)
 
-    node = rank // ranks_per_node
-    limit = timedelta(minutes=10)
+    def _words(self) -> int:
+        return sum(store.words for store in self._stores)
+
+
+_LIMIT = timedelta(minutes=10)
+
+
+def _start_as_ddp(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
+    with Phases(spent)(DDP):
+        store = rendezvous.TCPStore("127.0.0.1", port, size, rank == 0, timeout=_LIMIT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_LIMIT)
+    dist.barrier()  # whoever ends now takes nothing away from others
+
+
+def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
+    phase, node = Phases(spent), rank // ranks_per_node
     with phase("meeting"):
-        meeting = rendezvous.Rendezvous("127.0.0.1", port, rank, size, limit)
-        is_too_large = mesh_is_too_large(size, meeting.broadcast)
+        raise_limit(needed_files(size))
+        meeting = rendezvous.Rendezvous("127.0.0.1", port, rank, size, _LIMIT)
         about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
         plane = start_control_plane(rank, size, *about, meeting.broadcast, meeting.gather)
         if plane is None:
             raise RuntimeError("no control plane")
-    with phase("ddp"), connecting_when_needed() if is_too_large else nullcontext():
-        dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=size, timeout=limit)
-    for took, of_store in zip((spent.seconds, spent.processor_seconds), store_took, strict=True):
-        took["meeting"] -= of_store
-        took["ddp"] += of_store
+    with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
+        dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
-        topology = connect_world(rank, size, (node, rank % ranks_per_node), timeout=limit)
+        topology = connect_world(rank, size, (node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("twin"):
         twin = topology.twin()
     with phase("agreements"):
@@ -261,7 +290,6 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
                 lane.all_reduce(values).wait()
                 if values[0] != sum(lane.ranks):
                     raise RuntimeError(f"the sum over the lane is wrong: {values[0]}")
-    spent.questions_again = sum(store.questions_again for store in stores)
     topology.world.barrier()  # whoever ends now takes nothing away from others
     plane.close()
 
@@ -278,38 +306,40 @@ def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
     lines = [
         "# Starting\n",
         "`python -m benchmarks startup`: forked ranks of one machine with"
-        f" {os.cpu_count()} processors, over gloo. The meeting (with the control plane), the topology and a twin of it"
-        " are ours; DDP needs the default process group and a connection to the store by itself. Seconds are those of"
-        " the slowest rank, processor seconds those of all ranks together.\n",
-        "| ranks | per node | seconds: meeting | DDP's group | topology | twin | ours / DDP's"
-        " | processor seconds: ours | DDP's | ours / DDP's |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f" {os.cpu_count()} processors, over gloo. A start is the meeting (with the control plane), torch's default"
+        " process group, the topology and a twin of it; DDP's, of as many other ranks, is that group, of which it"
+        f" connects all ranks with each other, and a connection to the store. With more than {_largest_mesh()} ranks"
+        " ours connect when they first have something to say to each other. Seconds are those of the slowest rank,"
+        " processor seconds those of all ranks together; beyond is what a start takes beyond DDP's, as a share of"
+        " that: below 0 it takes less.\n",
+        "| ranks | per node | seconds: meeting | group | topology | twin | DDP's | beyond"
+        " | processor seconds: all | DDP's | beyond |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for start in starts:
-        name = f"| {start.ranks}{' (lazy)' if start.lazy_default_group else ''} | {start.ranks_per_node} |"
-        seconds = " | ".join(f"{start.seconds[phase]:.2f}" for phase in ("meeting", "ddp", "topology", "twin"))
-        ours = sum(start.processor_seconds[phase] for phase in OURS)
+        seconds = " | ".join(f"{start.seconds[phase]:.2f}" for phase in (*STARTING, DDP))
+        whole = sum(start.processor_seconds[phase] for phase in STARTING)
         lines.append(
-            f"{name} {seconds} | {start.ratio('seconds'):.2f} | {ours:.1f} | {start.processor_seconds['ddp']:.1f}"
-            f" | {start.ratio('processor_seconds'):.2f} |"
+            f"| {_titled(start)} | {start.ranks_per_node} | {seconds} | {start.beyond('seconds'):.2f} | {whole:.1f}"
+            f" | {start.processor_seconds[DDP]:.1f} | {start.beyond('processor_seconds'):.2f} |"
         )
     lines += [
         "\nThe machine's load before each start (other work, too, if it is not near 0; then seconds mean little):"
         f" {', '.join(f'{start.load:.0f}' for start in starts)}.",
-        "\nWords are keys that ranks name to the store; handles are open files of a rank, and beyond DDP's are those of"
-        " the control plane, the topology and its twin after each has agreed once in its lane.\n",
-        "| ranks | words: ours | per rank | DDP's group | per rank | handles of a rank: DDP's | beyond | of rank 0 |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "\nWords are keys that ranks name to the store; handles are open files of a rank, after each has agreed once in"
+        " its lane of the topology and of the twin.\n",
+        "| ranks | words | per rank | DDP's | per rank | handles of a rank | DDP's | beyond | of rank 0 | DDP's |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for start in starts:
-        ours, ddp = sum(start.words[phase] for phase in (*OURS, "agreements")), start.words["ddp"]
+        words, of_ddp = sum(start.words[phase] for phase in PHASES), start.words[DDP]
         lines.append(
-            f"| {start.ranks}{' (lazy)' if start.lazy_default_group else ''} | {ours} | {ours / start.ranks:.1f}"
-            f" | {ddp} | {ddp / start.ranks:.1f} | {handles_of_ddp(start)} | {handles_beyond(start)}"
-            f" | {start.handles_of_rank_0['agreements']} |"
+            f"| {_titled(start)} | {words} | {words / start.ranks:.1f} | {of_ddp} | {of_ddp / start.ranks:.1f}"
+            f" | {start.handles['agreements']} | {start.handles[DDP]} | {start.handles_beyond}"
+            f" | {start.handles_of_rank_0['agreements']} | {start.handles_of_rank_0[DDP]} |"
         )
     if any(start.lazy_default_group for start in starts):
-        lines.append("\nlazy: with `TORCH_GLOO_LAZY_INIT=1`, which spares DDP's group its mesh of sockets as well.")
+        lines.append("\nlazy: with `TORCH_GLOO_LAZY_INIT=1`, by which DDP's ranks, too, connect when needed.")
     for crowd in crowds:
         lines.append(
             f"\nThe control plane's hub with {crowd.ranks} ranks, which one process plays: all had joined after"
@@ -320,14 +350,12 @@ def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def handles_of_ddp(start: Start) -> int:
-    """Handles that torch's own group needs: its sockets, and the one connection to the store."""
-    return start.handles["ddp"] - start.handles["meeting"] + 1
+def _titled(start: Start) -> str:
+    return f"{start.ranks}{' (lazy)' if start.lazy_default_group else ''}"
 
 
-def handles_beyond(start: Start) -> int:
-    """All others, at the end."""
-    return start.handles["agreements"] - handles_of_ddp(start)
+def _largest_mesh() -> int:
+    return max(ranks for ranks in range(1, 4097) if has_mesh(ranks))
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
@@ -335,7 +363,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[16, 32, 64])
     parser.add_argument("--hub", type=int, nargs="*", default=[], metavar="RANKS", help="play so many ranks of a hub")
     parser.add_argument("--ranks-per-node", type=int, default=4)
-    parser.add_argument("--lazy", action="store_true", help="with TORCH_GLOO_LAZY_INIT=1 for the default group, too")
+    parser.add_argument("--lazy", action="store_true", help="with TORCH_GLOO_LAZY_INIT=1 for all groups")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a start counts as hung")
     parser.add_argument("--out", type=Path, default=out, help="the folder that gets startup.json, .md and .png")
     parser.add_argument("--stored", action="store_true", help="only write the table and the picture again")

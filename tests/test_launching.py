@@ -34,6 +34,9 @@ from problems import Oracle
 from torch.multiprocessing.spawn import ProcessException
 
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher
+from lightning_hiercomm.control import open_files
+from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.trainer import hooks
 
 JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
@@ -431,6 +434,24 @@ def test_a_rank_that_dies_before_it_trains_ends_the_run_within_seconds_and_is_na
         fit(Fragile(moment, accident, victim), {"ranks_per_node": 1}, devices=2)
     assert re.search(named, capfd.readouterr().err + str(caught.value))
     assert time.monotonic() - began < SOON  # a rank that waits for the lost one waits for hang_timeout, 100 s
+
+
+@pytest.mark.parametrize("victim", [0, 2, 5])  # the root of the tree in which they first talk, a branch, a leaf
+def test_a_rank_that_dies_before_others_have_connected_to_it_holds_nobody_up(fit, capfd, monkeypatch, victim):
+    # gloo's own wait for a peer that was never there may have no end (https://github.com/pytorch/gloo/issues/520)
+    def dies(rank, *others, **settings):
+        if rank == victim:
+            _kill()
+        return connect_world(rank, *others, **settings)
+
+    monkeypatch.setattr(open_files, "_MOST_IN_MESH", 1)
+    monkeypatch.setattr(hooks, "connect_world", dies)
+    began = time.monotonic()
+    with pytest.raises(ProcessException) as caught:
+        fit(Oracle(2), {"ranks_per_node": 1}, devices=6)
+    named = rf"rank {victim} \(node {victim}\) died|process {victim}"
+    assert re.search(named, capfd.readouterr().err + str(caught.value))
+    assert time.monotonic() - began < SOON
 
 
 def _exit_after(seconds: float, code: int) -> None:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
-from typing import Any
 
 _BESIDE = 128
-_MANY = 100  # ranks; fewer fit everywhere, and need not hear what rank 0 says
+_MOST_IN_MESH = 64
 
 
-def needed_files(ranks: int, has_mesh: bool = True) -> int:
-    """Of rank 0, which needs most: all come to its store, and in a full mesh, as of gloo, it is connected to all."""
-    return _BESIDE + ranks * (2 if has_mesh else 1)
+def has_mesh(ranks: int) -> bool:
+    """Whether so many ranks are all connected to each other from the beginning, over gloo.
 
-
-def mesh_is_too_large(ranks: int, broadcast: Callable[[Any], Any]) -> bool:
-    """Whether rank 0 may not open as many files as a full mesh of all ranks takes. Collective.
-
-    What it may open is raised first, as far as the hard limit lets it: a process is usually given 1,024.
-
-    Args:
-        ranks: How many there are.
-        broadcast: Gives all ranks what rank 0 says.
+    What a mesh takes of sockets, of rank 0's store and of everybody's time grows with the square of the ranks. More
+    connect when they first have something to say to each other, which most never have.
     """
-    is_enough = raise_limit(needed_files(ranks))
-    return ranks > _MANY and bool(broadcast(not is_enough))
+    return ranks <= _MOST_IN_MESH
 
 
-def raise_limit(files: int) -> bool:
-    """Let this process open so many, or as many as the hard limit allows; whether these are enough."""
+def needed_files(ranks: int) -> int:
+    """Of rank 0, which needs most: all come to its store, and in a mesh it is connected to all once more."""
+    return _BESIDE + ranks * (2 if has_mesh(ranks) else 1)
+
+
+def raise_limit(files: int) -> None:
+    """Let this process open so many, or as many as the hard limit allows: it is usually given 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
-        return True
+        return
     allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-    return allowed >= files

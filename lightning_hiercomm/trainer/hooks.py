@@ -31,7 +31,7 @@ from lightning_hiercomm._lightning.trainer import (
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
-from lightning_hiercomm.control.open_files import mesh_is_too_large
+from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
 from lightning_hiercomm.control.rendezvous import Rendezvous
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -68,8 +68,9 @@ class HierarchicalHooks(Reports):
         # before the process group, if there is none yet: what makes it waits long for ranks that die on their way to it
         self.set_world_ranks()
         meets_first = self.world_size > 1 and not dist.is_initialized()
-        store, is_too_large = None, False
+        store = None
         if meets_first:
+            raise_limit(needed_files(self.world_size))
             rendezvous = Rendezvous(
                 self._environment.main_address,
                 self._environment.main_port,
@@ -77,12 +78,11 @@ class HierarchicalHooks(Reports):
                 self.world_size,
                 self._timeout,
             )
-            is_too_large = mesh_is_too_large(self.world_size, rendezvous.broadcast)
             self._start_control(rendezvous.broadcast, rendezvous.gather)
             store = rendezvous.store
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
-            connecting_when_needed() if is_too_large else contextlib.nullcontext(),
+            contextlib.nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
         ):
             super().setup_environment()
         if self.topology is None or self.topology.is_closed:

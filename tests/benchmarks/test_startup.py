@@ -13,8 +13,9 @@ pytest.importorskip("benchmarks")
 from benchmarks import crowd, startup
 from benchmarks.__main__ import make_parser
 from benchmarks.crowd import Crowd
-from benchmarks.startup import Start, handles_beyond, handles_of_ddp
+from benchmarks.startup import DDP, Start
 from lightning_hiercomm.comm import torch as over_torch
+from lightning_hiercomm.control import open_files
 
 
 def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(monkeypatch):
@@ -24,9 +25,20 @@ def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(m
         assert start.words["meeting"] == 7 * start.ranks
         words = {phase: start.words[phase] / start.ranks for phase in ("topology", "twin", "agreements")}
         assert words == {"topology": 8, "twin": 8, "agreements": 0}
-        assert start.words["ddp"] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
-    assert handles_beyond(many) == handles_beyond(few)  # a lane's ring has two neighbours
-    assert handles_of_ddp(many) - handles_of_ddp(few) == 8
+        assert start.words[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
+        assert start.words["group"] == start.words[DDP]
+    assert many.handles_beyond == few.handles_beyond  # a lane's ring has two neighbours
+    assert many.handles[DDP] - few.handles[DDP] == 8
+
+
+def test_ranks_too_many_for_a_mesh_need_words_and_handles_that_do_not_grow_with_them(monkeypatch):
+    monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)
+    monkeypatch.setattr(open_files, "_MOST_IN_MESH", 5)
+    few, many = startup.measure(8, 2), startup.measure(16, 2)
+    assert [start.words["group"] / start.ranks for start in (few, many)] == [1, 1]
+    assert max(start.words["topology"] / start.ranks for start in (few, many)) <= 8 + 4  # a tree's edges
+    assert few.words[DDP] / few.ranks == 2 * few.ranks + 1  # whose ranks are in a mesh all the same
+    assert many.handles["agreements"] - few.handles["agreements"] <= 2  # one more power of two to talk to
 
 
 def test_in_a_small_lane_everybody_is_connected_to_everybody_from_the_beginning():
@@ -57,17 +69,19 @@ def test_a_hub_serves_hundreds_of_ranks_that_one_process_plays():
 
 
 def start(ranks: int, **other) -> Start:
-    seconds = {"meeting": 1.0, "ddp": 10.0, "topology": 1.5, "twin": 0.5, "agreements": 0.1}
-    words = dict.fromkeys(startup.PHASES, 10 * ranks)
-    handles = {"meeting": 5, "ddp": 4 + ranks, "topology": 14 + ranks, "twin": 24 + ranks, "agreements": 26 + ranks}
+    seconds = {"meeting": 1.0, "group": 10.0, "topology": 1.5, "twin": 0.5, "agreements": 0.1, "ddp": 10.0}
+    words = dict.fromkeys((*startup.PHASES, DDP), 10 * ranks)
+    handles = {"meeting": 5, "group": 4 + ranks, "topology": 14 + ranks, "twin": 24 + ranks, "agreements": 26 + ranks}
+    handles[DDP] = ranks
     return Start(ranks, 4, False, seconds, seconds, words, handles, handles, 7, **other)
 
 
-def test_the_page_says_what_is_ours_and_what_is_ddps():
+def test_the_page_says_what_a_start_takes_beyond_ddps():
     page = startup.page([start(64), replace(start(128), lazy_default_group=True)])
-    assert "| 64 | 4 | 1.00 | 10.00 | 1.50 | 0.50 | 0.30 | 3.0 | 10.0 | 0.30 |" in page
-    assert "| 64 | 2560 | 40.0 | 640 | 10.0 | 64 | 26 | 90 |" in page
+    assert "| 64 | 4 | 1.00 | 10.00 | 1.50 | 0.50 | 10.00 | 0.30 | 13.0 | 10.0 | 0.30 |" in page
+    assert "| 64 | 3200 | 50.0 | 640 | 10.0 | 90 | 64 | 26 | 90 | 64 |" in page
     assert "| 128 (lazy) | 4 |" in page
+    assert "with more than 64 ranks" in page.lower()
     assert "TORCH_GLOO_LAZY_INIT=1" in page
 
 

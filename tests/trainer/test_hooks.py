@@ -17,7 +17,7 @@ from lightning_utilities.core import rank_zero
 from problems import Oracle
 
 from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging, StepsDelay
-from lightning_hiercomm.trainer import hooks
+from lightning_hiercomm.control import open_files
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 
@@ -37,8 +37,8 @@ def test_what_is_not_set_up_yet_is_named(ask, message):
         ask(HierarchicalStrategy())
 
 
-@pytest.mark.parametrize("is_too_large", [True, False])
-def test_ranks_whose_mesh_is_too_large_connect_when_they_have_something_to_say(fit, monkeypatch, is_too_large):
+@pytest.mark.parametrize("most", [1, 2])
+def test_ranks_too_many_for_a_mesh_connect_when_they_have_something_to_say(fit, monkeypatch, most):
     init, lazy = dist.init_process_group, []
 
     def noting(*args, **settings):
@@ -50,9 +50,9 @@ def test_ranks_whose_mesh_is_too_large_connect_when_they_have_something_to_say(f
             self.report = [*lazy, os.environ.get("TORCH_GLOO_LAZY_INIT")]
 
     monkeypatch.setattr(dist, "init_process_group", noting)
-    monkeypatch.setattr(hooks, "mesh_is_too_large", lambda ranks, broadcast: is_too_large)
+    monkeypatch.setattr(open_files, "_MOST_IN_MESH", most)
     reports = fit(Noting(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
-    assert [report["report"] for report in reports] == [["1" if is_too_large else None, None]] * 2
+    assert [report["report"] for report in reports] == [["1" if most == 1 else None, None]] * 2
 
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():

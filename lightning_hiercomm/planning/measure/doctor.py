@@ -230,10 +230,7 @@ def open_files(soft: int, hard: int, world_size: int) -> Finding:
     if hard == resource.RLIM_INFINITY or max(soft, hard) >= needed_files(world_size):
         return Finding("ok", f"a process may open {'any number of' if hard == resource.RLIM_INFINITY else hard} files")
     found = f"a process may open {hard} files at most, rank 0 of {world_size} on gloo needs {needed_files(world_size)}"
-    remedy = f"ask for a higher hard limit (ulimit -Hn {needed_files(world_size)})"
-    if hard >= needed_files(world_size, has_mesh=False):
-        return Finding("note", f"{found}: ranks connect when they first have something to say to each other", remedy)
-    return Finding("FAIL", found, remedy)
+    return Finding("FAIL", found, f"ask for a higher hard limit (ulimit -Hn {needed_files(world_size)})")
 
 
 # ---- what only all of them can see -----------------------------------------------------------------------------------

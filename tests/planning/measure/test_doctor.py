@@ -96,8 +96,9 @@ def test_a_host_name_that_means_nothing_to_others_is_noted(monkeypatch, own, env
     [
         (1024, 1024, 4, "ok", ""),
         (1024, 65536, 512, "ok", ""),
-        (1024, 1024, 512, "note", "ulimit -Hn 1152"),
-        (1024, 2048, 4096, "FAIL", "ulimit -Hn 8320"),
+        (1024, 1024, 896, "ok", ""),
+        (1024, 1024, 1000, "FAIL", "ulimit -Hn 1128"),
+        (128, 200, 64, "FAIL", "ulimit -Hn 256"),
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 4096, "ok", ""),
     ],
 )
