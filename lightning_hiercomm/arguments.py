@@ -153,9 +153,8 @@ class Value:
         return self
 
     def __deepcopy__(self: V, memo: dict[int, Any]) -> V:
-        return (
-            self  # nor is a copy made of what makes optimizers: LightningCLI's leads to its parser, and to the Trainer
-        )
+        # nor is what makes optimizers copied: LightningCLI's leads to its parser, and from there to the Trainer
+        return self
 
 
 def _comparable(value: Any) -> Any:
