@@ -60,6 +60,16 @@ class Scheme(Value):
     gradients: Gradients = "node"
     watches_loss: bool = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name in _OF_WHAT_RUNS:
+                kind = "RunningScheme" if cls.__bases__ == (Scheme,) else f"Running{cls.__bases__[0].__name__}"
+                raise TypeError(
+                    f"{cls.__name__}.{name} is of what runs, and would never be called: put it into a {kind}, and let"
+                    f" {cls.__name__}.build return that"
+                )
+
     def build(self, context: Context) -> RunningScheme[Scheme]:
         """Make what runs. Collective, and in the same order on all ranks.
 
@@ -382,3 +392,10 @@ def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:
     """The same, where ranks of a node that do not share gradients hold values that differ."""
     is_equal = config.gradients != "none"
     return replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()
+
+
+_OF_WHAT_RUNS = {
+    *(name for name in vars(RunningScheme) if not name.startswith("_") and name not in vars(Scheme)),
+    *("attach", "open", "has_update", "update"),  # when a scheme and what runs by it were one class
+}
+"""What nobody looks for in a scheme."""

@@ -141,6 +141,15 @@ def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
     assert Sized([], {}, set()) == Sized([], {}, set())
 
 
+@pytest.mark.parametrize("hook", ["after_step", "step", "schedule", "phase", "average", "attach", "open", "has_update"])
+def test_a_hook_that_would_never_be_called_is_refused_and_said_to_belong_to_what_runs(hook):
+    # schemes of one's own were one class once
+    with pytest.raises(TypeError, match=rf"Mine\.{hook} is of what runs, .*RunningAgreement.*Mine\.build"):
+        type("Mine", (Agreement,), {hook: lambda self: None})
+    with pytest.raises(TypeError, match=r"Mine\.\w+ is of what runs, .*RunningScheme.*Mine\.build"):
+        type("Mine", (Scheme,), {hook: lambda self: None})
+
+
 def test_what_is_said_and_what_goes_without_saying_are_equal():
     assert DASO(4, staleness=1) == DASO() == DASO(sync_every=4)
     assert len({DASO(4), DASO(), DASO(8), PeriodicAveraging(4)}) == 3
