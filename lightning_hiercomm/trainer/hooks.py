@@ -70,7 +70,7 @@ class HierarchicalHooks(Reports):
         meets_first = self.world_size > 1 and not dist.is_initialized()
         store = None
         if meets_first:
-            raise_limit(needed_files(self.world_size))
+            raise_limit(2 * needed_files(self.world_size))  # torch before 2.8 connects all pairs, whatever is asked for
             rendezvous = Rendezvous(
                 self._environment.main_address,
                 self._environment.main_port,

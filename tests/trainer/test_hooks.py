@@ -18,6 +18,7 @@ from problems import Oracle
 
 from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.control import open_files
+from lightning_hiercomm.trainer import hooks
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 
@@ -53,6 +54,20 @@ def test_ranks_too_many_for_a_mesh_connect_when_they_have_something_to_say(fit, 
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", most)
     reports = fit(Noting(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
     assert [report["report"] for report in reports] == [["1" if most == 1 else None, None]] * 2
+
+
+def test_the_limit_on_open_files_is_raised_for_a_mesh_whatever_is_asked_for(fit, monkeypatch):
+    # torch before 2.8 connects all pairs of ranks, and a user may have said so himself
+    raised = []
+
+    class Noting(Oracle):
+        def on_train_end(self):
+            self.report = [*raised]
+
+    monkeypatch.setattr(open_files, "_MOST_IN_MESH", 1)
+    monkeypatch.setattr(hooks, "raise_limit", raised.append)
+    for report in fit(Noting(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True):
+        assert min(report["report"]) >= open_files._BESIDE + 2 * 2
 
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
