@@ -108,6 +108,40 @@ def keep_sync_batchnorm_in_group(module: nn.Module, group: Any) -> None:
             layer.process_group = group
 
 
+class SettledDDP(DistributedDataParallel):
+    """DDP whose buckets follow from the module alone, from the first step on.
+
+    DDP begins with one bucket, and after a process's first backward pass cuts buckets in the order in which gradients
+    came. So a process that goes on from a checkpoint takes its first step with other buckets than the run that was not
+    interrupted, and what depends on an element's place in its bucket is not the same to the bit: sums of three ranks
+    and more, blocks of narrow types, and what these have kept back. Here buckets are cut at once, as DDP would cut them
+    if gradients came in the reverse order of the parameters; where they come otherwise, a bucket leaves later.
+
+    With ``find_unused_parameters`` DDP never cuts anew. With ``static_graph`` it does so after the second pass, and in
+    the first calls all buckets by one name, so it must have one. Both are left as they are.
+    """
+
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        self._is_settled = not (arguments.get("static_graph") or arguments.get("find_unused_parameters"))
+        super().__init__(module, **arguments)
+        if not self._is_settled:
+            return
+        require_attribute(self.reducer, "_push_all_rebuilt_params")
+        require_attribute(self.reducer, "_rebuild_buckets")
+        self.reducer._push_all_rebuilt_params()  # in the order in which it knows them
+        self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return (parameters[::-1], are_sparse[::-1]) if self._is_settled else (parameters, are_sparse)
+
+
+def in_settled_ddp(module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> SettledDDP:
+    """What Lightning's ``DDPStrategy`` does with a module, on a stream of its own as torch's notes on CUDA have it."""
+    with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
+        return SettledDDP(module, device_ids=device_ids, **arguments)
+
+
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:
     """Let ``reduce`` take each bucket of gradients. DDP compares the annotated types themselves, not their names."""
 

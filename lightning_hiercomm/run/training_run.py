@@ -68,7 +68,12 @@ class TrainingRun:
         self.topology = topology
         self.wire = wire or Wire()
         self.gradients = gradients or gradient_path(
-            scheme.gradients, topology, replicas.device, self.wire, piece_bytes=replicas.bucket_bytes
+            scheme.gradients,
+            topology,
+            replicas.device,
+            self.wire,
+            piece_bytes=replicas.bucket_bytes,
+            parameters=replicas.module.parameters(),
         )
         policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
         contexts = (Context(replicas.of(own), topology, own, self.wire, policy) for own in replicas.optimizers)

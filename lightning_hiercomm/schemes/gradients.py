@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,14 @@ class GradientPath(ABC):
             index: Its place among the model's buckets.
         """
 
+    def note_parameters(self, index: int, parameters: Sequence[Tensor]) -> None:
+        """Hear whose gradients a bucket has from now on, in their order.
+
+        Args:
+            index: Of the bucket.
+            parameters: The model's.
+        """
+
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         """The average of a sparse gradient (``Embedding(sparse=True)``); blocks.
 
@@ -54,6 +62,7 @@ class GradientPath(ABC):
         gradients = bucket.buffer()
         if gradients.is_sparse:
             return completed_future(self.reduce_sparse(gradients))
+        self.note_parameters(bucket.index(), bucket.parameters())
         return self.reduce(gradients, bucket.index()).future(gradients)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,17 +116,28 @@ class WorldSum(GradientPath):
         device: Where the gradients live.
         wire: What they look like between nodes.
         piece_bytes: Upper bound of a piece's size: DDP's buckets are too large for their stages to overlap.
+        parameters: Of the model, in its order, by which buckets are told apart.
     """
 
     tier = "inter"
 
-    def __init__(self, topology: Topology, device: torch.device, wire: Wire, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        device: torch.device,
+        wire: Wire,
+        piece_bytes: int,
+        parameters: Iterable[Tensor] = (),
+    ) -> None:
         self._topology = topology
         self._device = device
         self._beside = topology.twin()
         second = None if wire.codec.adds else topology.twin().inter
         self._lane_sum = LaneSum(wire.codec, self._beside.inter, second)
         self._feedback: dict[tuple[int, int], Feedback] = {}
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._held: dict[int, list[int]] = {}  # by each bucket, the places of its parameters
+        self._keeps_back = not wire.codec.adds
         self._piece_bytes = piece_bytes
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "intra", puts_off=topology.waits_on_host)
@@ -129,6 +149,14 @@ class WorldSum(GradientPath):
         *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
         return last
 
+    def note_parameters(self, index: int, parameters: Sequence[Tensor]) -> None:
+        if not self._keeps_back:
+            return
+        held = [self._places.get(id(parameter), -1) for parameter in parameters]
+        if self._held.setdefault(index, held) != held:  # what was kept back is of others, as after some were thawed
+            self._held[index] = held
+            self._feedback = {key: kept for key, kept in self._feedback.items() if key[0] != index}
+
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._topology.rank_weight, self._topology.world)
 
@@ -137,9 +165,11 @@ class WorldSum(GradientPath):
         self._inbound.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"feedback": [(*key, feedback.state_dict()) for key, feedback in self._feedback.items()]}
+        feedback = [(*key, feedback.state_dict()) for key, feedback in self._feedback.items()]
+        return {"feedback": feedback, "held": dict(self._held)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._held = dict(state.get("held", {}))  # files of earlier versions do not say
         for bucket, piece, saved in state["feedback"]:
             kept_back = (saved[name].to(self._device, copy=True) for name in ("sender", "reducer"))
             self._feedback[bucket, piece] = Feedback(*kept_back)
@@ -172,7 +202,7 @@ class WorldSum(GradientPath):
         return self._inbound.submit(inside_nodes)
 
     def _feedback_of(self, part: Tensor, key: tuple[int, int]) -> Feedback | None:
-        """What was kept back of a piece, by its bucket and place: DDP cuts its buckets anew after the first step."""
+        """What was kept back of a piece, by its bucket and place; nothing yet where the bucket is cut otherwise."""
         known = self._feedback.get(key)
         if known is None or known.sender.numel() != part.numel():
             known = self._lane_sum.feedback(part)
@@ -263,7 +293,12 @@ def sparse_sum(gradient: Tensor, group: Communicator) -> Tensor:
 
 
 def gradient_path(
-    gradients: Gradients, topology: Topology, device: torch.device, wire: Wire, piece_bytes: int
+    gradients: Gradients,
+    topology: Topology,
+    device: torch.device,
+    wire: Wire,
+    piece_bytes: int,
+    parameters: Iterable[Tensor] = (),
 ) -> GradientPath:
     """The path that a scheme asks for. Collective, for it may open communicators.
 
@@ -273,11 +308,12 @@ def gradient_path(
         device: Where the gradients live.
         wire: What they look like between nodes.
         piece_bytes: Upper bound in bytes of what travels between nodes at once.
+        parameters: Of the model.
     """
     if gradients == "none":
         return Untouched()
     if gradients == "world" and topology.num_nodes > 1:
-        return WorldSum(topology, device, wire, piece_bytes)
+        return WorldSum(topology, device, wire, piece_bytes, parameters)
     return NodeMean(topology)
 
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     check_ddp_arguments,
+    in_settled_ddp,
     register_bucket_hook,
     unused_parameters,
     warning_of_unused_parameters,
@@ -308,7 +309,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         wrapped = module
         if any(p.requires_grad for p in module.parameters()):
             self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
-            wrapped = super().setup_module(module)
+            wrapped = in_settled_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
             register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
         self._once_frozen.append((module, wrapped, [p for p in module.parameters() if not p.requires_grad]))
         return wrapped
@@ -335,7 +336,10 @@ class HierarchicalFabricStrategy(DDPStrategy):
             for parameter in thawed:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            for place, bucket in enumerate(Replica([p.grad for p in thawed if p.grad is not None]).buckets):
+            held = [(p, p.grad) for p in thawed if p.grad is not None]
+            owners = {id(gradient): p for p, gradient in held}
+            for place, bucket in enumerate(Replica([gradient for _, gradient in held]).buckets):
+                gradients.note_parameters(-2 - place, [owners[id(piece.tensor)] for piece in bucket.pieces])
                 flat = bucket.pack()
                 gradients.reduce(flat, index=-2 - place).wait()
                 bucket.unpack(flat)

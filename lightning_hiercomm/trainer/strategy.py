@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
     check_ddp_arguments,
+    in_settled_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
@@ -240,6 +241,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         topology = self._topology
         group = {"node": topology.intra, "world": topology.world, "none": None}[self.scheme.gradients]
         return group is not None and group.size > 1
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        return in_settled_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

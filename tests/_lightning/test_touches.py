@@ -31,6 +31,7 @@ from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
+    SettledDDP,
     explain_unused_parameters,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
@@ -487,6 +488,43 @@ def test_a_bucket_hook_reduces_the_gradients(process_group):
     model(torch.tensor([[1.0, 2.0]])).sum().backward()
     assert torch.equal(torch.cat(seen), torch.tensor([1.0, 2.0]))
     assert torch.equal(model.module.weight.grad, torch.tensor([[3.0, 6.0]]))
+
+
+def _buckets_of_two_steps(wrap, **arguments):
+    """Places of the parameters of each bucket, in two steps of layers whose parameters are of 1 MB in all but one."""
+    layers = [nn.Linear(600, 600, bias=False) for _ in range(3)]
+    module = nn.Sequential(nn.Linear(2, 600), *layers)
+    places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+    model = wrap(module, **arguments)
+    steps = []
+
+    def reduce(bucket):
+        steps[-1].append([places[id(parameter)] for parameter in bucket.parameters()])
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    register_bucket_hook(model, reduce)
+    for _ in range(2):
+        steps.append([])
+        model(torch.ones(1, 2)).sum().backward()
+    return steps
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_are_cut_from_the_first_step_on_as_ddp_cuts_them_after_it(process_group, views):
+    ddp_first, ddp_then = _buckets_of_two_steps(DistributedDataParallel, gradient_as_bucket_view=views)
+    first, then = _buckets_of_two_steps(SettledDDP, gradient_as_bucket_view=views)
+    assert first == then == [[4], [3, 2, 1, 0]]
+    assert ddp_first == [[0, 1, 2, 3, 4]]
+    assert [set(bucket) for bucket in ddp_then] == [{4}, {0, 1, 2, 3}]
+
+
+@pytest.mark.parametrize("argument", ["find_unused_parameters", "static_graph"])
+def test_buckets_that_ddp_cuts_by_rules_of_their_own_are_ddps(process_group, argument):
+    ours = _buckets_of_two_steps(SettledDDP, **{argument: True})
+    assert ours == _buckets_of_two_steps(DistributedDataParallel, **{argument: True})
+    assert ours[0] == ours[1]
 
 
 def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_group):

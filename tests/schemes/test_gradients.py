@@ -21,13 +21,13 @@ WIRES = [None, "bfloat16", "int8", "int4"]
 HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
 
 
-def on_ranks(work, nodes, gradients="world", wire=None, weights=None, piece_bytes=4 * 2**20):
+def on_ranks(work, nodes, gradients="world", wire=None, weights=None, piece_bytes=4 * 2**20, parameters=()):
     """``work(path, topology)`` on every rank."""
 
     def body(rank, world):
         meter = Meter()
         topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
-        path = gradient_path(gradients, topology, place.device, Wire.named(wire), piece_bytes)
+        path = gradient_path(gradients, topology, place.device, Wire.named(wire), piece_bytes, parameters)
         try:
             with place.rank():
                 return work(path, topology)
@@ -190,8 +190,7 @@ def test_a_restored_path_goes_on_bit_by_bit(wire):
     assert not torch.equal(without[0], saved[0][1])
 
 
-def test_buckets_that_are_cut_anew_begin_with_nothing_kept_back():
-    """As DDP does after the first step."""
+def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 
     def work(path, topology):
         for sizes in ((900, 100), (500, 500), (500, 500)):
@@ -204,6 +203,41 @@ def test_buckets_that_are_cut_anew_begin_with_nothing_kept_back():
 
     for first, second in on_ranks(work, ((0,), (1,)), wire="int8"):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_was_kept_back_of_a_parameter_is_not_added_to_another(resumes):
+    """Of two buckets the first has other parameters, as many elements, in its second round: some were thawed."""
+    nodes, model = ((0, 1), (2,)), [torch.zeros(50) for _ in range(4)]
+
+    def round_of(path, topology, number, first):
+        buckets = []
+        for index, held in enumerate((model[first : first + 2], model[1:3])):
+            path.note_parameters(index, held)
+            buckets.append(gradient_of(topology.rank, 100, 10 * number + index))
+            path.reduce(buckets[-1], index).wait()
+        return buckets
+
+    def arguments():
+        return {"nodes": nodes, "wire": "int4", "parameters": model}
+
+    states = on_ranks(lambda path, topology: (round_of(path, topology, 0, 0), path.state_dict()), **arguments())
+
+    def second_round(path, topology, first):
+        if resumes:
+            path.load_state_dict(states[topology.rank][1])
+        else:
+            round_of(path, topology, 0, 0)
+        return round_of(path, topology, 1, first)
+
+    (same, other), (changed, too) = (
+        on_ranks(lambda path, topology, first=first: second_round(path, topology, first), **arguments())[0]
+        for first in (0, 2)
+    )
+    anew, _ = on_ranks(lambda path, topology: round_of(path, topology, 1, 2), **arguments())[0]
+    assert torch.equal(changed, anew)
+    assert not torch.equal(changed, same)
+    assert torch.equal(other, too)
 
 
 def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
