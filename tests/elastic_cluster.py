@@ -42,7 +42,12 @@ class Cluster:
         namespaces: By node, the network namespace in which it is; the lighthouse's is under ``"lighthouse"``.
         address: Of the lighthouse.
         settings: Of all nodes, see `elastic_node.Node`.
+
+    Attributes:
+        job: What a node runs.
     """
+
+    job = JOB
 
     def __init__(
         self,
@@ -88,10 +93,12 @@ class Cluster:
                 time.sleep(0.01)
 
     def start_lighthouse(self) -> None:
-        bind = ["--bind", f"{self._address}:{self.port}", "--min-nodes", str(self.min_nodes)]
-        command = ["lighthouse", *bind, "--dead-after", str(self.dead_after)]
         environment = {**os.environ, "NAMESPACE": self._namespaces.get("lighthouse", "")}
-        self._lighthouse = self._start([str(LIGHTHOUSE), *command], environment, self.folder / "lighthouse.log")
+        self._lighthouse = self._start(self._lighthouse_command(), environment, self.folder / "lighthouse.log")
+
+    def _lighthouse_command(self) -> list[str]:
+        bind = ["--bind", f"{self._address}:{self.port}", "--min-nodes", str(self.min_nodes)]
+        return [str(LIGHTHOUSE), "lighthouse", *bind, "--dead-after", str(self.dead_after)]
 
     def stop_lighthouse(self) -> None:
         assert self._lighthouse is not None
@@ -117,7 +124,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             **self._environments[name],
         }
-        arguments = [str(JOB), json.dumps(self._arguments[name])]
+        arguments = [str(self.job), json.dumps(self._arguments[name])]
         self.started.setdefault(name, []).append(time.time())
         self._nodes[name] = self._start(arguments, environment, self.folder / f"{name}.{life}.log")
 

@@ -8,6 +8,8 @@ What is counted: how often the run stood still; how long survivors waited for ea
 undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken by
 the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
 agreement is lost with it); whether all end with equal bits; and the loss, beside that of nodes that stay.
+
+``--torchft SECONDS`` lets the same faults happen to torchft's own DiLoCo, with a Manager of that timeout.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ for folder in (HERE, HERE / "startup", HERE / "jobs"):
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from elastic_cluster import Cluster  # noqa: E402
+from elastic_cluster import JOB, Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
 
 from lightning_hiercomm.planning.predict.faults import elastic_goodput  # noqa: E402
@@ -294,6 +296,15 @@ class Run:
         return float(kept)
 
 
+class TorchftCluster(Cluster):
+    """Nodes of torchft's own DiLoCo, and its lighthouse."""
+
+    job = JOB.with_name("torchft_diloco.py")
+
+    def _lighthouse_command(self) -> list[str]:
+        return [str(self.job), "lighthouse", f"{self._address}:{self.port}", str(self.dead_after)]
+
+
 class Wires:
     """The network between nodes on this machine: its own, or namespaces, in which links can be cut.
 
@@ -311,6 +322,12 @@ class Wires:
             self.namespaces = {str(node.index): str(node.namespace) for node in nodes}
             self.namespaces["lighthouse"] = str(lighthouse.namespace)
             self.address = lighthouse.address
+
+    def environment(self, node: int) -> dict[str, str]:
+        """Where a node of torchft finds itself."""
+        if self._made is None:
+            return {}
+        return {"NODE_ADDRESS": self._made.nodes[node].address, "GLOO_SOCKET_IFNAME": "eth0"}
 
     def cut(self, node: int, off: bool) -> None:
         """Cut a node off from all others and the lighthouse, or connect it again."""
@@ -344,7 +361,8 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
     """One run with faults."""
     names = range(arguments.nodes)
     with network(arguments.nodes, "cut" in arguments.kinds) as wires:
-        nodes = Cluster(
+        is_theirs = arguments.torchft is not None
+        nodes = (TorchftCluster if is_theirs else Cluster)(
             folder,
             ForkedPython,
             dead_after=arguments.dead_after,
@@ -357,11 +375,12 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
             pause=arguments.pause,
             epochs=10**6,
             batches=arguments.sync_every * 10,
+            **({"timeout": arguments.torchft} if is_theirs else {}),
         )
         period = arguments.sync_every * arguments.pause
         with nodes:
             for node in names:
-                nodes.start(node)
+                nodes.start(node, wires.environment(node) if is_theirs else None)
             run = Run(nodes, names, period, wires.cut)
             try:
                 run.go_on(until=run.all_train)
@@ -474,6 +493,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sync-every", type=int, default=40, help="optimizer steps between agreements")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds that a step sleeps")
     parser.add_argument("--dead-after", type=float, default=2.0)
+    parser.add_argument("--torchft", type=float, help="torchft's own DiLoCo, with a Manager's timeout in seconds")
     parser.add_argument("--calm", type=float, default=30.0, help="seconds before the first fault, for the pace")
     parser.add_argument(
         "--losses", type=int, default=0, help="nodes that stay: with how many seeds to compare the loss"

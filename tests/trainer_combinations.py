@@ -241,10 +241,18 @@ def goes_together(fit: Fit) -> bool:
         return False
     if fit.finetuning and (fit.thaw is None or fit.thaw % fit.steps or fit.thaw >= fit.total or fit.two):
         return False
-    if fit.finetuning and fit.resume is not None and fit.resume >= fit.thaw:
-        return False  # Lightning freezes anew, and does not thaw again
+    if fit.finetuning and fit.resume is not None and fit.resume + 1 >= fit.thaw:
+        return False  # Lightning freezes anew, and does not thaw again, nor at the epoch that begins with the resume
     if "noise" in fit.module and fit.resume is not None and fit.validate is not None:
         return False  # Lightning does not repeat a validation that comes after the file, and it draws a number
+    if (
+        fit.scheme == "all_reduce"
+        and fit.wire in ("int8", "int4")
+        and fit.thaw
+        and fit.freeze
+        and fit.resume is not None
+    ):
+        return False  # DDP keeps what was frozen after it was made, and one that a resumed process makes has it not
     if fit.averages == "swa" and (fit.finetuning or fit.freeze or fit.thaw or fit.stops or fit.schedule == "step"):
         return False
     if fit.averages == "swa" and "batchnorm" in fit.module:
