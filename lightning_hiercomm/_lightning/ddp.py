@@ -136,10 +136,20 @@ class SettledDDP(DistributedDataParallel):
         return (parameters[::-1], are_sparse[::-1]) if self._is_settled else (parameters, are_sparse)
 
 
-def in_settled_ddp(module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> SettledDDP:
-    """What Lightning's ``DDPStrategy`` does with a module, on a stream of its own as torch's notes on CUDA have it."""
+def in_ddp(
+    module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any], settled: bool
+) -> DistributedDataParallel:
+    """What Lightning's ``DDPStrategy`` does with a module, on a stream of its own as torch's notes on CUDA have it.
+
+    Args:
+        module: What trains.
+        device_ids: DDP's.
+        arguments: DDP's others.
+        settled: Whether buckets are to follow from the module alone; if not, it is DDP to the bit.
+    """
+    kind = SettledDDP if settled else DistributedDataParallel
     with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
-        return SettledDDP(module, device_ids=device_ids, **arguments)
+        return kind(module, device_ids=device_ids, **arguments)
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:

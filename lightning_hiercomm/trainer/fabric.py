@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     check_ddp_arguments,
-    in_settled_ddp,
+    in_ddp,
     register_bucket_hook,
     unused_parameters,
     warning_of_unused_parameters,
@@ -309,7 +309,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         wrapped = module
         if any(p.requires_grad for p in module.parameters()):
             self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
-            wrapped = in_settled_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+            wrapped = in_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs, topology.num_nodes > 1)
             register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
         self._once_frozen.append((module, wrapped, [p for p in module.parameters() if not p.requires_grad]))
         return wrapped

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
     check_ddp_arguments,
-    in_settled_ddp,
+    in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
@@ -244,7 +244,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        return in_settled_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
+        settled = self._topology.num_nodes > 1 or self._settings.elastic is not None
+        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -1,7 +1,7 @@
 """A node of torchft's own DiLoCo, beside which `elastic_faults` puts ours: the model, data and pace of `elastic_node`.
 
-`python torchft_diloco.py SETTINGS` (JSON, see `Node`), or `python torchft_diloco.py lighthouse ADDRESS DEAD_AFTER`. Written
-as torchft's example of DiLoCo is: a loop, its `Manager`, its `ProcessGroupGloo`, its `DiLoCo`, one rank a node.
+`python torchft_diloco.py SETTINGS` (JSON, see `Node`), or `... lighthouse ADDRESS DEAD_AFTER`. Written as torchft's
+example of DiLoCo is: a loop, its `Manager`, its `ProcessGroupGloo`, its `DiLoCo`, one rank a node.
 """
 
 from __future__ import annotations
