@@ -51,6 +51,8 @@ class ShardedGradients:
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
         # the parameters of each bucket, and its pieces in their order
         self._owners = [[held[id(piece.tensor)] for piece in bucket.pieces] for bucket in self._buckets]
+        for index, (owners, bucket) in enumerate(zip(self._owners, self._buckets, strict=True)):
+            path.note_contents(index, ((each, piece.start) for each, piece in zip(owners, bucket.pieces, strict=True)))
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._written) for parameter in self.parameters]
         self._leaves_early: bool | None = None  # until a backward pass has been seen
         self._is_backward = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,12 +37,12 @@ class GradientPath(ABC):
             index: Its place among the model's buckets.
         """
 
-    def note_parameters(self, index: int, parameters: Sequence[Tensor]) -> None:
-        """Hear whose gradients a bucket has from now on, in their order.
+    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        """Hear whose gradients a bucket has from now on.
 
         Args:
             index: Of the bucket.
-            parameters: The model's.
+            contents: The model's parameters in it, in their order, and with which element of each it begins.
         """
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class GradientPath(ABC):
         gradients = bucket.buffer()
         if gradients.is_sparse:
             return completed_future(self.reduce_sparse(gradients))
-        self.note_parameters(bucket.index(), bucket.parameters())
+        self.note_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
         return self.reduce(gradients, bucket.index()).future(gradients)
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,6 +103,66 @@ class NodeMean(GradientPath):
         return sparse_sum(gradient * self._topology.weight_in_node, self._topology.intra)
 
 
+Contents = tuple[tuple[int, int], ...]
+"""Of a bucket: the places of parameters among the model's, and with which element of each it begins."""
+
+
+class _KeptBack:
+    """What encoding has kept back of each piece of each bucket, while the bucket has the same contents.
+
+    These are noted by who hands buckets over, and captured when a piece leaves: pieces are encoded on another thread.
+
+    Args:
+        lane_sum: Encodes the pieces.
+        is_needed: Whether it keeps anything back.
+        parameters: Of the model, in its order.
+        device: Where gradients live.
+    """
+
+    def __init__(
+        self, lane_sum: LaneSum, is_needed: bool, parameters: Iterable[Tensor], device: torch.device | None = None
+    ) -> None:
+        self._lane_sum = lane_sum
+        self._is_needed = is_needed
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._device = device
+        self._contents: dict[int, Contents] = {}
+        self._feedback: dict[tuple[int, int], tuple[Feedback, Contents | None]] = {}
+
+    def note(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        if self._is_needed:
+            self._contents[index] = tuple((self._places.get(id(each), -1), start) for each, start in contents)
+
+    def contents(self, index: int) -> Contents | None:
+        """Of a bucket, as noted last."""
+        return self._contents.get(index)
+
+    def of(self, part: Tensor, key: tuple[int, int], contents: Contents | None) -> Feedback | None:
+        """What was kept back of a bucket's piece; nothing yet, if it was of other parameters then.
+
+        Args:
+            part: This rank's part of the piece.
+            key: The bucket's index, and the piece's.
+            contents: Of the bucket, when the piece left.
+        """
+        known, of_contents = self._feedback.get(key, (None, None))
+        is_same = known is not None and known.sender.numel() == part.numel() and of_contents in (contents, None)
+        feedback = known if is_same else self._lane_sum.feedback(part)
+        if feedback is not None:
+            self._feedback[key] = feedback, contents
+        return feedback
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"feedback": [(*key, each.state_dict(), of) for key, (each, of) in self._feedback.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for index, *more in state["feedback"]:  # files of earlier versions do not know contents, and perhaps no pieces
+            piece = more.pop(0) if isinstance(more[0], int) else 0
+            saved, contents = (*more, None)[:2]
+            kept_back = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
+            self._feedback[index, piece] = Feedback(*kept_back), contents
+
+
 class WorldSum(GradientPath):
     """The mean over all ranks: summed inside the node by parts, part ``l`` between the nodes over lane ``l``.
 
@@ -134,10 +194,7 @@ class WorldSum(GradientPath):
         self._beside = topology.twin()
         second = None if wire.codec.adds else topology.twin().inter
         self._lane_sum = LaneSum(wire.codec, self._beside.inter, second)
-        self._feedback: dict[tuple[int, int], Feedback] = {}
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self._held: dict[int, list[int]] = {}  # by each bucket, the places of its parameters
-        self._keeps_back = not wire.codec.adds
+        self._kept_back = _KeptBack(self._lane_sum, not wire.codec.adds, parameters, device)
         self._piece_bytes = piece_bytes
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "intra", puts_off=topology.waits_on_host)
@@ -149,13 +206,8 @@ class WorldSum(GradientPath):
         *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
         return last
 
-    def note_parameters(self, index: int, parameters: Sequence[Tensor]) -> None:
-        if not self._keeps_back:
-            return
-        held = [self._places.get(id(parameter), -1) for parameter in parameters]
-        if self._held.setdefault(index, held) != held:  # what was kept back is of others, as after some were thawed
-            self._held[index] = held
-            self._feedback = {key: kept for key, kept in self._feedback.items() if key[0] != index}
+    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        self._kept_back.note(index, contents)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._topology.rank_weight, self._topology.world)
@@ -165,17 +217,14 @@ class WorldSum(GradientPath):
         self._inbound.close(timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        feedback = [(*key, feedback.state_dict()) for key, feedback in self._feedback.items()]
-        return {"feedback": feedback, "held": dict(self._held)}
+        return self._kept_back.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._held = dict(state.get("held", {}))  # files of earlier versions do not say
-        for bucket, piece, saved in state["feedback"]:
-            kept_back = (saved[name].to(self._device, copy=True) for name in ("sender", "reducer"))
-            self._feedback[bucket, piece] = Feedback(*kept_back)
+        self._kept_back.load_state_dict(state)
 
     def _sum_over_world(self, piece: Tensor, key: tuple[int, int]) -> Handle:
-        topology, beside = self._topology, self._beside
+        topology, beside, kept_back = self._topology, self._beside, self._kept_back
+        contents = kept_back.contents(key[0])
         flat = piece if piece.numel() % topology.lanes == 0 else _padded(piece, topology.lanes)
         part = topology.lane_part(flat)
         if topology.ranks_on_node == topology.lanes:
@@ -188,7 +237,7 @@ class WorldSum(GradientPath):
 
         def between_nodes() -> None:  # launched, not waited for: the next piece follows it onto the link
             summed_in_node.wait()
-            on_the_wire.append(self._lane_sum.launch(part, self._feedback_of(part, key)))
+            on_the_wire.append(self._lane_sum.launch(part, kept_back.of(part, key, contents)))
 
         launched = self._outbound.submit(between_nodes)
 
@@ -201,15 +250,6 @@ class WorldSum(GradientPath):
 
         return self._inbound.submit(inside_nodes)
 
-    def _feedback_of(self, part: Tensor, key: tuple[int, int]) -> Feedback | None:
-        """What was kept back of a piece, by its bucket and place; nothing yet where the bucket is cut otherwise."""
-        known = self._feedback.get(key)
-        if known is None or known.sender.numel() != part.numel():
-            known = self._lane_sum.feedback(part)
-            if known is not None:
-                self._feedback[key] = known
-        return known
-
 
 class NodesMean(GradientPath):
     """The mean over the nodes of gradients that every rank holds for its part of the model.
@@ -217,14 +257,15 @@ class NodesMean(GradientPath):
     Args:
         topology: The nodes and their weights.
         wire: What gradients look like between nodes.
+        parameters: Of the model, in its order, by which buckets are told apart.
     """
 
     tier = "inter"
 
-    def __init__(self, topology: Topology, wire: Wire) -> None:
+    def __init__(self, topology: Topology, wire: Wire, parameters: Iterable[Tensor] = ()) -> None:
         self._topology = topology
         self._lane_sum = LaneSum(wire.codec, topology.inter)
-        self._feedback: dict[int, Feedback] = {}
+        self._kept_back = _KeptBack(self._lane_sum, not wire.codec.adds, parameters)
 
     @torch.no_grad()
     def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:
@@ -238,19 +279,17 @@ class NodesMean(GradientPath):
         """
         holders = self._topology.holders[held_by]
         part = holders.part(bucket.mul_(self._topology.node_weight))
-        known = self._feedback.get(index)
-        if known is None or known.sender.numel() != part.numel():
-            known = self._lane_sum.feedback(part)
-            if known is not None:
-                self._feedback[index] = known
-        return _Completed(self._lane_sum.launch(part, known, waiting), lambda: holders.share(bucket).wait())
+        feedback = self._kept_back.of(part, (index, 0), self._kept_back.contents(index))
+        return _Completed(self._lane_sum.launch(part, feedback, waiting), lambda: holders.share(bucket).wait())
+
+    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        self._kept_back.note(index, contents)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"feedback": [(index, feedback.state_dict()) for index, feedback in self._feedback.items()]}
+        return self._kept_back.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for index, saved in state["feedback"]:
-            self._feedback[index] = Feedback(saved["sender"].clone(), saved["reducer"].clone())
+        self._kept_back.load_state_dict(state)
 
 
 class _Completed(Handle):

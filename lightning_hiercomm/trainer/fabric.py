@@ -339,7 +339,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
             held = [(p, p.grad) for p in thawed if p.grad is not None]
             owners = {id(gradient): p for p, gradient in held}
             for place, bucket in enumerate(Replica([gradient for _, gradient in held]).buckets):
-                gradients.note_parameters(-2 - place, [owners[id(piece.tensor)] for piece in bucket.pieces])
+                gradients.note_contents(-2 - place, ((owners[id(each.tensor)], each.start) for each in bucket.pieces))
                 flat = bucket.pack()
                 gradients.reduce(flat, index=-2 - place).wait()
                 bucket.unpack(flat)

@@ -282,8 +282,9 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         replicas = Replicas(
             self._module, optimizers, settings.bucket_bytes, settings.average_buffers, node=self.mesh_sizes
         )
-        crosses = settings.scheme.gradients == "world" and topology.num_nodes > 1
-        gradients: GradientPath = NodesMean(topology, settings.wire) if crosses else Untouched()
+        gradients: GradientPath = Untouched()
+        if settings.scheme.gradients == "world" and topology.num_nodes > 1:
+            gradients = NodesMean(topology, settings.wire, self._module.parameters())
         return settings.new_run(replicas, topology, gradients)
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import needs_sparse_tensors, on_cpu, place
+from harness import on_ranks as on_each
 
 from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.gradients import NodeMean, Untouched, WorldSum, gradient_path
+from lightning_hiercomm.schemes.gradients import NodeMean, NodesMean, Untouched, WorldSum, gradient_path
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -197,7 +198,7 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
             buckets = [gradient_of(topology.rank, size) for size in sizes]
             for index, bucket in enumerate(buckets):
                 path.reduce(bucket, index).wait()
-        kept = {(bucket, piece): held["sender"].numel() for bucket, piece, held in path.state_dict()["feedback"]}
+        kept = {(bucket, piece): held["sender"].numel() for bucket, piece, held, _ in path.state_dict()["feedback"]}
         assert kept == {(0, 0): 500, (1, 0): 500}
         return buckets
 
@@ -206,35 +207,43 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_what_was_kept_back_of_a_parameter_is_not_added_to_another(resumes):
-    """Of two buckets the first has other parameters, as many elements, in its second round: some were thawed."""
-    nodes, model = ((0, 1), (2,)), [torch.zeros(50) for _ in range(4)]
+@pytest.mark.parametrize("first", [(2, 0), (0, 25)], ids=["other parameters", "other elements"])
+@pytest.mark.parametrize("kind", [WorldSum, NodesMean])
+def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
+    """Of two buckets the first has another content of the same size in its second round: some were thawed."""
+    model = [torch.zeros(50) for _ in range(4)]
 
-    def round_of(path, topology, number, first):
+    def round_of(path, topology, number, place, start):
         buckets = []
-        for index, held in enumerate((model[first : first + 2], model[1:3])):
-            path.note_parameters(index, held)
+        for index, contents in enumerate(([(model[place], start), (model[place + 1], 0)], [(model[1], 0)])):
+            path.note_contents(index, contents)
             buckets.append(gradient_of(topology.rank, 100, 10 * number + index))
             path.reduce(buckets[-1], index).wait()
         return buckets
 
-    def arguments():
-        return {"nodes": nodes, "wire": "int4", "parameters": model}
+    def on_nodes(work):
+        if kind is WorldSum:
+            return on_ranks(work, ((0, 1), (2,)), wire="int4", parameters=model)
 
-    states = on_ranks(lambda path, topology: (round_of(path, topology, 0, 0), path.state_dict()), **arguments())
+        def body(topology):
+            return work(NodesMean(topology, Wire.named("int4"), model), topology)
 
-    def second_round(path, topology, first):
+        return on_each(body, [[0], [1]])
+
+    states = on_nodes(lambda path, topology: (round_of(path, topology, 0, 0, 0), path.state_dict()))
+
+    def second_round(path, topology, contents):
         if resumes:
             path.load_state_dict(states[topology.rank][1])
         else:
-            round_of(path, topology, 0, 0)
-        return round_of(path, topology, 1, first)
+            round_of(path, topology, 0, 0, 0)
+        return round_of(path, topology, 1, *contents)
 
     (same, other), (changed, too) = (
-        on_ranks(lambda path, topology, first=first: second_round(path, topology, first), **arguments())[0]
-        for first in (0, 2)
+        on_nodes(lambda path, topology, contents=contents: second_round(path, topology, contents))[0]
+        for contents in ((0, 0), first)
     )
-    anew, _ = on_ranks(lambda path, topology: round_of(path, topology, 1, 2), **arguments())[0]
+    anew, _ = on_nodes(lambda path, topology: round_of(path, topology, 1, *first))[0]
     assert torch.equal(changed, anew)
     assert not torch.equal(changed, same)
     assert torch.equal(other, too)
