@@ -272,7 +272,17 @@ def goes_together(fit: Fit) -> bool:
     return all(not is_off(fit) for is_off in OFF)
 
 
-OFF: list[Callable[[Fit], bool]] = []
+def _resumes_after_a_validation(fit: Fit) -> bool:
+    """With buffers that ranks of a node share.
+
+    DDP shares them before a forward pass, but for the one after a validation; and a process that resumes, before its
+    first one in any case. So buffers of the other ranks of a node may go on otherwise.
+    """
+    has_buffers = fit.buffer == "statistics" or "batchnorm" in fit.module
+    return fit.resume is not None and fit.validate is not None and has_buffers and fit.nodes not in ("1+1", "1+1+1")
+
+
+OFF: list[Callable[[Fit], bool]] = [_resumes_after_a_validation]
 """What is known to be wrong and not mended yet."""
 
 
