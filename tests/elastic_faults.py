@@ -327,7 +327,9 @@ class Wires:
         """Where a node of torchft finds itself."""
         if self._made is None:
             return {}
-        return {"NODE_ADDRESS": self._made.nodes[node].address, "GLOO_SOCKET_IFNAME": "eth0"}
+        from benchmarks.network import INTERFACE
+
+        return {"NODE_ADDRESS": self._made.nodes[node].address, "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def cut(self, node: int, off: bool) -> None:
         """Cut a node off from all others and the lighthouse, or connect it again."""

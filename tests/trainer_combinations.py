@@ -279,7 +279,8 @@ def _resumes_after_a_validation(fit: Fit) -> bool:
     first one in any case. So buffers of the other ranks of a node may go on otherwise.
     """
     has_buffers = fit.buffer == "statistics" or "batchnorm" in fit.module
-    return fit.resume is not None and fit.validate is not None and has_buffers and fit.nodes not in ("1+1", "1+1+1")
+    shares = any(len(node) > 1 for node in _NODES[fit.nodes])
+    return fit.resume is not None and fit.validate is not None and has_buffers and shares
 
 
 OFF: list[Callable[[Fit], bool]] = [_resumes_after_a_validation]

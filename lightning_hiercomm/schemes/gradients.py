@@ -24,9 +24,11 @@ class GradientPath(ABC):
 
     Attributes:
         tier: What waiting for gradients is filed under: ``"intra"``, or ``"inter"`` if they cross nodes.
+        keeps_back: Whether encoding keeps something back of each bucket, so that its contents have to be known.
     """
 
     tier = "intra"
+    keeps_back = False
 
     @abstractmethod
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
@@ -62,7 +64,8 @@ class GradientPath(ABC):
         gradients = bucket.buffer()
         if gradients.is_sparse:
             return completed_future(self.reduce_sparse(gradients))
-        self.note_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
+        if self.keeps_back:
+            self.note_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
         return self.reduce(gradients, bucket.index()).future(gradients)
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,24 +117,19 @@ class _KeptBack:
 
     Args:
         lane_sum: Encodes the pieces.
-        is_needed: Whether it keeps anything back.
         parameters: Of the model, in its order.
         device: Where gradients live.
     """
 
-    def __init__(
-        self, lane_sum: LaneSum, is_needed: bool, parameters: Iterable[Tensor], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, lane_sum: LaneSum, parameters: Iterable[Tensor], device: torch.device | None = None) -> None:
         self._lane_sum = lane_sum
-        self._is_needed = is_needed
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._device = device
         self._contents: dict[int, Contents] = {}
         self._feedback: dict[tuple[int, int], tuple[Feedback, Contents | None]] = {}
 
     def note(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        if self._is_needed:
-            self._contents[index] = tuple((self._places.get(id(each), -1), start) for each, start in contents)
+        self._contents[index] = tuple((self._places.get(id(each), -1), start) for each, start in contents)
 
     def contents(self, index: int) -> Contents | None:
         """Of a bucket, as noted last."""
@@ -194,7 +192,8 @@ class WorldSum(GradientPath):
         self._beside = topology.twin()
         second = None if wire.codec.adds else topology.twin().inter
         self._lane_sum = LaneSum(wire.codec, self._beside.inter, second)
-        self._kept_back = _KeptBack(self._lane_sum, not wire.codec.adds, parameters, device)
+        self.keeps_back = not wire.codec.adds
+        self._kept_back = _KeptBack(self._lane_sum, parameters, device)
         self._piece_bytes = piece_bytes
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "intra", puts_off=topology.waits_on_host)
@@ -265,7 +264,8 @@ class NodesMean(GradientPath):
     def __init__(self, topology: Topology, wire: Wire, parameters: Iterable[Tensor] = ()) -> None:
         self._topology = topology
         self._lane_sum = LaneSum(wire.codec, topology.inter)
-        self._kept_back = _KeptBack(self._lane_sum, not wire.codec.adds, parameters)
+        self.keeps_back = not wire.codec.adds
+        self._kept_back = _KeptBack(self._lane_sum, parameters)
 
     @torch.no_grad()
     def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:

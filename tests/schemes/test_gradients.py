@@ -192,7 +192,6 @@ def test_a_restored_path_goes_on_bit_by_bit(wire):
 
 
 def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
-
     def work(path, topology):
         for sizes in ((900, 100), (500, 500), (500, 500)):
             buckets = [gradient_of(topology.rank, size) for size in sizes]
