@@ -272,18 +272,7 @@ def goes_together(fit: Fit) -> bool:
     return all(not is_off(fit) for is_off in OFF)
 
 
-def _resumes_after_a_validation(fit: Fit) -> bool:
-    """With buffers that ranks of a node share.
-
-    DDP shares them before a forward pass, but for the one after a validation; and a process that resumes, before its
-    first one in any case. So buffers of the other ranks of a node may go on otherwise.
-    """
-    has_buffers = fit.buffer == "statistics" or "batchnorm" in fit.module
-    shares = any(len(node) > 1 for node in _NODES[fit.nodes])
-    return fit.resume is not None and fit.validate is not None and has_buffers and shares
-
-
-OFF: list[Callable[[Fit], bool]] = [_resumes_after_a_validation]
+OFF: list[Callable[[Fit], bool]] = []
 """What is known to be wrong and not mended yet."""
 
 
@@ -694,12 +683,8 @@ def _validation_loss(values: Tensor, ranks: int) -> float:
 
 
 def _known(fit: Fit, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is known of a module: ranks of DDP have buffers of their own after the last forward pass.
-
-    In manual optimization, Lightning's DDP shares them before the first forward pass of a process only.
-    """
-    is_ddp = fit.scheme == "all_reduce" or len(_NODES[fit.nodes]) == 1
-    if not is_ddp and not (fit.manual and fit.resume is not None):
+    """What is known of a module: ranks of DDP have buffers of their own after the last forward pass."""
+    if fit.scheme != "all_reduce" and len(_NODES[fit.nodes]) > 1:
         return state
     return {name: value for name, value in state.items() if name != "statistics" and not name.startswith("norm")}
 

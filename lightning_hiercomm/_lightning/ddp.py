@@ -109,7 +109,9 @@ def keep_sync_batchnorm_in_group(module: nn.Module, group: Any) -> None:
 
 
 class SettledDDP(DistributedDataParallel):
-    """DDP whose buckets follow from the module alone, from the first step on.
+    """DDP whose steps do not depend on what its process did before: neither on the step before, nor on a validation.
+
+    Its buckets follow from the module alone, from the first step on.
 
     DDP begins with one bucket, and after a process's first backward pass cuts buckets in the order in which gradients
     came. So a process that goes on from a checkpoint takes its first step with other buckets than the run that was not
@@ -119,9 +121,14 @@ class SettledDDP(DistributedDataParallel):
 
     With ``find_unused_parameters`` DDP never cuts anew. With ``static_graph`` it does so after the second pass, and in
     the first calls all buckets by one name, so it must have one. Both are left as they are.
+
+    And it shares buffers before every pass that begins a step. DDP does so only after a pass that has waited for
+    gradients: not in the step after a validation, nor, in Lightning's manual optimization, after the first step of a
+    process; but always in the first one of a process that goes on from a checkpoint.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        self._begins_step = True
         self._is_settled = not (arguments.get("static_graph") or arguments.get("find_unused_parameters"))
         super().__init__(module, **arguments)
         if not self._is_settled:
@@ -134,6 +141,17 @@ class SettledDDP(DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         parameters, are_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return (parameters[::-1], are_sparse[::-1]) if self._is_settled else (parameters, are_sparse)
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """As DDP's, but for when buffers are shared."""
+        learns, ends_step = torch.is_grad_enabled(), self.require_backward_grad_sync
+        if learns:
+            self.require_forward_param_sync = self._begins_step
+        output = super().forward(*inputs, **keywords)  # type: ignore[no-untyped-call]
+        if learns:
+            # as it was before: Lightning's manual optimization turns it off inside
+            self._begins_step = self.require_forward_param_sync = ends_step
+        return output
 
 
 def in_ddp(

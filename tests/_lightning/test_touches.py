@@ -6,7 +6,7 @@ import importlib
 import inspect
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -19,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
@@ -385,6 +386,43 @@ def test_ddp_broadcasts_its_buffers_where_we_time_it(process_group):
     time_buffer_broadcasts(model, waiting)
     model(torch.randn(3, 2))
     assert waits == ["begin", "end"]
+
+
+class Normalizes(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def training_step(self, batch):
+        return self.norm(batch).sum()
+
+
+def _shares_buffers(kind, passes, automatic_optimization):
+    """Before which passes buffers are shared: of those that step, learn without a step, or do not learn."""
+    module, shared, told = Normalizes(), [], []
+    module.automatic_optimization = automatic_optimization
+    model = kind(module)
+    time_buffer_broadcasts(model, lambda: nullcontext(shared.append(True)))
+    for what in passes:
+        shared.clear()
+        with torch.set_grad_enabled(what != "look"), model.no_sync() if what == "accumulate" else nullcontext():
+            _DDPForwardRedirection()(model, module, "training_step", torch.ones(3, 2))
+        told.append(bool(shared))
+    return told
+
+
+def test_buffers_are_shared_before_every_pass_that_begins_a_step(process_group):
+    passes = ["step", "look", "look", "step", "step", "accumulate", "accumulate", "look", "step", "step"]
+    ours = [True, True, False, True, True, True, False, False, False, True]
+    assert _shares_buffers(SettledDDP, passes, automatic_optimization=True) == ours
+    ddp = _shares_buffers(DistributedDataParallel, passes, automatic_optimization=True)
+    assert [passes[place] for place, (one, other) in enumerate(zip(ours, ddp, strict=True)) if one != other] == ["step"]
+    assert ddp[3] is False, "in the step after a validation"
+
+    passes = ["step", "step", "look", "look", "step"]
+    assert _shares_buffers(SettledDDP, passes, automatic_optimization=False) == [True, True, True, False, True]
+    ddp = _shares_buffers(DistributedDataParallel, passes, automatic_optimization=False)
+    assert ddp == [True, False, False, False, False]
 
 
 def test_the_profiler_can_be_kept_from_recording():

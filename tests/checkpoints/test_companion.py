@@ -194,6 +194,65 @@ def test_a_resume_after_parameters_were_thawed_is_bit_identical(borrow):
                 assert resumed == whole[2 * STEPS :], name
 
 
+class Shares(Net):
+    """Reports the running mean that ranks of a node share, and validates.
+
+    Attributes:
+        automatic_optimization: If not, it steps its optimizer itself.
+    """
+
+    def __init__(self, automatic_optimization: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic_optimization
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.report.append(self.layers[1].running_mean.tolist())
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.layers(batch[0])
+
+    def val_dataloader(self) -> DataLoader:
+        data = self.train_dataloader().dataset
+        return DataLoader(data, generator=torch.Generator())  # or it takes a number from dropout's
+
+
+def _validated_and_resumed(folder):
+    path = folder / "saved.ckpt"
+    reports = {}
+    for kind in ("consensus", "replica", "manual"):
+        for run, validations in {"plain": 0, "whole": 2, "resumed": 2}.items():
+            evaluate = "replica" if kind == "replica" else "consensus"
+            arguments = {"ranks_per_node": 2, "evaluate": evaluate, "checkpoint_replicas": True}
+            strategy = HierarchicalStrategy(PeriodicAveraging(4, at_epoch_end=False), **arguments)
+            callbacks = [SaveAfter(STEPS, path)] if run == "whole" else []
+            arguments = {"limit_val_batches": validations, "val_check_interval": STEPS // 2, "callbacks": callbacks}
+            trainer = one_trainer(folder, devices=4, strategy=strategy, **arguments)
+            module = Shares(automatic_optimization=kind != "manual")
+            trainer.fit(module, ckpt_path=path if run == "resumed" else None)
+            reports[kind, run] = module.report
+    return reports
+
+
+def test_buffers_that_ranks_of_a_node_share_go_on_as_if_nothing_had_been_validated(borrow):
+    """DDP shares them before a forward pass, but for the one after a validation.
+
+    And Lightning's manual optimization lets it do so before the first one of a process only.
+    """
+    for reports in borrow(_validated_and_resumed, ranks=4):
+        for kind in ("consensus", "replica", "manual"):
+            plain, whole, resumed = (reports[kind, run] for run in ("plain", "whole", "resumed"))
+            assert whole == plain, kind
+            assert resumed == whole[STEPS:], kind
+
+
 class KeepsAverage(pl.Callback):
     """An average of the weights that its author saves: in the callback's state, and in an entry of its own."""
 
