@@ -12,13 +12,17 @@ _OF_AVERAGED_MODEL = "module."
 
 
 @torch.no_grad()
-def heal_averages(trainer: pl.Trainer) -> None:
+def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
     """Let averages of a module's weights that are NaN or infinite begin anew from the weights that it holds.
 
     A callback that averages the weights after every batch saw those of a rank that was sick, and never gets rid of
     them; there is no hook to tell it. Its averages are found by their names: those in a copy of the module or in a
     dictionary, ``AveragedModel`` and Lightning's ``WeightAveraging`` among them.
+
+    Returns:
+        Those averages, and what they held.
     """
+    sick: list[tuple[Tensor, Tensor]] = []
     module = trainer.lightning_module
     weights = dict([*module.named_parameters(), *module.named_buffers()])
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
@@ -30,7 +34,9 @@ def heal_averages(trainer: pl.Trainer) -> None:
                 if value is None or value is average or value.shape != average.shape:
                     continue
                 if average.is_floating_point() and not average.isfinite().all():
+                    sick.append((average, average.clone()))
                     average.copy_(value)
+    return sick
 
 
 def _named_tensors(held: object) -> Iterator[tuple[str, Tensor]]:

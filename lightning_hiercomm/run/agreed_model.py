@@ -38,6 +38,7 @@ class AgreedModel:
         self._topology = topology
         self._own: list[list[Tensor] | None] = []  # where the module holds the agreed parameters in their place
         self._own_others: dict[int, tuple[Tensor, Tensor]] = {}  # of no scheme, likewise, by the tensor's id
+        self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
 
     @property
@@ -140,11 +141,11 @@ class AgreedModel:
 
     @torch.no_grad()
     def _weights_of_healthy(self, tensors: Sequence[Tensor]) -> list[float] | None:
-        """Weights of all ranks, with none for those whose tensors are not finite: these are set to zero. Collective."""
+        """Weights of all ranks, with none for those that are sick: their tensors are set to zero. Collective."""
         topology = self._topology
         if not self._skips_sick:
             return None
-        is_healthy = all(bool(tensor.isfinite().all()) for tensor in tensors)
+        is_healthy = not self._sick and all(bool(tensor.isfinite().all()) for tensor in tensors)
         healthy = topology.world.all_gather_object(is_healthy)
         if all(healthy) or not any(healthy):
             return None
@@ -154,6 +155,14 @@ class AgreedModel:
         weights = [weight * is_one for weight, is_one in zip(topology.weights, healthy, strict=True)]
         return [weight / sum(weights) for weight in weights]
 
+    def stand_in(self, sick: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """This rank looks at other values in the place of its own, which are sick: they do not count as healthy ones.
+
+        Args:
+            sick: What holds them until :meth:`leave`, and its own.
+        """
+        self._sick.extend(sick)
+
     def leave(self) -> None:
         """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
         self._depth = max(0, self._depth - 1)
@@ -162,9 +171,9 @@ class AgreedModel:
                 if snapshot is not None:
                     scheme.replica.restore(snapshot)
             with torch.no_grad():
-                for tensor, values in self._own_others.values():
+                for tensor, values in (*self._own_others.values(), *self._sick):
                     tensor.copy_(values)
-            self._own_others = {}
+            self._own_others, self._sick = {}, []
             self._replicas.have_written()
             self._own = []
 

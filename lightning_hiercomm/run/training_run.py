@@ -49,7 +49,8 @@ class TrainingRun:
         schemes: One per optimizer, in their order.
         gradients: The way of the module's gradients, whichever optimizer uses them.
         agreed_model: What all ranks agree on, while they differ.
-        after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick.
+        after_healing: Called when this rank goes on from healthy parameters, where its own may have been sick; not by
+            :meth:`finish`, after which nothing goes on.
         is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
@@ -82,7 +83,7 @@ class TrainingRun:
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._last_schedules: list[dict[str, Any]] | None = None
-        self.after_healing: Callable[[], None] = lambda: None
+        self.after_healing: Callable[[], object] = lambda: None
         self.is_closed = False
         self.remember_values()
 
@@ -235,7 +236,6 @@ class TrainingRun:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         for scheme in self.schemes:
             scheme.finish()
-        self._tell_of_healing()
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()

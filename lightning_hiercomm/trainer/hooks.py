@@ -227,6 +227,8 @@ class HierarchicalHooks(Reports):
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module
             self._run.agreed_model.average_module()
+            if self._settings.on_nonfinite == "skip":
+                heal_averages(self._module.trainer)  # only now, or they would have counted as a healthy rank's
             self._checkpoints.settle(self._topology, self.checkpoint_io)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
@@ -247,7 +249,8 @@ class HierarchicalHooks(Reports):
         if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.agreed_model.enter()
             if self._settings.on_nonfinite == "skip":
-                heal_averages(self._module.trainer)  # which may take their place, before this rank is healed itself
+                # which may take their place, before this rank is healed itself
+                self._run.agreed_model.stand_in(heal_averages(self._module.trainer))
 
     def on_validation_end(self) -> None:  # callbacks have heard of it, and put back what they took out
         if self._run_or_none is not None and self._settings.evaluate == "consensus":

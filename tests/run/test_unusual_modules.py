@@ -300,3 +300,44 @@ def test_averages_of_a_node_that_was_sick_and_is_healed_are_healthy_and_so_is_al
         assert all(map(math.isfinite, seen)), (how, seen)
         for state in (report["state_dict"], saved):
             assert all(value.isfinite().all() for value in state.values()), how
+
+
+class SickAtLast(SickForAWhile):
+    """Rank 1 is sick from its fourth step to the end; ``averaged`` is half the weight now, half what it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged: torch.Tensor | None = None
+
+    def on_train_batch_end(self, *_):
+        weight = self.head.weight.detach()
+        self.averaged = weight.clone() if self.averaged is None else self.averaged.lerp(weight, 0.5)
+
+
+def _sick_to_the_end(folder):
+    reports = {}
+    for validations in (0, 1):
+        module = SickAtLast()
+        scheme = PeriodicAveraging(100, at_epoch_end=False)
+        strategy = HierarchicalStrategy(scheme, ranks_per_node=[1, 2], on_nonfinite="skip")
+        average, saves = EMAWeightAveraging(decay=0.5), ModelCheckpoint(folder / str(validations), save_last=True)
+        arguments = {"limit_val_batches": validations, "callbacks": [average, saves], "enable_checkpointing": True}
+        fitted(folder, module, strategy, devices=3, max_epochs=1, **arguments)
+        saved = torch.load(saves.last_model_path, weights_only=True)["state_dict"]["head.weight"]
+        kept = dict(average._average_model.named_parameters())["module.head.weight"].detach()
+        reports[validations] = module.averaged, module.head.weight.detach(), saved, kept, module.seen
+    return reports
+
+
+def test_a_fit_that_heals_a_node_at_its_end_ends_on_the_averages_of_the_others(borrow):
+    ranks = borrow(_sick_to_the_end, ranks=3)
+    for validations in (0, 1):
+        expected = ranks[0][validations][0]
+        for rank in ranks:
+            _, end, saved, kept, seen = rank[validations]
+            for found in (end, saved):
+                torch.testing.assert_close(found, expected)
+            assert kept.isfinite().all()
+            assert len(seen) == validations
+            assert all(map(math.isfinite, seen))
+        assert ranks[1][validations][0].isnan().any(), "rank 1 was sick to the end"
