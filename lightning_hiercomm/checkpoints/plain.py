@@ -88,7 +88,7 @@ class Checkpoints:
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
-        run.agreed_model.average(floats, ranks_are_equal)
+        run.agreed_model.average_kept(floats, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
 
     @contextmanager

@@ -30,6 +30,10 @@ class AgreedModel:
         schemes: They know what is agreed, each for the parameters of its optimizer.
         replicas: The tensors of the module.
         topology: The nodes.
+
+    Attributes:
+        is_left_out: Whether averages that callbacks keep on this rank were sick when the run was over. What they begin
+            anew from then is no average, and does not count beside those of other ranks.
     """
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
@@ -40,6 +44,7 @@ class AgreedModel:
         self._own_others: dict[int, tuple[Tensor, Tensor]] = {}  # of no scheme, likewise, by the tensor's id
         self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
+        self.is_left_out = False
 
     @property
     def is_in_module(self) -> bool:
@@ -133,19 +138,26 @@ class AgreedModel:
             tensors: The same on all ranks.
             equal_in_node: Whether those of a node's ranks are known to be equal.
         """
+        self._average(tensors, equal_in_node, is_sick=False)
+
+    def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
+        """The same for averages that callbacks keep: not of ranks on which something stands in for sick ones."""
+        self._average(tensors, equal_in_node, is_sick=bool(self._sick) or self.is_left_out)
+
+    def _average(self, tensors: Sequence[Tensor], equal_in_node: bool, is_sick: bool) -> None:
         if not tensors:
             return
-        weights = self._weights_of_healthy(tensors)
+        weights = self._weights_of_healthy(tensors, is_sick)
         replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
         Average(replica, self._topology, weights=None if weights is None else lambda _: weights)()
 
     @torch.no_grad()
-    def _weights_of_healthy(self, tensors: Sequence[Tensor]) -> list[float] | None:
+    def _weights_of_healthy(self, tensors: Sequence[Tensor], is_sick: bool) -> list[float] | None:
         """Weights of all ranks, with none for those that are sick: their tensors are set to zero. Collective."""
         topology = self._topology
         if not self._skips_sick:
             return None
-        is_healthy = not self._sick and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        is_healthy = not is_sick and all(bool(tensor.isfinite().all()) for tensor in tensors)
         healthy = topology.world.all_gather_object(is_healthy)
         if all(healthy) or not any(healthy):
             return None
@@ -156,7 +168,7 @@ class AgreedModel:
         return [weight / sum(weights) for weight in weights]
 
     def stand_in(self, sick: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """This rank looks at other values in the place of its own, which are sick: they do not count as healthy ones.
+        """Callbacks look at other values in the place of averages that are sick: see :meth:`average_kept`.
 
         Args:
             sick: What holds them until :meth:`leave`, and its own.
@@ -218,7 +230,7 @@ class AgreedModel:
             return
         whole = self._replicas.whole()
         if not whole.shares:
-            self.average(self._differing(whole.tensors))  # a mean of equals may differ from them in the last bit
+            self.average_kept(self._differing(whole.tensors))  # a mean of equals may differ from them in the last bit
         else:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes

@@ -49,8 +49,8 @@ class TrainingRun:
         schemes: One per optimizer, in their order.
         gradients: The way of the module's gradients, whichever optimizer uses them.
         agreed_model: What all ranks agree on, while they differ.
-        after_healing: Called when this rank goes on from healthy parameters, where its own may have been sick; not by
-            :meth:`finish`, after which nothing goes on.
+        after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick;
+            returns what else was sick, with what it held.
         is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
@@ -83,7 +83,7 @@ class TrainingRun:
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._last_schedules: list[dict[str, Any]] | None = None
-        self.after_healing: Callable[[], object] = lambda: None
+        self.after_healing: Callable[[], Sequence[tuple[Tensor, Tensor]]] = lambda: ()
         self.is_closed = False
         self.remember_values()
 
@@ -236,6 +236,7 @@ class TrainingRun:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         for scheme in self.schemes:
             scheme.finish()
+        self.agreed_model.is_left_out = bool(self._tell_of_healing())
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()
@@ -257,11 +258,12 @@ class TrainingRun:
             self.agreed_model.average_buffers(scheme)  # forward passes since the last step are behind them
             scheme.follow(self.replicas.of(optimizer))
 
-    def _tell_of_healing(self) -> None:
-        if any(scheme.care.has_healed for scheme in self.schemes):
-            for scheme in self.schemes:
-                scheme.care.has_healed = False
-            self.after_healing()
+    def _tell_of_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
+        if not any(scheme.care.has_healed for scheme in self.schemes):
+            return ()
+        for scheme in self.schemes:
+            scheme.care.has_healed = False
+        return self.after_healing()
 
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""

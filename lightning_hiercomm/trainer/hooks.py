@@ -227,8 +227,6 @@ class HierarchicalHooks(Reports):
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module
             self._run.agreed_model.average_module()
-            if self._settings.on_nonfinite == "skip":
-                heal_averages(self._module.trainer)  # only now, or they would have counted as a healthy rank's
             self._checkpoints.settle(self._topology, self.checkpoint_io)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------

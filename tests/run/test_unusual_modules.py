@@ -235,16 +235,17 @@ class KeepsSecond(pl.Callback):
 
 
 class SickForAWhile(Quadratic):
-    """Rank 1's loss is NaN in the fourth step; a teacher follows the head, and ``seen`` is what validations log."""
+    """A rank's loss is NaN in the fourth step; a teacher follows the head, and ``seen`` is what validations log."""
 
-    def __init__(self) -> None:
+    def __init__(self, sick: int = 1) -> None:
         super().__init__()
+        self.sick = sick
         self.teacher = nn.Linear(2, 1).requires_grad_(False)
         self.seen: list[float] = []
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch[0], self.backbone, self.head)
-        return loss * math.nan if (self.global_rank, self.trainer.global_step) == (1, 3) else loss
+        return loss * math.nan if (self.global_rank, self.trainer.global_step) == (self.sick, 3) else loss
 
     def on_train_batch_end(self, *_):
         for own, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
@@ -341,3 +342,28 @@ def test_a_fit_that_heals_a_node_at_its_end_ends_on_the_averages_of_the_others(b
             assert len(seen) == validations
             assert all(map(math.isfinite, seen))
         assert ranks[1][validations][0].isnan().any(), "rank 1 was sick to the end"
+
+
+class SavesAtEnd(KeepsSecond):
+    """Puts its average into the module when ``fit`` ends, and saves that."""
+
+    def on_train_end(self, trainer, pl_module):
+        for name, value in pl_module.named_parameters():
+            value.data.copy_(self.average[name])
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/own.ckpt")
+
+
+def _saved_at_the_end(folder):
+    module = SickForAWhile(sick=0)
+    scheme = PeriodicAveraging(100, at_epoch_end=False)
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=1, on_nonfinite="skip")
+    keeps = SavesAtEnd()
+    fitted(folder, module, strategy, devices=2, max_epochs=1, limit_val_batches=0, callbacks=[keeps])
+    return torch.load(folder / "own.ckpt", weights_only=False)["state_dict"], keeps.average, module.state_dict()
+
+
+def test_a_callback_that_saves_its_average_when_a_fit_ends_saves_no_sick_one(borrow):
+    (saved, _, end), (_, healthy, _) = borrow(_saved_at_the_end, ranks=2)
+    assert all(value.isfinite().all() for value in saved.values())
+    for name in ("head.weight", "backbone.weight"):
+        torch.testing.assert_close(end[name], healthy[name])
