@@ -63,12 +63,12 @@ class Piece:
         return self.length == self.tensor.numel()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Bucket:
     """Pieces that travel together.
 
     Attributes:
-        pieces: What it holds, in order.
+        pieces: What it holds, in order; of other tensors by and by, where those are buffers that layers assign anew.
         numel: Elements of all pieces.
         dtype: Of every piece.
         device: Of every piece.

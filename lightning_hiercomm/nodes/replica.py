@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, Bucket, Piece, Share, filled_buckets
+from lightning_hiercomm.nodes.buffers import Buffers, Home
 
 _UNBOUNDED = 2**62
 
@@ -29,6 +30,7 @@ class Replica:
         shares: Of tensors that are parts of others, by the tensor's ``id``. Shares that are held by different ranks lie
             in different buckets; this rank's share may be empty.
         equal_in_node: Whether the ranks of a node hold the same parameters at every step.
+        homes: Where those buffers are that layers may assign anew.
 
     Attributes:
         equal_in_node: As above.
@@ -45,11 +47,12 @@ class Replica:
         named: Iterable[tuple[str, Tensor]] = (),
         shares: Mapping[int, Share] | None = None,
         equal_in_node: bool = True,
+        homes: Mapping[int, Home] | None = None,
     ) -> None:
         self.equal_in_node = equal_in_node
         self._all = list({id(tensor): tensor for tensor in parameters}.values())
         self.parameters = [tensor for tensor in self._all if tensor.numel()]
-        self.buffers = list({id(tensor): tensor for tensor in buffers if tensor.numel()}.values())
+        self._buffers = Buffers([*{id(t): t for t in buffers if t.numel()}.values()], homes or {})
         self.shares = shares or {}
         self.bucket_bytes = bucket_bytes
         self.names = {id(tensor): name for name, tensor in named}
@@ -58,7 +61,8 @@ class Replica:
 
     def of_ranks_that_differ(self) -> Replica:
         """The same tensors, where every rank of a node trains parameters of its own."""
-        new = Replica(self._all, self.buffers, self.bucket_bytes, (), self.shares, equal_in_node=False)
+        homes = self._buffers.homes
+        new = Replica(self._all, self.buffers, self.bucket_bytes, (), self.shares, equal_in_node=False, homes=homes)
         new.names = self.names  # also of what is not trained now: parts may be named after it
         return new
 
@@ -76,6 +80,11 @@ class Replica:
     def buckets(self) -> list[Bucket]:
         """Those of parameters, then those of buffers."""
         return self.buckets_of_parameters + self.buckets_of_buffers
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Float statistics, as found last."""
+        return self._buffers.tensors
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -106,6 +115,18 @@ class Replica:
     def whole_bytes(self) -> int:
         """Bytes of all parameters, whole, whichever rank of the node holds them."""
         return sum(self._whole(tensor) * tensor.element_size() for tensor in self._all)
+
+    def find_buffers(self) -> None:
+        """Hold what layers have assigned anew in place of what they held before."""
+        before = self.buffers
+        if not self._buffers.find():
+            return
+        names = [self.names.pop(id(buffer), None) for buffer in before]
+        self.names |= {id(buffer): name for buffer, name in zip(self.buffers, names, strict=True) if name is not None}
+        # whoever averages these buckets knows them, and has more that is theirs
+        fresh = _buckets(self.buffers, self.bucket_bytes, equal_in_node=False)
+        for bucket, of_present in zip(self.buckets_of_buffers, fresh, strict=True):
+            bucket.pieces = of_present.pieces
 
     @torch.no_grad()
     def snapshot(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
+from lightning_hiercomm.nodes.buffers import homes_of_buffers
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.shards import local, reshard, share_out, shares_of, whole
 from lightning_hiercomm.schemes.health.verification import print_of
@@ -77,6 +78,7 @@ class Replicas:
             self.bucket_bytes,
             names,
             shares_of(trained, self._node),
+            homes=homes_of_buffers(self.module),
         )
 
     def whole(self) -> Replica:

@@ -1,0 +1,82 @@
+"""Buffers of layers, which may be other tensors by and by: ``self.mean = 0.9 * self.mean + ...``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Home = tuple[nn.Module, str]
+"""A layer, and the name of one of its buffers."""
+
+
+def homes_of_buffers(module: nn.Module) -> dict[int, Home]:
+    """Where buffers are to be found that layers may assign anew, by the tensor's ``id``; of several homes the first.
+
+    Those that files do not hold (``persistent=False``) are left out: they are computed, perhaps from what only this
+    rank has seen.
+    """
+    homes: dict[int, Home] = {}
+    for layer in module.modules():
+        for name, buffer in layer.named_buffers(recurse=False):
+            if is_persistent(layer, name):
+                homes.setdefault(id(buffer), (layer, name))
+    return homes
+
+
+def is_persistent(layer: nn.Module, buffer: str) -> bool:
+    """Whether files hold a layer's buffer. To look at its ``state_dict()`` would run the hooks of whoever has some."""
+    return buffer not in getattr(layer, "_non_persistent_buffers_set", ())  # scripted layers have none
+
+
+class Buffers:
+    """Some buffers of a module, by the places where they are.
+
+    Args:
+        tensors: The buffers, each once.
+        homes: Where those are that layers may assign anew; the others stay what they are.
+
+    Attributes:
+        tensors: The buffers as found last.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], homes: Mapping[int, Home]) -> None:
+        self.tensors = list(tensors)
+        self._homes = [homes.get(id(tensor)) for tensor in tensors]
+
+    @property
+    def homes(self) -> dict[int, Home]:
+        """As given, by the present tensors."""
+        return {id(t): home for t, home in zip(self.tensors, self._homes, strict=True) if home is not None}
+
+    @torch.no_grad()
+    def find(self) -> bool:
+        """Look where they are, and say whether a layer has assigned one anew.
+
+        Such a layer gets a copy of what it has assigned, for others write to it from now on, and it may be part of a
+        graph, or of something else. What is of another shape, type or device, perhaps on this rank alone, is left with
+        its layer: the tensor of before stays.
+        """
+        before = self.tensors
+        present = [_present(tensor, home) for tensor, home in zip(before, self._homes, strict=True)]
+        if all(new is old for new, old in zip(present, before, strict=True)):
+            return False
+        known = {id(tensor): tensor for tensor in before}  # and the copies: one of what has several names
+        for place, (new, old, home) in enumerate(zip(tuple(present), before, self._homes, strict=True)):
+            if home is not None and new is not old:
+                if id(new) not in known or known[id(new)].stride() != old.stride():
+                    known[id(new)] = torch.empty_like(old).copy_(new)
+                present[place] = known[id(new)]
+                setattr(*home, present[place])
+        self.tensors = present
+        return True
+
+
+def _present(before: Tensor, home: Home | None) -> Tensor:
+    """What a layer has under a buffer's name by now, if it can take the place of what it had before."""
+    found = before if home is None else getattr(*home, None)
+    if found is before or not isinstance(found, Tensor) or found.layout != before.layout:
+        return before
+    kind = (before.shape, before.dtype, before.device)
+    return found if (found.shape, found.dtype, found.device) == kind else before
