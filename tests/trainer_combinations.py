@@ -208,7 +208,7 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
     if fit.precision == "bf16-true":
         fit = replace(fit, dtype="bfloat16")
     if fit.thaw is not None and draw.random() < 0.5 and fit.epochs > 1:
-        fit = replace(fit, thaw=fit.steps, finetuning=True)
+        fit = replace(fit, thaw=fit.steps, freeze=None, finetuning=True)  # the callback alone says what is trained
     if fit.validate is None:
         fit = replace(fit, stops=False, saves=tuple(kind for kind in fit.saves if kind != "monitor"))
     elif fit.validate[0] == "batches":
@@ -216,7 +216,7 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
     return fit
 
 
-_MODULES = ("teacher", "mask", "tied", "batchnorm", "clamp", "reborn", "noise")
+_MODULES = ("teacher", "mask", "tied", "batchnorm", "clamp", "reborn", "noise", "assigns")
 _AFTER = ("save", "validate", "pickle")
 
 
@@ -239,7 +239,7 @@ def goes_together(fit: Fit) -> bool:
         return False
     if fit.precision == "bf16-true" and fit.dtype != "bfloat16":
         return False
-    if fit.finetuning and (fit.thaw is None or fit.thaw % fit.steps or fit.thaw >= fit.total or fit.two):
+    if fit.finetuning and (fit.freeze or fit.thaw is None or fit.thaw % fit.steps or fit.thaw >= fit.total or fit.two):
         return False
     if fit.finetuning and fit.resume is not None and fit.resume + 1 >= fit.thaw:
         return False  # Lightning freezes anew, and does not thaw again, nor at the epoch that begins with the resume
@@ -330,6 +330,9 @@ class Toy(pl.LightningModule):
             self.norm = nn.BatchNorm1d(2, affine=False)
         if fit.buffer == "statistics":
             self.register_buffer("statistics", torch.ones(3))
+        if "assigns" in fit.module:
+            self.register_buffer("statistics_before", torch.ones(3))
+            self.register_buffer("statistics_of_now", torch.ones(3))
         for name in fit.frozen_at(0) if not fit.finetuning else ():
             getattr(self, name).requires_grad_(False)
 
@@ -374,6 +377,9 @@ class Toy(pl.LightningModule):
             loss = loss + 0.0 * self.norm(features).sum()
         if fit.buffer == "statistics":
             self.statistics.mul_(0.9).add_(0.1 * rank)
+        if "assigns" in fit.module:
+            self.statistics_before = self.statistics_of_now
+            self.statistics_of_now = 0.9 * self.statistics_of_now + 0.1 * rank
         if "noise" in fit.module:
             loss = loss * (0.5 + torch.rand(()))
         strategy = self.trainer.strategy
@@ -686,7 +692,7 @@ def _known(fit: Fit, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is known of a module: ranks of DDP have buffers of their own after the last forward pass."""
     if fit.scheme != "all_reduce" and len(_NODES[fit.nodes]) > 1:
         return state
-    return {name: value for name, value in state.items() if name != "statistics" and not name.startswith("norm")}
+    return {name: value for name, value in state.items() if not name.startswith(("statistics", "norm"))}
 
 
 def _check_samples(fit: Fit, ranks: list[Told]) -> None:

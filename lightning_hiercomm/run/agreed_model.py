@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, has_mean
@@ -63,10 +64,12 @@ class AgreedModel:
         """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
         return any(snapshot is not None for snapshot in self._own) or bool(self._own_others)
 
+    @outside_autocast()
     def enter(self) -> None:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
         self._depth += 1
         if self._depth == 1:
+            self._find_buffers()
             if self._topology.may_grow:
                 self._enter_together()
                 return
@@ -93,10 +96,15 @@ class AgreedModel:
             self._topology.agreement(self._agree)
         self._replicas.have_written()
 
+    def _find_buffers(self) -> None:
+        for scheme in self._schemes:
+            scheme.replica.find_buffers()
+
     def _agree(self) -> None:
         for scheme in self._schemes:
             scheme.agree()
 
+    @outside_autocast()
     def average_buffers(self, scheme: RunningScheme[Scheme]) -> None:
         """Write the mean of those buffers in which ranks differ: forward passes move them between steps. Collective."""
         if not self._topology.may_grow:
@@ -144,6 +152,7 @@ class AgreedModel:
         """The same for averages that callbacks keep: not of ranks on which something stands in for sick ones."""
         self._average(tensors, equal_in_node, is_sick=bool(self._sick) or self.is_left_out)
 
+    @outside_autocast()
     def _average(self, tensors: Sequence[Tensor], equal_in_node: bool, is_sick: bool) -> None:
         if not tensors:
             return
@@ -179,6 +188,7 @@ class AgreedModel:
         """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
+            self._find_buffers()
             for scheme, snapshot in zip(self._schemes, self._own, strict=False):
                 if snapshot is not None:
                     scheme.replica.restore(snapshot)
@@ -209,12 +219,14 @@ class AgreedModel:
 
     def own_values(self) -> dict[int, Tensor]:
         """This rank's own values, by the tensor's ``id``, where the module holds the agreed ones in their place."""
+        self._find_buffers()
         own: dict[int, Tensor] = {}
         for scheme, snapshot in zip(self._schemes, self._own, strict=False):
             if snapshot is not None:
                 own.update(zip(map(id, scheme.replica.tensors), snapshot, strict=True))
         return {**own, **{key: values for key, (_, values) in self._own_others.items()}}
 
+    @outside_autocast()
     def average_module(self) -> None:
         """Average the module itself over all ranks, if it differs; collective.
 

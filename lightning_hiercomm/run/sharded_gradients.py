@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
@@ -81,6 +82,7 @@ class ShardedGradients:
             self._topology.world.all_reduce(several, op="max").wait()
             self._leaves_early = int(several) <= 1
 
+    @outside_autocast()
     @torch.no_grad()
     def average(self) -> None:
         """Average the gradients that are still to be averaged, and wait for all. Collective."""
@@ -94,6 +96,7 @@ class ShardedGradients:
             if gradient is not None:
                 parameter.grad = whole(gradient, parameter)
 
+    @outside_autocast()
     @torch.no_grad()
     def _written(self, parameter: Tensor) -> None:
         if not self._is_backward:

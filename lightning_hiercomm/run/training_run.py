@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
@@ -191,6 +192,7 @@ class TrainingRun:
         """What this rank knows of the loss of an epoch that has not ended; empty if that is nothing."""
         return {} if self._loss_sum is None else {"sum": self._loss_sum.clone(), "count": self._loss_count}
 
+    @outside_autocast()
     def mean_loss_so_far(self) -> dict[str, Any]:
         """The mean of all ranks' :meth:`loss_so_far`, from which all come to the same mean of the epoch. Collective."""
         if not (self.schemes and self.schemes[0].config.watches_loss):
@@ -221,20 +223,34 @@ class TrainingRun:
         self._last_schedules = None
         scheme = self.scheme_of(optimizer)
         self._follow(scheme, optimizer)
-        result = scheme.step(run, last=last)
-        self._tell_of_healing()
+
+        autocast = Autocast()
+
+        def run_and_look() -> T:
+            with autocast.entered():
+                result = run()
+            scheme.replica.find_buffers()
+            return result
+
+        with autocast.left():
+            result = scheme.step(run_and_look, last=last)
+            self._tell_of_healing()
         return result
 
+    @outside_autocast()
     def end_epoch(self) -> None:
         """The epoch's last batch is done; validation and checkpoints come next."""
         loss = self._loss_sum / self._loss_count if self._loss_sum is not None else None
         self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
+            scheme.replica.find_buffers()
             scheme.end_epoch(loss)
 
+    @outside_autocast()
     def finish(self) -> None:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         for scheme in self.schemes:
+            scheme.replica.find_buffers()
             scheme.finish()
         self.agreed_model.is_left_out = bool(self._tell_of_healing())
         self._last_schedules = self.schedules()
@@ -251,9 +267,11 @@ class TrainingRun:
             if self.replicas.has_grown(scheme.replica, optimizer):
                 self._follow(scheme, optimizer)
 
+    @outside_autocast()
     def _follow(self, scheme: RunningScheme[Scheme], optimizer: Optimizer) -> None:
         """Begin anew from an agreement, if other parameters are trained by now. Collective."""
         if self.replicas.has_changed(scheme.replica, optimizer):
+            scheme.replica.find_buffers()
             scheme.agree()
             self.agreed_model.average_buffers(scheme)  # forward passes since the last step are behind them
             scheme.follow(self.replicas.of(optimizer))
@@ -265,11 +283,13 @@ class TrainingRun:
             scheme.care.has_healed = False
         return self.after_healing()
 
+    @outside_autocast()
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
         self.agreed_model.average_module()
         self.begin_from_module()
 
+    @outside_autocast()
     def schedules(self) -> list[dict[str, Any]]:
         """The state that all replicas share, one per scheme; of a sharded module, for whole parameters. Collective."""
         if self._last_schedules is not None:

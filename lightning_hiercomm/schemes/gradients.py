@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, completed_future, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
@@ -55,6 +56,7 @@ class GradientPath(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} averages dense gradients only")
 
+    @outside_autocast()
     def reduce_bucket(self, bucket: Any) -> Future[Tensor]:
         """Average a bucket of DDP's, whose gradients may be sparse.
 

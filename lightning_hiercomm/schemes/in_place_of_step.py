@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm.autocast import Autocast
+
 Update = Callable[[Callable[[], object] | None], object]
 """Called in place of an optimizer's step, when the gradients are there.
 
@@ -36,7 +38,14 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        update(original)
+        autocast = Autocast()
+
+        def step_as_ever(*args: Any) -> Any:
+            with autocast.entered():
+                return original(*args)
+
+        with autocast.left():
+            update(step_as_ever)
         return loss
 
     optimizer.step = step  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ from lightning_hiercomm._lightning.ddp import (
     warning_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import settle_as_fork
+from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
@@ -326,6 +327,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._reduce_thawed()
         self._look_for_unused_parameters()
 
+    @outside_autocast()
     def _reduce_thawed(self) -> None:
         """Average gradients of parameters that were frozen when DDP was made, and which it therefore does not know."""
         for module, wrapped, frozen in self._once_frozen:

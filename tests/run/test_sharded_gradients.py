@@ -62,6 +62,23 @@ def backward_several(times: int, layers: nn.Module, gradients: ShardedGradients)
             layers(torch.tensor([[2.0]], device=place.device)).sum().backward()
 
 
+def test_gradients_leave_and_arrive_outside_of_an_autocast_around_the_backward_pass():
+    def work(layers, gradients, said):
+        def reduce(bucket: Tensor, *args: Any, **keywords: Any) -> Any:
+            said.append(f"autocast {torch.is_autocast_enabled(place.device.type)}")
+            return Recording.reduce(path, bucket, *args, **keywords)
+
+        path = gradients._path
+        path.reduce = reduce
+        with torch.autocast(place.device.type, torch.bfloat16):
+            for _ in range(2):
+                backward(layers, gradients, 1.0)
+            assert torch.is_autocast_enabled(place.device.type)
+        return [each for each in said if each.startswith("autocast")]
+
+    assert on_two_nodes(work) == [["autocast False"] * 6] * 2
+
+
 def own(gradients: ShardedGradients) -> float:
     return 1.0 + 2.0 * gradients._topology.rank
 

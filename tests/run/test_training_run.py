@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import pytest
@@ -14,7 +14,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DiLoCo, Gossip, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -242,3 +242,168 @@ def test_every_rank_starts_from_the_values_of_rank_zero():
         return [module.weight.item(), module.running_mean.item()]
 
     assert on_ranks(work, [[0], [1]]) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+class Assigning(nn.Module):
+    """A layer whose statistics are another tensor after each forward pass, as many are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("before", torch.zeros(2))
+        self.register_buffer("computed", torch.zeros(2), persistent=False)
+
+    def see(self, value: float) -> None:
+        self.before = self.mean
+        self.mean = (self.weight + value).expand(2)  # of a graph, and one element in two places
+        self.computed = torch.full((2,), value)
+
+
+def assigning(scheme: Scheme, work: Callable[[TrainingRun], T]) -> list[T]:
+    """``work(run)`` on two nodes, with an :class:`Assigning` under each of two optimizers."""
+
+    def body(topology: Topology) -> T:
+        module = nn.ModuleList([Assigning(), Assigning()]).to(place.device)
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in module]
+        run = TrainingRun(scheme, Replicas(module, optimizers, bucket_bytes=12), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            return work(run)
+        finally:
+            run.close(timeout=5.0)
+
+    return on_ranks(body, [[0], [1]])
+
+
+def see_and_step(run: TrainingRun, value: float) -> None:
+    for layer, optimizer in zip(run.module, run.optimizers, strict=True):
+
+        def step(layer: nn.Module = layer, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            layer.see(value + run.topology.rank)
+            layer.weight.grad = torch.zeros_like(layer.weight)
+            optimizer.step()
+
+        run.step(optimizer, step)
+
+
+def test_buffers_that_layers_assign_anew_agree_and_those_that_files_do_not_hold_stay_the_ranks_own():
+    def work(run: TrainingRun) -> list[list[float]]:
+        seen = []
+        for value in (1.0, 3.0):
+            see_and_step(run, value)
+            layer = run.module[1]
+            seen.append([layer.before[0].item(), layer.mean[0].item(), layer.mean[1].item(), layer.computed[0].item()])
+            assert layer.mean.grad_fn is None
+        return seen
+
+    assert assigning(PeriodicAveraging(1), work) == [
+        [[0.0, 1.5, 1.5, 1.0], [1.5, 3.5, 3.5, 3.0]],
+        [[0.0, 1.5, 1.5, 2.0], [1.5, 3.5, 3.5, 4.0]],
+    ]
+
+
+def test_the_agreed_model_and_the_end_of_a_run_hold_the_mean_of_buffers_that_were_assigned_since_the_last_step():
+    def work(run: TrainingRun) -> list[float]:
+        see_and_step(run, 1.0)
+        layer, seen = run.module[0], []
+        layer.see(5.0 + run.topology.rank)  # as when gradients are accumulated
+        with run.agreed_model():
+            seen += [layer.before[0].item(), layer.mean[0].item()]
+            layer.see(9.0)  # a module that also counts what it validates
+        seen += [layer.before[0].item(), layer.mean[0].item()]
+        layer.see(7.0 + run.topology.rank)
+        run.finish()
+        return [*seen, layer.before[0].item(), layer.mean[0].item()]
+
+    assert assigning(PeriodicAveraging(9), work) == [
+        [1.5, 5.5, 1.0, 5.0, 5.5, 7.5],
+        [1.5, 5.5, 2.0, 6.0, 5.5, 7.5],
+    ]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), DASO(), DiLoCo(1), Gossip(), PeriodicAveraging(2), StepsDelay()])
+def test_under_every_scheme_a_validation_sees_the_mean_of_buffers_that_layers_assign_anew(scheme):
+    def work(run: TrainingRun) -> list[float]:
+        see_and_step(run, 1.0)
+        run.end_epoch()
+        with run.agreed_model():
+            return [layer.mean[0].item() for layer in run.module]
+
+    assert assigning(scheme, work) == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def test_what_a_layer_assigns_of_another_shape_stays_its_own():
+    def work(run: TrainingRun) -> list[float]:
+        layer = run.module[0]
+        see_and_step(run, 1.0)
+        layer.mean = torch.full((3,), float(run.topology.rank))
+        see = layer.see
+        layer.see = lambda value: None
+        see_and_step(run, 3.0)
+        layer.see = see
+        return layer.mean.tolist()
+
+    assert assigning(PeriodicAveraging(1), work) == [[0.0] * 3, [1.0] * 3]
+
+
+class Product(torch.optim.SGD):
+    """An optimizer that multiplies matrices, as Muon does; with an autocast around it the result is narrower."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float = 1.0) -> None:
+        super().__init__(parameters, lr)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                third = torch.full((1, 1), 1 / 3, device=parameter.device)
+                parameter.sub_((parameter.grad.view(1, 1) @ third).view(parameter.shape))
+
+
+def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) -> list[tuple[float, float]]:
+    """What two nodes hold and agree on after two steps of a user who multiplies in bfloat16 in any case."""
+
+    def body(topology: Topology) -> tuple[float, float]:
+        module = nn.Linear(1, 1, bias=False).to(place.device)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, wire)
+
+        def step() -> None:
+            with torch.autocast(place.device.type, torch.bfloat16):
+                loss = module(torch.full((1, 1), 1 / 3 + topology.rank, device=place.device)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        def step_in_the_users_autocast() -> None:
+            assert torch.is_autocast_enabled(place.device.type) == with_autocast
+            step()
+
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            with torch.autocast(place.device.type, torch.bfloat16, enabled=with_autocast):
+                for _ in range(2):
+                    run.step(optimizer, step_in_the_users_autocast)
+                own = module.weight.item()
+                run.agreed_model.enter()
+                agreed = module.weight.item()
+                run.agreed_model.leave()
+            return own, agreed
+        finally:
+            run.close(timeout=5.0)
+
+    return on_ranks(body, [[0], [1]])
+
+
+@pytest.mark.parametrize("wire", [None, "float16"])
+@pytest.mark.parametrize(
+    "scheme",
+    [AllReduce(), DASO(), DiLoCo(1, Product), Gossip(), PeriodicAveraging(1), PeriodicAveraging(4), StepsDelay()],
+    ids=lambda scheme: type(scheme).__name__,
+)
+def test_agreements_inside_a_users_autocast_are_those_outside(scheme, wire):
+    assert stepped_in_autocast(scheme, Wire.named(wire), True) == stepped_in_autocast(scheme, Wire.named(wire), False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from harness import needs_sparse_tensors, on_cpu, place
@@ -266,6 +268,20 @@ def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
 
 UNEQUAL = ((0, 1), (2, 3, 4))
 ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3]]  # what each rank looks up of an embedding of six rows
+
+
+def test_a_bucket_of_ddps_is_averaged_outside_of_an_autocast_around_the_backward_pass():
+    class Path(Untouched):
+        def reduce(self, bucket, index=0):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().reduce(bucket, index)
+
+    seen = []
+    bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        Path().reduce_bucket(bucket)
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
 
 
 def sparse_gradient(rank):
