@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import multiprocessing
@@ -44,6 +45,7 @@ class Ranks:
     def __init__(self, seconds: float = 240.0) -> None:
         self._seconds = seconds
         self._worlds: dict[int, list[tuple[Any, Any]]] = {}
+        atexit.register(self.close)  # Python waits for those that are stopped, and for ever
 
     def run(self, ranks: int, program: Callable[..., T], *arguments: Any) -> list[T]:
         """What ``program(*arguments)`` returns on every rank; functions within functions can be programs, too.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +26,14 @@ def test_they_stay_and_run_functions_within_functions(ranks):
     first, second = (ranks.run(2, lambda: (os.environ["LOCAL_RANK"], told, os.getpid())) for _ in range(2))
     assert first == second
     assert [own[:2] for own in first] == [("0", told), ("1", told)]
+
+
+def test_a_program_that_leaves_them_behind_ends():
+    program = "import os; from ranks import Ranks; print(Ranks().run(1, os.getpid))"
+    said = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, timeout=60, capture_output=True)
+    assert said.returncode == 0
+    (rank,) = ast.literal_eval(said.stdout.decode())
+    assert not Path(f"/proc/{rank}").exists()
 
 
 def _thread():
