@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,35 @@ from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.schemes.health.verification import print_of
 
 
+@dataclass
+class _Own:
+    """What this rank held where the module holds something agreed.
+
+    Attributes:
+        values: This rank's own.
+        agreed: Of a buffer, what the module got. A module may write to its buffers while it is looked at (the best
+            score so far): what is there then is its own from now on.
+    """
+
+    values: Tensor
+    agreed: Tensor | None = None
+
+    def now(self, tensor: Tensor) -> Tensor:
+        """The rank's own, after whatever was written to the tensor meanwhile."""
+        if self.agreed is None or torch.equal(_bits(tensor), _bits(self.agreed)):
+            return self.values
+        return tensor
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 class AgreedModel:
     """Puts the agreed parameters into the module, and this rank's own ones back.
 
-    Evaluating changes nothing: a rank goes on from where it was. All methods that say so are collective.
+    Evaluating changes nothing: a rank goes on from where it was, but for buffers that the module itself writes to then.
+    All methods that say so are collective.
 
     No optimizer trains frozen parameters, but the user may move them: a teacher follows its student (BYOL, DINO, MoCo).
     Nor do buffers travel that were infinite when the run began: masks, and bounds that become finite. What of both
@@ -41,8 +68,8 @@ class AgreedModel:
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
-        self._own: list[list[Tensor] | None] = []  # where the module holds the agreed parameters in their place
-        self._own_others: dict[int, tuple[Tensor, Tensor]] = {}  # of no scheme, likewise, by the tensor's id
+        self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds what is agreed
+        self._own_others: list[tuple[Tensor, _Own]] = []  # of those in which no scheme has anything to do
         self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
         self.is_left_out = False
@@ -50,9 +77,11 @@ class AgreedModel:
     @property
     def is_in_module(self) -> bool:
         """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
-        return self._depth > 0 or (
-            all(scheme.is_agreed for scheme in self._schemes) and not self._replicas.of_no_scheme()
-        )
+        if self._depth > 0:
+            return True
+        if not all(scheme.is_agreed for scheme in self._schemes) or self._replicas.of_no_scheme():
+            return False
+        return self._topology.may_grow or not any(scheme.replica.buffers for scheme in self._schemes)
 
     @property
     def is_asked_for(self) -> bool:
@@ -62,7 +91,7 @@ class AgreedModel:
     @property
     def holds_own_values(self) -> bool:
         """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
-        return any(snapshot is not None for snapshot in self._own) or bool(self._own_others)
+        return any(own is not None for own in self._own) or bool(self._own_others)
 
     @outside_autocast()
     def enter(self) -> None:
@@ -75,14 +104,17 @@ class AgreedModel:
                 return
             for scheme in self._schemes:
                 scheme.settle()  # may give back memory, before a copy takes some
-                self._own.append(None if scheme.is_agreed else scheme.replica.snapshot())
-                scheme.agree()
-            differing = self._differing_others()
-            self._own_others = {id(tensor): (tensor, tensor.detach().clone()) for tensor in differing}
+            self._remember_own()
+            self._agree()
+            agreed = [s.replica.buffers for s, own in zip(self._schemes, self._own, strict=True) if own is None]
+            differing = self._differing_others(moved=list(chain(*agreed)))
+            self._own_others = [(tensor, _Own(tensor.detach().clone())) for tensor in differing]
             self.average(differing)
+            for tensor, own in self._own_others:
+                if not isinstance(tensor, nn.Parameter):
+                    own.agreed = tensor.clone()
             if self._skips_sick:  # a teacher that followed a sick student is healed
-                own = self._own_others.items()
-                self._own_others = {key: (tensor, values) for key, (tensor, values) in own if has_mean(values)}
+                self._own_others = [(tensor, own) for tensor, own in self._own_others if has_mean(own.values)]
             self._replicas.have_written()
 
     def _enter_together(self) -> None:
@@ -91,18 +123,25 @@ class AgreedModel:
         What no scheme averages (a teacher that the program moves) stays each node's own: it would be compared at every
         validation, and a node that comes just then would be waited for.
         """
-        self._own = [None if scheme.is_agreed else scheme.replica.snapshot() for scheme in self._schemes]
+        self._remember_own()
         if any(own is not None for own in self._own):
             self._topology.agreement(self._agree)
         self._replicas.have_written()
 
+    def _remember_own(self) -> None:
+        """Before any scheme agrees, for two may train one parameter."""
+        self._own = [None if s.is_agreed else [_Own(t) for t in s.replica.snapshot()] for s in self._schemes]
+
+    def _agree(self) -> None:
+        for scheme, owns in zip(self._schemes, self._own, strict=True):
+            scheme.agree()
+            if owns is not None:
+                for buffer, own in zip(scheme.replica.buffers, owns[len(scheme.replica.parameters) :], strict=True):
+                    own.agreed = buffer.detach().clone()
+
     def _find_buffers(self) -> None:
         for scheme in self._schemes:
             scheme.replica.find_buffers()
-
-    def _agree(self) -> None:
-        for scheme in self._schemes:
-            scheme.agree()
 
     @outside_autocast()
     def average_buffers(self, scheme: RunningScheme[Scheme]) -> None:
@@ -121,11 +160,16 @@ class AgreedModel:
         most, least = bounds.chunk(2)
         return [t for t, is_equal in zip(tensors, (most == ~least).tolist(), strict=True) if not is_equal]
 
-    def _differing_others(self) -> list[Tensor]:
-        """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it."""
+    def _differing_others(self, moved: Sequence[Tensor] = ()) -> list[Tensor]:
+        """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it.
+
+        Args:
+            moved: Buffers that schemes have averaged, but somebody may have moved since.
+        """
         # where schemes have nothing to do, buffers are DDP's
-        others = self._replicas.of_no_scheme(with_buffers=not all(scheme.is_alone for scheme in self._schemes))
-        differing = self._differing(others)
+        is_alone = all(scheme.is_alone for scheme in self._schemes)
+        others = self._replicas.of_no_scheme(with_buffers=not is_alone)
+        differing = self._differing(others if is_alone else [*others, *moved])
         if not differing:
             return []
         lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
@@ -189,13 +233,12 @@ class AgreedModel:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._find_buffers()
-            for scheme, snapshot in zip(self._schemes, self._own, strict=False):
-                if snapshot is not None:
-                    scheme.replica.restore(snapshot)
             with torch.no_grad():
-                for tensor, values in (*self._own_others.values(), *self._sick):
+                for tensor, own in self._all_own():
+                    tensor.copy_(own.now(tensor))
+                for tensor, values in self._sick:
                     tensor.copy_(values)
-            self._own_others, self._sick = {}, []
+            self._own_others, self._sick = [], []
             self._replicas.have_written()
             self._own = []
 
@@ -220,11 +263,13 @@ class AgreedModel:
     def own_values(self) -> dict[int, Tensor]:
         """This rank's own values, by the tensor's ``id``, where the module holds the agreed ones in their place."""
         self._find_buffers()
-        own: dict[int, Tensor] = {}
-        for scheme, snapshot in zip(self._schemes, self._own, strict=False):
-            if snapshot is not None:
-                own.update(zip(map(id, scheme.replica.tensors), snapshot, strict=True))
-        return {**own, **{key: values for key, (_, values) in self._own_others.items()}}
+        return {id(tensor): own.now(tensor) for tensor, own in self._all_own()}
+
+    def _all_own(self) -> Iterator[tuple[Tensor, _Own]]:
+        for scheme, owns in zip(self._schemes, self._own, strict=False):
+            if owns is not None:
+                yield from zip(scheme.replica.tensors, owns, strict=True)
+        yield from self._own_others
 
     @outside_autocast()
     def average_module(self) -> None:

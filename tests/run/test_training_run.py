@@ -318,8 +318,8 @@ def test_the_agreed_model_and_the_end_of_a_run_hold_the_mean_of_buffers_that_wer
         return [*seen, layer.before[0].item(), layer.mean[0].item()]
 
     assert assigning(PeriodicAveraging(9), work) == [
-        [1.5, 5.5, 1.0, 5.0, 5.5, 7.5],
-        [1.5, 5.5, 2.0, 6.0, 5.5, 7.5],
+        [1.5, 5.5, 5.5, 9.0, 9.0, 7.5],
+        [1.5, 5.5, 5.5, 9.0, 9.0, 7.5],
     ]
 
 
@@ -407,3 +407,73 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
 )
 def test_agreements_inside_a_users_autocast_are_those_outside(scheme, wire):
     assert stepped_in_autocast(scheme, Wire.named(wire), True) == stepped_in_autocast(scheme, Wire.named(wire), False)
+
+
+def test_a_look_does_not_move_parameters_that_two_optimizers_train():
+    def body(topology: Topology) -> list[float]:
+        module = nn.Linear(1, 1, bias=False).to(place.device)
+        nn.init.zeros_(module.weight)
+        optimizers = [torch.optim.SGD(module.parameters(), lr=1.0) for _ in range(2)]
+        run = TrainingRun(PeriodicAveraging(5), Replicas(module, optimizers), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            add(run, 0, topology.rank + 1.0)
+            add(run, 1, topology.rank + 1.0)
+            with run.agreed_model():
+                seen = [module.weight.item(), run.agreed_model.own_values()[id(module.weight)].item()]
+            return [*seen, module.weight.item()]
+        finally:
+            run.close(timeout=5.0)
+
+    assert on_ranks(body, [[0], [1]]) == [[3.0, 2.0, 2.0], [3.0, 4.0, 4.0]]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(2)])
+@pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1]]], ids=["two nodes", "one node"])
+def test_what_a_module_writes_to_its_buffers_while_it_is_looked_at_stays(scheme, nodes):
+    def body(topology: Topology) -> list[float]:
+        module = nn.BatchNorm1d(1).to(place.device)
+        module.register_buffer("best", torch.zeros(3, device=place.device))
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            for look in range(3):
+                add(run, 0, 0.0)
+                module.running_mean.fill_(topology.rank)
+                run.agreed_model.enter()
+                if look == 1:
+                    module.best = module.best + torch.tensor([1.0, 2.0, 0.0], device=place.device)
+                elif look == 2:
+                    module.best.copy_(module.best.flip(0))  # the same values elsewhere
+                    own = run.agreed_model.own_values()
+                    assert own.get(id(module.best), module.best).tolist() == [0.0, 2.0, 1.0]
+                run.agreed_model.leave()
+            return [module.running_mean.item(), *module.best.tolist()]
+        finally:
+            run.close(timeout=5.0)
+
+    assert on_ranks(body, nodes) == [[0.0, 0.0, 2.0, 1.0], [1.0, 0.0, 2.0, 1.0]]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), DASO(), DiLoCo(1), Gossip(), PeriodicAveraging(1), StepsDelay()])
+def test_buffers_that_moved_after_an_agreement_are_part_of_the_agreed_model(scheme):
+    def body(topology: Topology) -> list[float]:
+        module = nn.BatchNorm1d(1).to(place.device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            add(run, 0, 0.0)
+            module.running_mean.fill_(topology.rank)  # another optimizer's forward pass
+            assert not run.agreed_model.is_in_module
+            with run.agreed_model():
+                seen = module.running_mean.item()
+            return [seen, module.running_mean.item()]
+        finally:
+            run.close(timeout=5.0)
+
+    assert on_ranks(body, [[0], [1]]) == [[0.5, 0.0], [0.5, 1.0]]
