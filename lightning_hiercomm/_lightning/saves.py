@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 
+from lightning_hiercomm._lightning import require_attribute
+
 __all__ = [
     "METADATA_FILENAME",
     "after_saves",
+    "copied_where",
+    "dump_as_ever",
+    "dump_within",
     "entries_of_rank",
     "holds_averaged_weights",
     "take_entries",
     "wait_for_saves",
     "with_base_io",
 ]
+
+T = TypeVar("T")
 
 _OF_ALL_RANKS = {"epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "optimizer_states"}
 _OF_ALL_RANKS |= {"state_dict", "current_model_state", "hparams_name", "hyper_parameters", "hparams_type"}
@@ -61,6 +70,44 @@ def _is_plain(value: object) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))  # type: ignore[call-overload]
     return value is None or type(value) in (bool, int, float, str, bytes, Tensor, nn.Parameter)
+
+
+def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]) -> None:
+    """Let ``around`` make the checkpoints of a trainer, by what it gets, on all ranks.
+
+    Lightning asks the strategy for the module's weights first, and the hooks ``on_save_checkpoint`` at the end:
+    adapters that a module saves by itself, and pruned weights, are taken from what the module holds then.
+    """
+    connector = trainer._checkpoint_connector
+    require_attribute(connector, "dump_checkpoint")
+    dump = type(connector).dump_checkpoint
+
+    def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
+        return around(lambda: dump(connector, weights_only))
+
+    connector.dump_checkpoint = dump_checkpoint  # type: ignore[method-assign]
+
+
+def dump_as_ever(trainer: pl.Trainer) -> None:
+    """Undo :func:`dump_within`, so that the trainer can be pickled and used with another strategy."""
+    vars(trainer._checkpoint_connector).pop("dump_checkpoint", None)
+
+
+def copied_where(value: T, is_held: Callable[[Tensor], bool]) -> T:
+    """A checkpoint, or a part of one, with copies of those of its tensors which somebody is about to write to."""
+    if isinstance(value, Tensor):
+        if not is_held(value):
+            return value
+        copied = value.detach().clone()
+        return nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied  # type: ignore
+    if type(value) in (dict, OrderedDict):
+        same = copy.copy(value)  # a state_dict has more than its items
+        for key, part in value.items():  # type: ignore[attr-defined]
+            same[key] = copied_where(part, is_held)  # type: ignore[index]
+        return same
+    if type(value) in (list, tuple):
+        return type(value)(copied_where(part, is_held) for part in value)  # type: ignore
+    return value
 
 
 def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:

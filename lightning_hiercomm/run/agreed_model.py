@@ -79,9 +79,13 @@ class AgreedModel:
         """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
         if self._depth > 0:
             return True
-        if not all(scheme.is_agreed for scheme in self._schemes) or self._replicas.of_no_scheme():
+        if not all(scheme.is_agreed for scheme in self._schemes) or self._replicas.of_no_scheme(self._held):
             return False
         return self._topology.may_grow or not any(scheme.replica.buffers for scheme in self._schemes)
+
+    @property
+    def _held(self) -> list[Replica]:
+        return [scheme.replica for scheme in self._schemes]
 
     @property
     def is_asked_for(self) -> bool:
@@ -168,7 +172,7 @@ class AgreedModel:
         """
         # where schemes have nothing to do, buffers are DDP's
         is_alone = all(scheme.is_alone for scheme in self._schemes)
-        others = self._replicas.of_no_scheme(with_buffers=not is_alone)
+        others = self._replicas.of_no_scheme(self._held, with_buffers=not is_alone)
         differing = self._differing(others if is_alone else [*others, *moved])
         if not differing:
             return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,18 +91,38 @@ class Replicas:
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
         return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
 
-    def of_no_scheme(self, with_buffers: bool = True) -> list[Tensor]:
+    def sees_memory(self) -> Callable[[Tensor], bool]:
+        """What says whether a tensor is a parameter or buffer that the module has now, or a view of one."""
+
+        def memory(tensor: Tensor) -> int | None:
+            own = local(tensor)
+            return own.untyped_storage().data_ptr() if own.layout == torch.strided and own.numel() else None
+
+        held = {memory(each) for each in (*self.module.parameters(), *self.module.buffers())} - {None}
+        return lambda tensor: memory(tensor) in held
+
+    def of_no_scheme(self, known: Sequence[Replica], with_buffers: bool = True) -> list[Tensor]:
         """What no scheme averages, but somebody may move, the same on all ranks.
 
-        Those are floating parameters that no optimizer trains (not those of a sharded module), and buffers that had no
-        mean when the run began.
+        Those are floating parameters that no optimizer trains (not those of a sharded module), buffers that had no mean
+        when the run began, and those that a layer has got since.
+
+        Args:
+            known: What schemes hold.
+            with_buffers: Whether to look for buffers.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
         parameters = [] if self._node else self.module.parameters()
-        frozen = [p for p in parameters if id(p) not in trained and p.is_floating_point() and p.numel()]
-        named = self.module.named_buffers() if with_buffers and self.average_buffers else ()
-        buffers = [b for name, b in named if name in self._without_mean and b.is_floating_point() and b.numel()]
-        return frozen + [buffer for buffer in buffers if local(buffer) is buffer]
+        found: list[Tensor] = [p for p in parameters if id(p) not in trained and p.is_floating_point() and p.numel()]
+        if not (with_buffers and self.average_buffers):
+            return found
+        held = {id(buffer) for replica in known for buffer in replica.buffers}
+        lasting = homes_of_buffers(self.module)
+        for name, buffer in self.module.named_buffers():
+            is_late = id(buffer) not in held and id(buffer) in lasting
+            if (name in self._without_mean or is_late) and buffer.is_floating_point() and buffer.numel():
+                found += [buffer] if local(buffer) is buffer else []
+        return found
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Whether the optimizer trains other parameters by now than those of ``replica``."""

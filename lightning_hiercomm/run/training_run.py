@@ -86,6 +86,12 @@ class TrainingRun:
         self._last_schedules: list[dict[str, Any]] | None = None
         self.after_healing: Callable[[], Sequence[tuple[Tensor, Tensor]]] = lambda: ()
         self.is_closed = False
+        self._is_stepping = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._check_is_heard)
+            for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True)
+            if not scheme.is_alone and scheme.config.gradients != "world" and isinstance(optimizer, Optimizer)
+        ]
         self.remember_values()
 
     @property
@@ -227,8 +233,12 @@ class TrainingRun:
         autocast = Autocast()
 
         def run_and_look() -> T:
-            with autocast.entered():
-                result = run()
+            self._is_stepping = True
+            try:
+                with autocast.entered():
+                    result = run()
+            finally:
+                self._is_stepping = False
             scheme.replica.find_buffers()
             return result
 
@@ -236,6 +246,14 @@ class TrainingRun:
             result = scheme.step(run_and_look, last=last)
             self._tell_of_healing()
         return result
+
+    def _check_is_heard(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called on the optimizer itself: the nodes hear nothing of it,"
+                " and would never agree. Step what `self.optimizers()` returns (without `use_pl_optimizer=False`), or"
+                " with Fabric what `fabric.setup` returned"
+            )
 
     @outside_autocast()
     def end_epoch(self) -> None:
@@ -325,6 +343,8 @@ class TrainingRun:
             timeout: Seconds to wait for each.
         """
         self.is_closed = True
+        for hook in self._hooks:
+            hook.remove()
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)

@@ -40,9 +40,9 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
                 loss = closure()
         autocast = Autocast()
 
-        def step_as_ever(*args: Any) -> Any:
+        def step_as_ever() -> Any:
             with autocast.entered():
-                return original(*args)
+                return original() if closure is None else original(_EvaluatedOnce(optimizer, closure, loss))
 
         with autocast.left():
             update(step_as_ever)
@@ -58,3 +58,30 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
             optimizer.step = patched_by_others  # type: ignore[method-assign]
     if not was_called:
         update(None)
+
+
+class _EvaluatedOnce:
+    """A closure that was called already: whoever calls it gets that loss, while the gradients are still there.
+
+    SAM's kind of optimizer moves the weights, and evaluates the loss there: its second gradients take a closure.
+
+    Args:
+        optimizer: Has the gradients.
+        closure: What was called.
+        loss: What it returned.
+    """
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any) -> None:
+        self._optimizer = optimizer
+        self._closure = closure
+        self._loss = loss
+        self._left: list[tuple[int, int] | None] | None = self._gradients()
+
+    def __call__(self) -> Any:
+        left, self._left = self._left, None
+        return self._loss if left is not None and left == self._gradients() else self._closure()
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        """What changes when somebody writes to a gradient, or takes it away."""
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]

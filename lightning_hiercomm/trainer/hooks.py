@@ -20,7 +20,13 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.averages import heal_averages
 from lightning_hiercomm._lightning.launcher import process_group_meets_at
-from lightning_hiercomm._lightning.saves import entries_of_rank, with_base_io
+from lightning_hiercomm._lightning.saves import (
+    copied_where,
+    dump_as_ever,
+    dump_within,
+    entries_of_rank,
+    with_base_io,
+)
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
     put_callback_first,
@@ -124,6 +130,7 @@ class HierarchicalHooks(Reports):
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
             put_callback_first(trainer, self._epoch_clock)
+            dump_within(trainer, self._dumped)
             self._control.watch_over(trainer)
             self._announce()  # here, or it would end up in the line of a progress bar
 
@@ -164,6 +171,7 @@ class HierarchicalHooks(Reports):
         if trainer is not None:
             if self._epoch_clock is not None:
                 remove_callback(trainer, self._epoch_clock)
+                dump_as_ever(trainer)
             detach_batches(trainer)
         if self._elastic_node is not None:
             self._elastic_node.leave(trainer, at_once=is_interrupted(trainer))
@@ -267,6 +275,16 @@ class HierarchicalHooks(Reports):
             }
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A checkpoint, of which all parts are made of the agreed model."""
+        if not self._may_communicate or self._run.agreed_model.is_in_module:
+            return dump()
+        with self.agreed_model():
+            checkpoint = dump()
+            if not self._run.agreed_model.holds_own_values:
+                return checkpoint
+            return copied_where(checkpoint, self._run.replicas.sees_memory())
 
     @property
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
@@ -44,7 +45,13 @@ from lightning_hiercomm._lightning.launcher import (
     process_group_meets_at,
 )
 from lightning_hiercomm._lightning.other_tree import when_imported
-from lightning_hiercomm._lightning.saves import METADATA_FILENAME, holds_averaged_weights
+from lightning_hiercomm._lightning.saves import (
+    METADATA_FILENAME,
+    copied_where,
+    dump_as_ever,
+    dump_within,
+    holds_averaged_weights,
+)
 from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
     is_interrupted,
@@ -623,3 +630,34 @@ def test_the_cause_is_what_python_says_of_the_value_that_jsonargparse_names(valu
     found = cause(message)
     assert (found or "").startswith(said or "")
     assert (found is None) == (said is None)
+
+
+def test_hooks_that_save_are_asked_when_a_checkpoint_is_dumped_and_the_dump_is_what_it_was_afterwards():
+    class Saves(BoringModel):
+        def on_save_checkpoint(self, checkpoint):
+            said.append("module")
+            checkpoint["own"] = self.layer.weight
+
+    def around(dump):
+        said.append("before")
+        checkpoint = dump()
+        said.append("after")
+        return checkpoint
+
+    said = []
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, fast_dev_run=1)
+    trainer.fit(Saves())
+    dump_within(trainer, around)
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+    assert said == ["before", "module", "after"]
+    held = trainer.lightning_module.layer.weight
+    copied = copied_where(checkpoint, lambda tensor: tensor.data_ptr() == held.data_ptr())
+    assert copied["own"] is not held
+    assert isinstance(copied["own"], nn.Parameter)
+    assert copied["state_dict"]._metadata == checkpoint["state_dict"]._metadata
+    assert copied["state_dict"]["layer.weight"] is not checkpoint["state_dict"]["layer.weight"]
+    assert copied["state_dict"]["layer.bias"] is checkpoint["state_dict"]["layer.bias"]
+    dump_as_ever(trainer)
+    pickle.dumps(trainer._checkpoint_connector.dump_checkpoint(True)["loops"])
+    assert said == ["before", "module", "after", "module"]
+    assert "dump_checkpoint" not in vars(trainer._checkpoint_connector)

@@ -477,3 +477,70 @@ def test_buffers_that_moved_after_an_agreement_are_part_of_the_agreed_model(sche
             run.close(timeout=5.0)
 
     assert on_ranks(body, [[0], [1]]) == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def test_a_step_of_which_the_nodes_hear_nothing_is_refused_until_the_run_is_over():
+    def body(topology: Topology) -> bool:
+        module = nn.Linear(1, 1).to(place.device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(PeriodicAveraging(5), Replicas(module, [optimizer]), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            add(run, 0, 1.0)
+            if topology.num_nodes > 1:
+                with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called on the optimizer itself"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        finally:
+            run.close(timeout=5.0)
+        optimizer.step()
+        return True
+
+    assert on_ranks(body, [[0], [1]]) == [True, True]
+    assert on_ranks(body, [[0, 1]]) == [True, True]
+
+
+def test_gradients_that_cross_nodes_need_no_ear_for_the_optimizers_steps():
+    def body(topology: Topology) -> float:
+        module = nn.Linear(1, 1, bias=False).to(place.device)
+        nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(AllReduce(), Replicas(module, [optimizer]), topology)
+        module.weight.grad = torch.full_like(module.weight, -1.0)
+        optimizer.step()
+        run.close(timeout=5.0)
+        return module.weight.item()
+
+    assert on_ranks(body, [[0], [1]]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(4), Gossip()])
+def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(scheme):
+    def body(topology: Topology) -> list[list[float]]:
+        module = nn.Linear(1, 1).to(place.device)
+        module.register_buffer("late", None)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            add(run, 0, 0.0)
+            module.late = torch.full((2,), float(topology.rank), device=place.device)
+            module.register_buffer("later", torch.full((1,), topology.rank + 1.0, device=place.device))
+            module.register_buffer("computed", torch.full((1,), float(topology.rank)), persistent=False)
+            assert not run.agreed_model.is_in_module
+            with run.agreed_model():
+                seen = [*module.late.tolist(), module.later.item(), module.computed.item()]
+            own = [*module.late.tolist(), module.later.item()]
+            run.finish()
+            run.agreed_model.average_module()
+            return [seen, own, [*module.late.tolist(), module.later.item()]]
+        finally:
+            run.close(timeout=5.0)
+
+    assert on_ranks(body, [[0], [1]]) == [
+        [[0.5, 0.5, 1.5, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 1.5]],
+        [[0.5, 0.5, 1.5, 1.0], [1.0, 1.0, 2.0], [0.5, 0.5, 1.5]],
+    ]

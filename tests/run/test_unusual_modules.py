@@ -367,3 +367,51 @@ def test_a_callback_that_saves_its_average_when_a_fit_ends_saves_no_sick_one(bor
     assert all(value.isfinite().all() for value in saved.values())
     for name in ("head.weight", "backbone.weight"):
         torch.testing.assert_close(end[name], healthy[name])
+
+
+class Adapted(Quadratic):
+    """Saves a part of itself by itself, as programs with adapters do, and may end a save with an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def training_step(self, batch, batch_idx):
+        self.mean.lerp_(batch[0][:, :2].mean(0), 0.5)
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["adapter"] = {"head": self.head.state_dict(), "parts": [self.mean, ("weight", self.head.weight)]}
+
+
+class Looks(pl.Callback):
+    """Saves after every batch, and sees that this moves nothing."""
+
+    def __init__(self) -> None:
+        self.saved = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        before = {name: value.clone() for name, value in pl_module.state_dict().items()}
+        path = trainer.strategy.broadcast(f"{trainer.default_root_dir}/{trainer.global_step}.ckpt")
+        trainer.save_checkpoint(path)
+        assert all(torch.equal(value, before[name]) for name, value in pl_module.state_dict().items())
+        self.saved.append(path)
+
+    def on_fit_end(self, trainer, pl_module):
+        pl_module.report = self.saved
+
+
+@pytest.mark.parametrize(
+    "scheme", [AllReduce(), PeriodicAveraging(4), DiLoCo(3)], ids=lambda scheme: type(scheme).__name__
+)
+def test_what_a_module_saves_by_itself_is_the_agreed_model_too(fit, scheme):
+    own = fit(Adapted(), {"scheme": scheme}, callbacks=[Looks()])
+    for path in own[0]["report"]:
+        saved = torch.load(path, weights_only=True)
+        expected, adapter = saved["state_dict"], saved["adapter"]
+        assert torch.equal(adapter["head"]["weight"], expected["head.weight"])
+        assert torch.equal(adapter["head"]["bias"], expected["head.bias"])
+        assert torch.equal(adapter["parts"][0], expected["mean"])
+        assert torch.equal(adapter["parts"][1][1], expected["head.weight"])
+        assert isinstance(adapter["parts"][1][1], nn.Parameter)
+    assert len(own[0]["report"]) == 6

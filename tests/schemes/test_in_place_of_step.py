@@ -1,0 +1,95 @@
+"""Something else in place of an optimizer's step, for programs that step as they like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import on_ranks, place
+
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import Gossip, PeriodicAveraging
+from lightning_hiercomm.schemes.base import Context
+from lightning_hiercomm.schemes.in_place_of_step import in_place_of_step
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
+RHO = 0.5
+
+
+class SAM(torch.optim.SGD):
+    """Goes up by ``RHO``, takes the gradient there, and goes down from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "SAM needs a closure"
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        up = [(p, RHO * p.grad.sign()) for group in self.param_groups for p in group["params"]]
+        for parameter, way in up:
+            parameter.add_(way)
+        closure()
+        for parameter, way in up:
+            parameter.sub_(way)
+        super().step()
+        return loss
+
+
+class Impatient(SAM):
+    """As most people write it: goes by the gradients that are there, and evaluates once, from none."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.zero_grad()
+        loss = torch.enable_grad()(closure)()
+        torch.optim.SGD.step(self)
+        return loss
+
+
+def closure_of(parameter, optimizer, target, calls):
+    def closure():
+        calls.append(parameter.item())
+        optimizer.zero_grad()
+        loss = 0.5 * (parameter - target).square().sum()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize(
+    ("kind", "evaluated", "left"),
+    [(torch.optim.SGD, [4.0], 8.0), (SAM, [4.0, 10.5], 4.75), (Impatient, [4.0, 10.0], 5.0)],
+)
+def test_a_closure_is_called_for_the_gradients_and_again_only_where_they_are_not_there(kind, evaluated, left):
+    parameter = torch.nn.Parameter(torch.full((1,), 4.0, device=place.device))
+    optimizer, calls = kind([parameter], lr=0.5), []
+
+    def update(step):
+        parameter.data.fill_(10.0)
+        parameter.grad.mul_(1.0)
+        step()
+
+    with in_place_of_step(optimizer, update):
+        optimizer.step(closure_of(parameter, optimizer, 0.0, calls))
+    assert calls == evaluated
+    assert parameter.item() == left
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(1, order="before_step"), Gossip(overlap=True)])
+def test_an_optimizer_that_evaluates_the_loss_twice_does_so_after_the_nodes_have_agreed(scheme):
+    def body(topology: Topology) -> float:
+        parameter = torch.nn.Parameter(torch.zeros(1, device=place.device))
+        optimizer, calls = SAM([parameter], lr=0.5), []
+        running = scheme.build(Context(Replica([parameter]), topology, optimizer))
+        try:
+            running.begin_run(1, None)
+            running.begin_epoch(0, {})
+            for _ in range(2):
+                running.step(lambda: optimizer.step(closure_of(parameter, optimizer, topology.rank + 1.0, calls)))
+            return parameter.item()
+        finally:
+            running.close()
+
+    # from 0: up by -0.5, down from 0 by 0.5 (-0.5 - target). Then from the mean, 1, likewise
+    assert on_ranks(body, [[0], [1]]) == [1.25, 1.75]
