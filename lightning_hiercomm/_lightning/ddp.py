@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -108,7 +109,18 @@ def keep_sync_batchnorm_in_group(module: nn.Module, group: Any) -> None:
             layer.process_group = group
 
 
-class SettledDDP(DistributedDataParallel):
+class CopiedDDP(DistributedDataParallel):
+    """DDP that can be copied, for an average of the weights: what comes is the copied module alone.
+
+    DDP itself refuses that over groups which are not the default one, as those of nodes are.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
+
+
+class SettledDDP(CopiedDDP):
     """DDP whose steps do not depend on what its process did before: neither on the step before, nor on a validation.
 
     Its buckets follow from the module alone, from the first step on.
@@ -165,7 +177,7 @@ def in_ddp(
         arguments: DDP's others.
         settled: Whether buckets are to follow from the module alone; if not, it is DDP to the bit.
     """
-    kind = SettledDDP if settled else DistributedDataParallel
+    kind = SettledDDP if settled else CopiedDDP
     with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
         return kind(module, device_ids=device_ids, **arguments)
 

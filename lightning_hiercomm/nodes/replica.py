@@ -34,6 +34,7 @@ class Replica:
 
     Attributes:
         equal_in_node: As above.
+        with_empty: The parameters, also those of which this rank's share is empty; as many on every rank.
         names: The names, by the tensor's ``id``.
         buckets_of_parameters: All parameters.
         buckets_of_buffers: All buffers.
@@ -50,8 +51,8 @@ class Replica:
         homes: Mapping[int, Home] | None = None,
     ) -> None:
         self.equal_in_node = equal_in_node
-        self._all = list({id(tensor): tensor for tensor in parameters}.values())
-        self.parameters = [tensor for tensor in self._all if tensor.numel()]
+        self.with_empty = list({id(tensor): tensor for tensor in parameters}.values())
+        self.parameters = [tensor for tensor in self.with_empty if tensor.numel()]
         self._buffers = Buffers([*{id(t): t for t in buffers if t.numel()}.values()], homes or {})
         self.shares = shares or {}
         self.bucket_bytes = bucket_bytes
@@ -62,7 +63,9 @@ class Replica:
     def of_ranks_that_differ(self) -> Replica:
         """The same tensors, where every rank of a node trains parameters of its own."""
         homes = self._buffers.homes
-        new = Replica(self._all, self.buffers, self.bucket_bytes, (), self.shares, equal_in_node=False, homes=homes)
+        new = Replica(
+            self.with_empty, self.buffers, self.bucket_bytes, (), self.shares, equal_in_node=False, homes=homes
+        )
         new.names = self.names  # also of what is not trained now: parts may be named after it
         return new
 
@@ -99,7 +102,7 @@ class Replica:
     @property
     def dtypes(self) -> set[torch.dtype]:
         """Of the parameters, the same on every rank, whichever of them it holds."""
-        return {tensor.dtype for tensor in self._all}
+        return {tensor.dtype for tensor in self.with_empty}
 
     @property
     def numel(self) -> int:
@@ -114,7 +117,7 @@ class Replica:
     @property
     def whole_bytes(self) -> int:
         """Bytes of all parameters, whole, whichever rank of the node holds them."""
-        return sum(self._whole(tensor) * tensor.element_size() for tensor in self._all)
+        return sum(self._whole(tensor) * tensor.element_size() for tensor in self.with_empty)
 
     def find_buffers(self) -> None:
         """Hold what layers have assigned anew in place of what they held before."""
@@ -174,11 +177,13 @@ class Replica:
     def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
         """As :meth:`cut`; all that decides is the same on every rank: the whole tensors, and who holds shares."""
         if isinstance(into, int):
-            largest = max((tensor.element_size() for tensor in self._all), default=1)
+            largest = max((tensor.element_size() for tensor in self.with_empty), default=1)
             part_bytes = -int(-(self.whole_bytes / largest) // into) * largest
             parts: list[list[Piece]] = []
-            for dtype in dict.fromkeys(tensor.dtype for tensor in self._all):
-                parts += self._runs([t for t in self._all if t.dtype == dtype], max(1, part_bytes // dtype.itemsize))
+            for dtype in dict.fromkeys(tensor.dtype for tensor in self.with_empty):
+                parts += self._runs(
+                    [t for t in self.with_empty if t.dtype == dtype], max(1, part_bytes // dtype.itemsize)
+                )
         else:
             groups = [group for group in self._below(into) if group]
             parts = [[Piece(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
@@ -248,7 +253,7 @@ class Replica:
                     f" are {names}"
                 )
         groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
-        for parameter in self._all if self.shares else self.parameters:
+        for parameter in self.with_empty if self.shares else self.parameters:
             name = self.names.get(id(parameter), "")
             index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
             groups[index].append(parameter)

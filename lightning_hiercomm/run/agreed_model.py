@@ -40,7 +40,7 @@ class _Own:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class AgreedModel:

@@ -125,15 +125,14 @@ class Replicas:
         return found
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
-        """Whether the optimizer trains other parameters by now than those of ``replica``."""
-        trained = [tensor for tensor in map(local, trained_by(optimizer)) if tensor.numel()]
-        known = replica.parameters
-        return len(trained) != len(known) or any(a is not b for a, b in zip(trained, known, strict=True))
+        """Whether the optimizer trains other parameters by now than those of ``replica``; the same on all ranks."""
+        trained, known = trained_by(optimizer), replica.with_empty
+        return len(trained) != len(known) or any(local(a) is not b for a, b in zip(trained, known, strict=True))
 
     def has_grown(self, replica: Replica, optimizer: Optimizer) -> bool:
-        """Whether the optimizer trains parameters by now that ``replica`` does not hold."""
-        known = set(map(id, replica.parameters))
-        return any(tensor.numel() and id(tensor) not in known for tensor in map(local, trained_by(optimizer)))
+        """Whether the optimizer trains parameters by now that ``replica`` does not hold; the same on all ranks."""
+        known = set(map(id, replica.with_empty))
+        return any(id(local(parameter)) not in known for parameter in trained_by(optimizer))
 
     def checksum(self) -> list[int]:
         """One number for what this rank holds of each parameter, another one if somebody gives it other values."""

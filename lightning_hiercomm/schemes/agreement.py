@@ -643,7 +643,7 @@ class RunningAgreement(RunningScheme[A]):
         for index, anchor in enumerate(self._carrier.anchors):
             for piece, values in self._carrier.buckets[index].split(self._carrier.whole(index, anchor)):
                 if id(piece.tensor) not in kept:
-                    kept[id(piece.tensor)] = torch.empty_like(piece.tensor)
+                    kept[id(piece.tensor)] = torch.empty_like(piece.tensor, memory_format=torch.contiguous_format)
                 kept[id(piece.tensor)].view(-1)[piece.start :][: piece.length] = values
         return kept
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,7 @@ from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
+from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme, SchemeName
@@ -169,9 +171,18 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._losses_have_stepped = False
         self._has_begun = False
         self._is_saving = False
+        self._length: tuple[int | None, int | None] = None, None  # of the run, in epochs and steps
+        self._epoch = 0
+        self._epoch_is_open = False
         self._steps_of_epoch: int | None = None
         self._loaded: list[list[dict[str, Any]]] = []
         self._loaded_trained: list[list[str] | None] = []
+        self._loaded_losses: list[dict[str, Any]] = []
+        self._loaded_epoch: tuple[int, bool] = 0, False
+
+    def __deepcopy__(self, memo: object) -> HierarchicalFabricStrategy:
+        """Itself: what ``fabric.setup`` returns holds it, and people copy that for an average of its weights."""
+        return self
 
     def __repr__(self) -> str:
         """The strategy as one would write it, and the nodes, where they are known."""
@@ -201,26 +212,39 @@ class HierarchicalFabricStrategy(DDPStrategy):
         """
         self._steps_of_epoch = steps
         self._begin(count, None if steps is None else count * steps)
+        if self._epoch_is_open and self._epoch == first - 1:  # when the file was saved
+            self._end_epoch()
         for epoch in range(first, count):
-            for run in self._runs:
-                run.begin_epoch(epoch, {})
+            self._begin_epoch(epoch)
             yield epoch
-            for run in self._runs:
-                run.end_epoch()
+            self._end_epoch()
         self.finish()
 
     @contextmanager
     def agreed_model(self) -> Iterator[None]:
         """Inside, every rank's modules hold the agreed parameters; afterwards training goes on from its own."""
         with ExitStack() as agreed:
-            for run in self._runs:
-                agreed.enter_context(run.agreed_model())
+            for model in self._agreed_models():
+                agreed.enter_context(model())
             yield
+
+    def _agreed_models(self) -> list[AgreedModel]:
+        """Those of all modules; of those without an optimizer, too, which the program moves (teachers)."""
+        settings = self._settings
+        moved = [
+            AgreedModel([], Replicas(module, [], settings.bucket_bytes, settings.average_buffers), self._topology)
+            for module in self._without_optimizer
+        ]
+        return [*(run.agreed_model for run in self._runs), *moved]
 
     def finish(self) -> None:
         """Training is over, and every rank holds the agreed parameters; for loops that do without :meth:`epochs`."""
         for run in self._runs:
             run.finish()
+        for model in self._agreed_models():
+            model.average_module()
+        for run in self._runs:
+            run.remember_values()
 
     def communication(self) -> dict[str, float]:
         """This rank's counters, and the schemes' present values; see ``HierarchicalStrategy.communication``."""
@@ -268,9 +292,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
             TypeError: If it trains no module that is waiting for an optimizer.
         """
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for module in self._without_optimizer:
+        for place, module in enumerate(self._without_optimizer):
             if any(id(parameter) in trained for parameter in module.parameters()):
-                self._without_optimizer.remove(module)
+                del self._without_optimizer[place]
                 self._start_run(module, [optimizer])
                 return optimizer
         raise TypeError(
@@ -293,9 +317,32 @@ class HierarchicalFabricStrategy(DDPStrategy):
         broadcast_values([*module.parameters(), *module.buffers()], world)
 
     def _start_run(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        self._check_one_module(module, optimizers)
         settings = self._settings
         replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
-        self._runs.append(settings.new_run(replicas, self._topology))
+        run = settings.new_run(replicas, self._topology)
+        self._runs.append(run)
+        module.register_forward_pre_hook(_BeforeForward(run))
+        if self._has_begun:  # the others train already
+            run.begin(*self._length)
+            run.begin_epoch(self._epoch, {})
+
+    def _check_one_module(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Refuse optimizers that train other modules, too, which were set up apart.
+
+        Raises:
+            TypeError: If one does.
+        """
+        own = set(map(id, module.parameters()))
+        others = [run.module for run in self._runs] + [each for each in self._without_optimizer if each is not module]
+        of_others = {id(parameter) for other in others for parameter in other.parameters()} - own
+        for optimizer in optimizers:
+            if any(id(parameter) in of_others for group in optimizer.param_groups for parameter in group["params"]):
+                raise TypeError(
+                    f"{type(optimizer).__name__} trains parameters of {type(module).__name__} and of another module,"
+                    " which was set up apart: put both into one nn.ModuleList or nn.ModuleDict, and give fabric.setup"
+                    " that and the optimizer"
+                )
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         """The module in DDP over whoever shares gradients, if DDP has anything to do."""
@@ -358,8 +405,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if not self._has_begun:  # a loop without epochs is one
             self._begin(None, None)
-            for run in self._runs:
-                run.begin_epoch(0, {})
+            self._begin_epoch(0)
         step, run = super().optimizer_step, self._run_of(optimizer)
         for loss in self._losses:  # a loss is that of the optimizers that step before the next backward pass
             run.watch_loss(loss)
@@ -369,11 +415,22 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     def _begin(self, epochs: int | None, steps: int | None) -> None:
         self._has_begun = True
+        self._length = epochs, steps
         for run in self._runs:
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
                 self._begin_equal(run.module)
                 run.begin_from_module()
             run.begin(epochs, steps)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._epoch_is_open = epoch, True
+        for run in self._runs:
+            run.begin_epoch(epoch, {})
+
+    def _end_epoch(self) -> None:
+        self._epoch_is_open = False
+        for run in self._runs:
+            run.end_epoch()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -396,7 +453,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if not state:  # somebody only wants to read
             return rest
-        for run in self._runs:
+        read = [run for run in self._runs if _holds(state, run.module)]
+        for run in read:
             run.begin_from_module()  # all ranks have read the same
         if self._loaded:
             if len(self._loaded) != len(self._runs):
@@ -404,26 +462,44 @@ class HierarchicalFabricStrategy(DDPStrategy):
                     f"the checkpoint holds the schedules of {len(self._loaded)} modules, but {len(self._runs)} are set"
                     " up: call fabric.setup(module, optimizer) for the same ones before fabric.load"
                 )
-            for run, schedules, trained in zip(self._runs, self._loaded, self._loaded_trained, strict=True):
-                with run.training(trained):
-                    run.load_schedules(schedules)
-            self._loaded = []
-        for run in self._runs:
+            self._load_schedules()
+        for run in read:
             run.remember_values()
-        self._has_begun = False
         return rest
+
+    def _load_schedules(self) -> None:
+        goes_on = self._has_begun and self._epoch_is_open and self._length[0] is not None
+        for run, schedules, trained in zip(self._runs, self._loaded, self._loaded_trained, strict=True):
+            where = [(scheme.epoch, scheme.step_in_epoch) for scheme in run.schemes]
+            with run.training(trained):
+                run.load_schedules(schedules)
+            if goes_on:  # back to a better state, inside a loop that is where it is
+                run.begin(*self._length)
+                for scheme, (epoch, step_in_epoch) in zip(run.schemes, where, strict=True):
+                    scheme.epoch, scheme.step_in_epoch = epoch, step_in_epoch
+        self._loaded = []
+        if goes_on:
+            return
+        self._has_begun = False
+        for run, loss in zip(self._runs, self._loaded_losses, strict=False):
+            run.load_loss(loss)
+        self._epoch, self._epoch_is_open = self._loaded_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The schemes' schedules, which are the same on every rank, and what they train. Collective."""
         return {
             "schedules": [run.schedules() for run in self._runs],
             "trained": [run.trained() for run in self._runs],
+            "losses": [run.mean_loss_so_far() for run in self._runs],
+            "epoch": (self._epoch, self._epoch_is_open),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well."""
         self._loaded = list(state["schedules"])
         self._loaded_trained = list(state.get("trained") or [None] * len(self._loaded))
+        self._loaded_losses = list(state.get("losses", []))
+        self._loaded_epoch = tuple(state.get("epoch", (0, False)))
 
     # ---- what is there from some moment on -----------------------------------------------------------------------
 
@@ -447,3 +523,27 @@ class HierarchicalFabricStrategy(DDPStrategy):
             if any(own is optimizer for own in run.optimizers):
                 return run
         raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")
+
+
+class _BeforeForward:
+    """Lets nodes agree before a forward pass if parameters were thawed; copies of the module have no run to ask."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            self._run.follow_thawed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_nothing,)
+
+
+def _nothing(module: nn.Module, inputs: object) -> None:
+    """What a copy does in place of :class:`_BeforeForward`."""
+
+
+def _holds(state: Any, module: nn.Module) -> bool:
+    """Whether what a file is read into has a module, perhaps wrapped."""
+    values = state.values() if isinstance(state, Mapping) else [state]
+    return any(each is module for value in values if isinstance(value, nn.Module) for each in value.modules())

@@ -87,6 +87,19 @@ class Twice(Net):
         return (super().loss([b[:half] for b in batch]) + super().loss([b[half:] for b in batch])) / 2
 
 
+class Thawing(Net):
+    """Trains its last layer later; of that, one row over two ranks, the second has nothing."""
+
+    def build(self) -> nn.Module:
+        net = super().build()
+        net[-1].requires_grad_(False)
+        return net
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 4:
+            self.net[-1].requires_grad_(True)
+
+
 class Dropped(Net):
     """Dropout from every rank's own random stream, statistics that differ, samples that follow from rank and step."""
 

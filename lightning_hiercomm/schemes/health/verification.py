@@ -23,7 +23,7 @@ def print_of(tensor: Tensor) -> Tensor:
 
     It differs whenever one value does. (Differences of several values could cancel out, for one step.)
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     octets = flat.view(torch.uint8)
