@@ -148,10 +148,14 @@ class AgreedModel:
             scheme.replica.find_buffers()
 
     @outside_autocast()
-    def average_buffers(self, scheme: RunningScheme[Scheme]) -> None:
-        """Write the mean of those buffers in which ranks differ: forward passes move them between steps. Collective."""
+    def average_moved(self, tensors: Sequence[Tensor]) -> None:
+        """Write the mean of those in which ranks differ; collective, but where nodes come and go.
+
+        Args:
+            tensors: The same on all ranks, and none a share.
+        """
         if not self._topology.may_grow:
-            self.average(self._differing(scheme.replica.buffers))
+            self.average(self._differing(tensors))
 
     def _differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Those in which ranks differ; collective, if there are any."""

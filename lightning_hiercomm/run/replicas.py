@@ -134,6 +134,11 @@ class Replicas:
         known = set(map(id, replica.with_empty))
         return any(id(local(parameter)) not in known for parameter in trained_by(optimizer))
 
+    def grown(self, replica: Replica, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters that the optimizer trains by now, and ``replica`` does not hold; none of a sharded module."""
+        known = set(map(id, replica.parameters))
+        return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and p.is_floating_point()]
+
     def checksum(self) -> list[int]:
         """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
         self.have_written()  # or the module's parameters may be gathered ones

@@ -291,7 +291,8 @@ class TrainingRun:
         if self.replicas.has_changed(scheme.replica, optimizer):
             scheme.replica.find_buffers()
             scheme.agree()
-            self.agreed_model.average_buffers(scheme)  # forward passes since the last step are behind them
+            # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
+            self.agreed_model.average_moved([*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)])
             scheme.follow(self.replicas.of(optimizer))
 
     def _tell_of_healing(self) -> Sequence[tuple[Tensor, Tensor]]:

@@ -212,8 +212,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
         """
         self._steps_of_epoch = steps
         self._begin(count, None if steps is None else count * steps)
-        if self._epoch_is_open and self._epoch == first - 1:  # when the file was saved
+        if self._loaded_epoch == (first - 1, True):  # when the file was saved, it had not ended
+            self._begin_epoch(first - 1)
+            for run, loss in zip(self._runs, self._loaded_losses, strict=False):
+                run.load_loss(loss)
             self._end_epoch()
+        self._loaded_epoch = 0, False
         for epoch in range(first, count):
             self._begin_epoch(epoch)
             yield epoch
@@ -478,12 +482,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 for scheme, (epoch, step_in_epoch) in zip(run.schemes, where, strict=True):
                     scheme.epoch, scheme.step_in_epoch = epoch, step_in_epoch
         self._loaded = []
+        self._has_begun = goes_on
         if goes_on:
-            return
-        self._has_begun = False
-        for run, loss in zip(self._runs, self._loaded_losses, strict=False):
-            run.load_loss(loss)
-        self._epoch, self._epoch_is_open = self._loaded_epoch
+            self._loaded_epoch = 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """The schemes' schedules, which are the same on every rank, and what they train. Collective."""

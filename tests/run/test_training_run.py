@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -544,3 +545,71 @@ def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(sche
         [[0.5, 0.5, 1.5, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 1.5]],
         [[0.5, 0.5, 1.5, 1.0], [1.0, 1.0, 2.0], [0.5, 0.5, 1.5]],
     ]
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [DASO(), DiLoCo(2), DiLoCo(2, torch.optim.Adam), Gossip(), PeriodicAveraging(2), StepsDelay(2, 0)],
+    ids=repr,
+)
+def test_parameters_that_lie_otherwise_in_memory_train_like_others_and_go_into_files(scheme):
+    def trained(make: Callable[[torch.Tensor], torch.Tensor]) -> list[list[float]]:
+        def body(topology: Topology) -> list[float]:
+            module = nn.Module()
+            values = torch.arange(24.0, device=place.device)
+            module.images = nn.Parameter(make(values.reshape(1, 2, 3, 4)))
+            module.matrix = nn.Parameter(make(values.reshape(4, 6)))
+            module.register_buffer("buffer", make(values.reshape(2, 12)))
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0, momentum=0.5)
+            replicas = Replicas(module, [optimizer], bucket_bytes=40)
+            run = TrainingRun(scheme, replicas, topology, verify_replicas="raise")
+            try:
+                run.begin(epochs=4, steps=None)
+                run.begin_epoch(0, {})
+                for step in range(4):
+                    for each in (module.images, module.matrix):
+                        each.grad = make(torch.sin(values + step + topology.rank).reshape(each.shape))
+                    run.step(optimizer, optimizer.step, last=step == 3)
+                run.end_epoch()
+                with run.agreed_model():
+                    schedules = run.schedules()
+                    run.agreed_model.own_values()
+                run.load_schedules(schedules)
+                run.finish()
+                return [*module.images.flatten().tolist(), *module.matrix.flatten().tolist()]
+            finally:
+                run.close(timeout=5.0)
+
+        return on_ranks(body, [[0], [1]])
+
+    def otherwise(values: torch.Tensor) -> torch.Tensor:
+        return torch.stack([values, values], -1).transpose(-2, -3).contiguous().transpose(-2, -3)[..., 0]
+
+    assert otherwise(torch.zeros(2, 3)).stride() == (2, 4)
+    ours, expected = trained(otherwise), trained(torch.Tensor.clone)
+    assert ours[0] == ours[1]
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("scheme", [DiLoCo(1, partial(torch.optim.SGD, lr=1.0)), PeriodicAveraging(1)], ids=repr)
+def test_a_parameter_that_is_replaced_in_mid_run_by_others_on_each_rank_is_their_mean(scheme, wire):
+    def body(topology: Topology) -> float:
+        module = nn.Linear(1, 1, bias=False).to(place.device)
+        nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, Wire.named(wire))
+        try:
+            run.begin(epochs=1, steps=None)
+            run.begin_epoch(0, {})
+            add(run, 0, 1.0)
+            module.weight = nn.Parameter(torch.full((1, 1), 4.0 * topology.rank, device=place.device))
+            optimizer.param_groups[0]["params"] = [module.weight]
+            for _ in range(3):
+                add(run, 0, 1.0)
+            return module.weight.item()
+        finally:
+            run.close(timeout=5.0)
+
+    one, other = on_ranks(body, [[0], [1]])
+    assert one == other == pytest.approx(5.0, abs=1e-3)

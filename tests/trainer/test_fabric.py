@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
@@ -450,3 +452,124 @@ def test_bad_arguments_are_refused_by_name():
         Fabric(accelerator="cpu", devices=4, strategy=HierarchicalFabricStrategy(ranks_per_node=3))
     shown = "HierarchicalFabricStrategy(DiLoCo(sync_every=100), ranks_per_node=2, wire_dtype='int4')"
     assert repr(HierarchicalFabricStrategy("diloco", 2, wire_dtype="int4")) == shown
+
+
+def with_friends(fabric, strategy):
+    """A module whose teacher is a part of it, and one with a teacher, and averages, beside it."""
+    module, beside = nn.Linear(2, 1), nn.Linear(2, 1)
+    module.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    teacher = fabric.setup_module(beside.requires_grad_(False))
+    average, copied = AveragedModel(model), copy.deepcopy(model)
+    assert copied.weight is not module.weight
+    for _ in range(2):
+        fabric.backward((model(torch.ones(1, 2)) - fabric.global_rank).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        beside.bias.fill_(fabric.global_rank)
+        module.teacher.fill_(2.0 * fabric.global_rank)
+    fabric.backward(copied(torch.ones(1, 2)).sum() * 0.0)
+    with strategy.agreed_model():
+        assert [teacher.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
+    assert [beside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
+    strategy.finish()
+    assert [beside.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
+def test_teachers_are_part_of_the_agreed_model_and_averages_are_copied(scheme):
+    launched(scheme, with_friends)
+
+
+def thawing_between_agreements(fabric, strategy):
+    module = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        module.weight.fill_(0.0)
+        module.bias.fill_(0.0)
+    module.bias.requires_grad_(False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.5))
+    seen = []
+    for step in range(3):
+        module.bias.requires_grad_(step >= 2)
+        fabric.backward(0.5 * (model(torch.ones(1, 1).double()) - 4.0 * (fabric.global_rank // 2)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((module.weight.item(), module.bias.item()))
+    # towards 0 on one node and 4 on the other, by halves; before the third pass they agree on 1.5
+    expected = [[(0.0, 0.0), (0.0, 0.0), (0.75, -0.75)], [(2.0, 0.0), (3.0, 0.0), (2.75, 1.25)]]
+    assert seen == expected[fabric.global_rank // 2], seen
+
+
+def test_nodes_agree_before_the_forward_pass_that_first_sees_parameters_thawed():
+    launched(PeriodicAveraging(5), thawing_between_agreements)
+
+
+def late_and_back(fabric, strategy, folder):
+    """Sets up a second module in mid-run, reads a teacher, and goes back to an earlier state of all."""
+    first, second, teacher = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    model, optimizer = fabric.setup(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    more, phases, saved = [], [], {"model": model, "optimizer": optimizer, "schedule": strategy}
+    fabric.save(folder / "teacher.ckpt", {"teacher": teacher})
+    for epoch in strategy.epochs(4, steps=2):
+        for _ in range(2):
+            for each, stepper in [(model, optimizer), *more]:
+                fabric.backward((each(torch.ones(1, 1)) - fabric.global_rank).square().sum())
+                stepper.step()
+                stepper.zero_grad()
+            if not more:
+                more = [fabric.setup(second, torch.optim.SGD(second.parameters(), lr=0.1))]
+                saved |= {"more": more[0][0], "more_optimizer": more[0][1]}
+        if epoch == 1:
+            fabric.save(folder / "good.ckpt", saved)
+            own = first.weight.item()
+            fabric.load(folder / "teacher.ckpt", {"teacher": teacher})
+            assert first.weight.item() == own
+            with strategy.agreed_model():
+                weights = fabric.all_gather(first.weight)
+                assert (weights == weights[0]).all()
+        if epoch == 2:
+            fabric.load(folder / "good.ckpt", saved)
+            assert [scheme.steps for scheme in strategy.schemes] == [4, 3]
+        phases.append([(scheme.phase, scheme.epoch) for scheme in strategy.schemes])
+    names = ["warm-up", "cycling", "cycling", "cool-down"]
+    assert phases == [[(name, epoch)] * 2 for epoch, name in enumerate(names)], phases
+
+
+def test_a_loop_goes_on_where_it_is_with_a_module_that_comes_later_and_back_from_a_load(tmp_path):
+    launched(DASO(4, 2, warmup_epochs=1, cooldown_epochs=1), late_and_back, tmp_path)
+
+
+def losing_patience(fabric, strategy, path, resumes):
+    module = nn.Linear(1, 1)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.0))
+    saved, periods = {"model": model, "optimizer": optimizer, "schedule": strategy}, []
+    if resumes:
+        fabric.load(path, saved)
+    for epoch in strategy.epochs(6, first=2 * resumes):
+        for _ in range(2):
+            fabric.backward(model(torch.ones(1, 1)).sum() * 0.0 + 1.0)
+            optimizer.step()
+        periods.append(strategy.schemes[0].period)
+        if epoch == 1 and not resumes:
+            fabric.save(path, saved)
+    torch.save(periods, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
+
+
+def test_the_loss_of_the_epoch_in_which_a_file_is_saved_counts_after_a_resume(tmp_path):
+    for resumes in (False, True):
+        launched(DASO(4, 2, 0, 0, patience=2), losing_patience, tmp_path / "half.ckpt", resumes)
+    whole, resumed = (torch.load(tmp_path / f"{resumes}-3.pt") for resumes in (False, True))
+    assert whole[0] != whole[-1]
+    assert resumed == whole[2:]
+
+
+def test_an_optimizer_of_two_modules_that_are_set_up_apart_is_refused_by_name():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=HierarchicalFabricStrategy())
+    fabric.launch()
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], 0.1)
+    fabric.setup_module(one)
+    fabric.setup_module(other)
+    with pytest.raises(TypeError, match=r"trains parameters of Linear and of another module, .* one nn.ModuleList"):
+        fabric.setup_optimizers(optimizer)

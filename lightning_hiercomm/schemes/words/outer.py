@@ -253,7 +253,7 @@ class RunningOuterOptimizer:
                 state.beside = frozenset() if bucket.held_by == "node" else histories
                 for name, flat in flats.items():
                     if name not in state.values:
-                        state.values[name] = torch.zeros_like(piece.tensor, dtype=flat.dtype)
+                        state.values[name] = flat.new_zeros(piece.tensor.shape)
                     state.values[name].view(-1)[piece.start :][: piece.length] = flat[offset:][: piece.length]
                 offset += piece.length
         return known
