@@ -569,13 +569,13 @@ def test_parameters_that_lie_otherwise_in_memory_train_like_others_and_go_into_f
                 for step in range(4):
                     for each in (module.images, module.matrix):
                         each.grad = make(torch.sin(values + step + topology.rank).reshape(each.shape))
-                    run.step(optimizer, optimizer.step, last=step == 3)
+                    run.step(optimizer, lambda: optimizer.step(), last=step == 3)  # which schemes replace
                 run.end_epoch()
                 with run.agreed_model():
-                    schedules = run.schedules()
+                    run.schedules()
                     run.agreed_model.own_values()
-                run.load_schedules(schedules)
                 run.finish()
+                run.load_schedules(run.schedules())
                 return [*module.images.flatten().tolist(), *module.matrix.flatten().tolist()]
             finally:
                 run.close(timeout=5.0)
