@@ -248,7 +248,8 @@ class TrainingRun:
         return result
 
     def _check_is_heard(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._is_stepping:
+        # torch's checkpoints step by nothing, for the optimizer to have its state
+        if not self._is_stepping and any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called on the optimizer itself: the nodes hear nothing of it,"
                 " and would never agree. Step what `self.optimizers()` returns (without `use_pl_optimizer=False`), or"

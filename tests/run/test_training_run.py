@@ -492,6 +492,8 @@ def test_a_step_of_which_the_nodes_hear_nothing_is_refused_until_the_run_is_over
             if topology.num_nodes > 1:
                 with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called on the optimizer itself"):
                     optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.0  # as torch.distributed.checkpoint does, for the state to be there
+                optimizer.step()
             else:
                 optimizer.step()
         finally:
