@@ -138,6 +138,20 @@ class Quadratic(pl.LightningModule):
         return self.loader(self.samples(2, seed=4))
 
 
+class Manual(Quadratic):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch[0]))
+        optimizer.step()
+
+
 class Normalized(Quadratic):
     """BatchNorm straight on the samples: its running mean is linear in them."""
 

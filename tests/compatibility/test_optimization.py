@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from problems import Net, Normalized, Quadratic, same_bits
+from problems import Manual, Net, Normalized, Quadratic, same_bits
 from torch import nn
 
 
@@ -14,18 +14,6 @@ def test_automatic_optimization(follows_one_device):
     ours, one = follows_one_device(Quadratic)
     assert not torch.equal(one["state_dict"]["head.bias"], Quadratic().head.bias)
     assert ours[0]["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"])
-
-
-class Manual(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch[0]))
-        optimizer.step()
 
 
 @pytest.mark.feature("manual optimization")

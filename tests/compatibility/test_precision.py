@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from problems import Net, Quadratic, report_of, same_bits
+from problems import Manual, Net, Quadratic, report_of, same_bits
 
 
 @pytest.mark.parametrize(
@@ -64,26 +64,12 @@ def test_a_gradient_scaler_skips_a_step(on_ranks, scheme, scheme_name):
         assert [report["report"][1][1] for report in reports] == [rank >= skipping for rank in range(4)]
 
 
-class Stepping(Quadratic):
-    """Steps by itself, in Lightning's autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch[0]))
-        optimizer.step()
-
-
 def test_agreements_of_a_module_that_steps_by_itself_are_outside_of_its_autocast(on_ranks):
     def main(trainer, rank):
         reports = []
         for precision in ("bf16-mixed", "32-true"):  # the same, for the loss multiplies no matrices
             trainer_of_precision = trainer(precision=precision, strategy={"ranks_per_node": 1, "wire_dtype": "float16"})
-            trainer_of_precision.fit(Stepping())
+            trainer_of_precision.fit(Manual())
             reports.append(report_of(trainer_of_precision))
         return reports
 
