@@ -6,11 +6,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from traceback import walk_tb
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.tuner.lr_finder import _lr_find
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -94,7 +96,19 @@ def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
 
 def is_interrupted(trainer: pl.Trainer | None) -> bool:
     """Whether an exception is being handled: then other ranks may not be there for a collective."""
-    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+    return trainer is not None and (
+        trainer.state.status == TrainerStatus.INTERRUPTED or exception_of_tuner() is not None
+    )
+
+
+def exception_of_tuner() -> BaseException | None:
+    """With what Lightning's learning rate finder ends, while it restores what was before.
+
+    It does that in a ``finally``: with barriers, before the strategy and callbacks hear of the exception.
+    """
+    exception = sys.exc_info()[1]
+    frames = walk_tb(exception.__traceback__) if exception is not None else ()
+    return exception if any(frame.f_code is _lr_find.__code__ for frame, _ in frames) else None
 
 
 def put_callback_first(trainer: pl.Trainer, callback: pl.Callback) -> None:

@@ -28,6 +28,7 @@ from lightning_hiercomm._lightning.saves import (
     with_base_io,
 )
 from lightning_hiercomm._lightning.trainer import (
+    exception_of_tuner,
     is_interrupted,
     put_callback_first,
     raw_optimizer,
@@ -336,6 +337,9 @@ class HierarchicalHooks(Reports):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        exception = exception_of_tuner()
+        if exception is not None:
+            self._control.note_exception(exception, self._module)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         trainer = self._trainer_or_none
         is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
@@ -360,6 +364,8 @@ class HierarchicalHooks(Reports):
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+        if not self._ranks_are_together:
+            return tensor
         if isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg"):
             if not tensor.is_floating_point():
                 tensor = tensor.float()  # the mean of integers is seldom one

@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +55,7 @@ from lightning_hiercomm._lightning.saves import (
 )
 from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
+    exception_of_tuner,
     is_interrupted,
     join_train_batches,
     leave_train_dataloaders_alone,
@@ -170,6 +172,28 @@ def test_an_exception_marks_the_trainer_before_callbacks_hear_of_it():
     assert seen == [True]
     assert run.state.status == TrainerStatus.INTERRUPTED
     assert not is_interrupted(None)
+
+
+def test_the_learning_rate_finder_restores_with_its_exception_on_the_way(tmp_path):
+    seen = []
+
+    class Model(BoringModel):
+        lr = 0.1
+
+        def training_step(self, batch, batch_idx):
+            raise KeyError("stop")
+
+        def on_load_checkpoint(self, checkpoint):
+            seen.append(exception_of_tuner())
+
+    run = trainer(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+    with pytest.raises(KeyError) as raised:
+        Tuner(run).lr_find(Model(), num_training=2)
+    assert seen == [raised.value]
+    try:
+        raise ValueError
+    except ValueError:
+        assert exception_of_tuner() is None
 
 
 def test_the_first_callback_hears_before_the_users_and_can_leave():

@@ -10,6 +10,7 @@ import torch
 from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, same_bits
 from torch.utils.data import DataLoader
@@ -381,6 +382,24 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
 
     with pytest.raises(Exception, match="All ranks must take equally many steps"):
         fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, forked=True)
+
+
+def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
+    """The finder restores what was before, with barriers, before anybody hears why it ends."""
+
+    class Unlucky(Oracle):
+        lr = 0.1
+
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 2:
+                raise ValueError("the dog ate the batch")
+            return super().training_step(batch, batch_idx)
+
+    finder = LearningRateFinder(num_training_steps=4, update_attr=False)
+    with pytest.raises(Exception, match="the dog ate the batch"):
+        fit(
+            Unlucky(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, callbacks=[finder], forked=True
+        )
 
 
 @pytest.mark.parametrize("view", [None, False])
