@@ -15,8 +15,9 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.shards import local, reshard, whole
+from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
 

@@ -12,11 +12,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
-from lightning_hiercomm.comm.dtensor import DTensor
+from lightning_hiercomm.comm.dtensor import DTensor, local, whole
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import trained_by
-from lightning_hiercomm.run.shards import local, whole
 
 _KEY = "hiercomm"
 

@@ -17,13 +17,29 @@ except ImportError:  # not public before torch 2.6 and 2.5
         distribute_tensor,
     )
 
-__all__ = ["DTensor", "Shard", "distribute_tensor", "fully_sharded_modules", "local_tensor"]
+__all__ = ["DTensor", "Shard", "distribute_tensor", "fully_sharded_modules", "is_whole", "local", "whole"]
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """What this rank holds of a DTensor; ``to_local`` makes a new tensor of a parameter on every call."""
-    local: Tensor = tensor._local_tensor
-    return local
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the same object whenever it is asked for; of a plain tensor, itself.
+
+    ``DTensor.to_local`` makes a new tensor of a parameter on every call.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether this rank holds all of it."""
+    return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
+
+
+def whole(held: Tensor, like: Tensor) -> Tensor:
+    """The tensor of which ``held`` is this rank's share, laid out as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return held
+    return DTensor.from_local(
+        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def fully_sharded_modules(module: nn.Module) -> list[Any]:

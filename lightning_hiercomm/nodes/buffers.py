@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_hiercomm.comm.dtensor import is_whole, local, whole
+
 Home = tuple[nn.Module, str]
 """A layer, and the name of one of its buffers."""
 
 
 def homes_of_buffers(module: nn.Module) -> dict[int, Home]:
-    """Where buffers are to be found that layers may assign anew, by the tensor's ``id``; of several homes the first.
+    """Where buffers are to be found that layers may assign anew, by the local tensor's ``id``; of several the first.
 
     Those that files do not hold (``persistent=False``) are left out: they are computed, perhaps from what only this
     rank has seen.
@@ -21,7 +23,7 @@ def homes_of_buffers(module: nn.Module) -> dict[int, Home]:
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
             if is_persistent(layer, name):
-                homes.setdefault(id(buffer), (layer, name))
+                homes.setdefault(id(local(buffer)), (layer, name))
     return homes
 
 
@@ -34,7 +36,7 @@ class Buffers:
     """Some buffers of a module, by the places where they are.
 
     Args:
-        tensors: The buffers, each once.
+        tensors: The buffers, each once; of DTensors what this rank holds.
         homes: Where those are that layers may assign anew; the others stay what they are.
 
     Attributes:
@@ -62,21 +64,26 @@ class Buffers:
         present = [_present(tensor, home) for tensor, home in zip(before, self._homes, strict=True)]
         if all(new is old for new, old in zip(present, before, strict=True)):
             return False
-        known = {id(tensor): tensor for tensor in before}  # and the copies: one of what has several names
+        strides = {id(tensor): tensor.stride() for tensor in before}
+        copies: dict[int, Tensor] = {}  # one of what has several names
         for place, (new, old, home) in enumerate(zip(tuple(present), before, self._homes, strict=True)):
-            if home is not None and new is not old:
-                if id(new) not in known or known[id(new)].stride() != old.stride():
-                    known[id(new)] = torch.empty_like(old).copy_(new)
-                present[place] = known[id(new)]
-                setattr(*home, present[place])
+            if home is None or strides.get(id(new)) == old.stride():
+                continue
+            if id(new) not in copies or local(copies[id(new)]).stride() != old.stride():
+                copies[id(new)] = whole(torch.empty_like(old).copy_(new), like=getattr(*home))
+            setattr(*home, copies[id(new)])
+            present[place] = local(copies[id(new)])
         self.tensors = present
         return True
 
 
 def _present(before: Tensor, home: Home | None) -> Tensor:
     """What a layer has under a buffer's name by now, if it can take the place of what it had before."""
-    found = before if home is None else getattr(*home, None)
-    if found is before or not isinstance(found, Tensor) or found.layout != before.layout:
+    given = before if home is None else getattr(*home, None)
+    if given is before or not isinstance(given, Tensor) or not is_whole(given):
+        return before
+    found = local(given)
+    if found.layout != before.layout:
         return before
     kind = (before.shape, before.dtype, before.device)
     return found if (found.shape, found.dtype, found.device) == kind else before

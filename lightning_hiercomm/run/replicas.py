@@ -11,10 +11,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.run.shards import local, reshard, share_out, shares_of, whole
+from lightning_hiercomm.run.shards import reshard, share_out, shares_of
 from lightning_hiercomm.schemes.health.verification import print_of
 
 _BUFFERS_IN_A_SUM = 2**16
@@ -71,7 +72,8 @@ class Replicas:
         self.have_written()  # or the module's parameters may be gathered ones
         names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
         own_buffers = set(map(id, buffers.get(own, ())))
-        names += [(name, buffer) for name, buffer in self.module.named_buffers() if id(buffer) in own_buffers]
+        named_buffers = [(name, local(buffer)) for name, buffer in self.module.named_buffers()]
+        names += [(name, buffer) for name, buffer in named_buffers if id(buffer) in own_buffers]
         return Replica(
             map(local, trained),
             buffers.get(own, ()),
@@ -118,10 +120,11 @@ class Replicas:
             return found
         held = {id(buffer) for replica in known for buffer in replica.buffers}
         lasting = homes_of_buffers(self.module)
-        for name, buffer in self.module.named_buffers():
+        for name, given in self.module.named_buffers():
+            buffer = local(given)
             is_late = id(buffer) not in held and id(buffer) in lasting
             if (name in self._without_mean or is_late) and buffer.is_floating_point() and buffer.numel():
-                found += [buffer] if local(buffer) is buffer else []
+                found += [buffer] if is_whole(given) else []
         return found
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
@@ -190,13 +193,15 @@ class Replicas:
         agreeing = {id(buffer) for _, buffer in self._buffers_that_agree()}
         for layer in self.module.modules():
             index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
-            buffers.setdefault(index, []).extend(b for b in layer.buffers(recurse=False) if id(b) in agreeing)
+            own = map(local, layer.buffers(recurse=False))
+            buffers.setdefault(index, []).extend(buffer for buffer in own if id(buffer) in agreeing)
         return buffers
 
     def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
-        """Float buffers that have a mean, with their names."""
+        """Float buffers that have a mean, with their names; of DTensors those of which every rank holds all."""
         named = self.module.named_buffers(remove_duplicate=False)
-        return [(name, b) for name, b in named if b.is_floating_point() and name not in self._without_mean]
+        floats = [(name, b) for name, b in named if b.is_floating_point() and name not in self._without_mean]
+        return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer)]
 
 
 def check_initialized(module: nn.Module) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.base import Handle
+from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.shards import local, placed_as, shares_of, whole
+from lightning_hiercomm.run.shards import placed_as, shares_of
 from lightning_hiercomm.schemes.gradients import NodesMean
 
 

@@ -6,13 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from lightning_hiercomm.comm.dtensor import DTensor, Shard, distribute_tensor, fully_sharded_modules, local_tensor
+from lightning_hiercomm.comm.dtensor import DTensor, Shard, distribute_tensor, fully_sharded_modules, local
 from lightning_hiercomm.nodes.bucket import Share
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the same object whenever it is asked for; of a plain tensor, itself."""
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, Share]:
@@ -58,15 +53,6 @@ def _start(tensor: DTensor, placements: Sequence[object]) -> int | None:
     rows, ranks = tensor.shape[0], tensor.device_mesh.size(index)
     before = min(tensor.device_mesh.get_local_rank(index) * -(-rows // ranks), rows)
     return before * (tensor.numel() // rows if rows else 0)
-
-
-def whole(held: Tensor, like: Tensor) -> Tensor:
-    """The tensor of which ``held`` is this rank's share, laid out as ``like`` is."""
-    if not isinstance(like, DTensor):
-        return held
-    return DTensor.from_local(
-        held, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def share_out(value: Tensor, like: Tensor) -> Tensor:

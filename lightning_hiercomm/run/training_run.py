@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
+from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas
-from lightning_hiercomm.run.shards import local
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy

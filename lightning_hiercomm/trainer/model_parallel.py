@@ -21,11 +21,12 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
+from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
-from lightning_hiercomm.run.shards import local, reshard
+from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched

@@ -74,7 +74,7 @@ from lightning_hiercomm._lightning.trainer import (
     training_step_inputs,
     unmark_means_of_a_step,
 )
-from lightning_hiercomm.comm.dtensor import fully_sharded_modules, local_tensor
+from lightning_hiercomm.comm.dtensor import fully_sharded_modules, local
 from lightning_hiercomm.comm.torch import unprofiled
 
 
@@ -489,13 +489,13 @@ def test_a_dtensors_local_tensor_is_always_the_same_one(process_group):
     layer = torch.nn.Linear(3, 2)
     torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
     assert fully_sharded_modules(torch.nn.Sequential(layer, torch.nn.ReLU())) == [layer]
-    local = local_tensor(layer.weight)
-    assert local is local_tensor(layer.weight)
-    assert local.data_ptr() == layer.weight.to_local().data_ptr()
+    held = local(layer.weight)
+    assert held is local(layer.weight)
+    assert held.data_ptr() == layer.weight.to_local().data_ptr()
     layer(torch.ones(1, 3)).sum().backward()
     layer.reshard()
     with torch.no_grad():
-        local.fill_(7.0)
+        held.fill_(7.0)
     assert layer.weight.full_tensor().tolist() == [[7.0] * 3] * 2
 
 
@@ -503,10 +503,10 @@ def test_fsdp2_goes_on_with_gathered_parameters_unless_told_to_reshard(process_g
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
     layer = torch.nn.Linear(1, 1, bias=False)
     torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
-    local = local_tensor(layer.weight)
+    held = local(layer.weight)
     with torch.no_grad():
         layer(torch.ones(1, 1))  # the root stays gathered after it
-        local.fill_(7.0)
+        held.fill_(7.0)
         fully_sharded_modules(layer)[0].reshard()
         assert layer(torch.ones(1, 1)).item() == 7.0
 

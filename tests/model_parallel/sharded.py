@@ -129,18 +129,34 @@ class Meta(Net):
 
 
 class FeedForward(nn.Module):
-    """The block of Lightning's own example of tensor parallelism."""
+    """The block of Lightning's own example of tensor parallelism; its first layer may be a special one."""
 
-    def __init__(self, width: int = 6, hidden: int = 16, outputs: int = 1) -> None:
+    def __init__(self, width: int = 6, hidden: int = 16, outputs: int = 1, first: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w1 = first(width, hidden, bias=False)
         self.w2 = nn.Linear(hidden, outputs, bias=False)
         self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Watching(nn.Linear):
+    """Keeps statistics of its input, written to and assigned anew; torch makes DTensors of a parallel layer's."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_buffer("written", torch.ones(()))
+        self.register_buffer("assigned", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            size = x.detach().abs().mean()
+            self.written.mul_(0.5).add_(size)
+            self.assigned = 0.5 * self.assigned + size
+        return super().forward(x)
 
 
 class TensorParallel(Net):
@@ -150,7 +166,7 @@ class TensorParallel(Net):
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        return FeedForward()
+        return FeedForward(first=Watching)
 
     def shard(self) -> None:
         tp_mesh = self.device_mesh["tensor_parallel"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 
@@ -93,17 +94,13 @@ def describe(replica: Replica, gradients: bool = False) -> str | None:
 def begin_state_anew(optimizer: Optimizer) -> None:
     """Set the state of every parameter for which it is not finite to zero, as it was at the beginning."""
     for state in optimizer.state.values():
-        held = {name: _local(value) for name, value in state.items() if isinstance(value, Tensor)}
+        held = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
         tensors = [value for value in held.values() if value.is_floating_point()]
         if any(not bool(value.isfinite().all()) for value in tensors):
             for value in tensors:  # the number of steps among them, or Adam's next ones would be six times too long
                 value.zero_()
             if isinstance(state.get("step"), int):
                 state["step"] = 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
