@@ -125,6 +125,7 @@ class HeterogeneousBatches:
         self._seed = 0
         self._samplers: list[DividedBatchSampler | StreamBatches] = []
         self._batch_sizes: list[int | None] = []
+        self._has_begun = False
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = object.__new__(type(self))
@@ -147,7 +148,7 @@ class HeterogeneousBatches:
         # torch seeds may differ between ranks, the order of the dataset must not
         self._seed = topology.world.all_gather_object(int(os.environ.get("PL_GLOBAL_SEED", 0)))[0]
         self._limits = self._limit_every_rank()
-        self._samplers, self._batch_sizes = [], []
+        self._forget_loaders()
         self.clock = StepClock(meter, device) if self.rebalance_every_n_epochs is not None else None
         self._costs, self._spreads = None, []
         sizes: list[int] | None = None
@@ -165,8 +166,13 @@ class HeterogeneousBatches:
         self._take(sizes or divide(self.global_batch_size, self._costs or equal, self._limits))
 
     def process_dataloader(self, loader: object) -> object:
-        """A train dataloader that gives this rank its part. Collective."""
+        """A train dataloader that gives this rank its part. Collective.
+
+        The first one after an epoch has begun takes the place of all that were there: loaders are made together.
+        """
         assert self.division is not None
+        if self._has_begun:
+            self._forget_loaders()
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         may_change = self._costs is None or self.rebalance_every_n_epochs is not None
         on_load = self.clock.load if self.clock is not None else None
@@ -188,6 +194,9 @@ class HeterogeneousBatches:
                 " global_batch_size: give all of them the same, or join the datasets into one."
             )
         return divided
+
+    def _forget_loaders(self) -> None:
+        self._samplers, self._batch_sizes, self._has_begun = [], [], False
 
     @property
     def needs_measuring(self) -> bool:
@@ -243,6 +252,7 @@ class HeterogeneousBatches:
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins: divide anew if that is due and worth it. Collective."""
+        self._has_begun = True
         orders = [
             sampler.sampler.fingerprint()
             for sampler in self._samplers

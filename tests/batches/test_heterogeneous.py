@@ -455,6 +455,21 @@ def test_dataloaders_of_different_batch_sizes_are_refused():
         on_ranks([[0]], work)
 
 
+def test_dataloaders_of_another_epoch_may_have_another_batch_size():
+    """With ``reload_dataloaders_every_n_epochs``; those of before are given up."""
+
+    def work(rank, topology):
+        batches = bound(topology, 4, [1])
+        lengths = []
+        for epoch, length in enumerate([20, 40]):
+            lengths.append(len(batches.process_dataloader(DataLoader(range(length), 4 + epoch))))
+            batches.begin_epoch(epoch)
+        assert not batches.go_to(1)
+        return lengths
+
+    assert on_ranks([[0]], work) == [[5, 10]]
+
+
 def test_samplers_with_generators_of_their_own_that_differ_are_refused():
     def work(rank, topology):
         sampler = WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator().manual_seed(rank))
