@@ -214,8 +214,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._begin(count, None if steps is None else count * steps)
         if self._loaded_epoch == (first - 1, True):  # when the file was saved, it had not ended
             self._begin_epoch(first - 1)
-            for run, loss in zip(self._runs, self._loaded_losses, strict=False):
-                run.load_loss(loss)
+            self._load_losses()
             self._end_epoch()
         self._loaded_epoch = 0, False
         for epoch in range(first, count):
@@ -409,7 +408,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if not self._has_begun:  # a loop without epochs is one
             self._begin(None, None)
-            self._begin_epoch(0)
+            self._begin_or_go_on()
         step, run = super().optimizer_step, self._run_of(optimizer)
         for loss in self._losses:  # a loss is that of the optimizers that step before the next backward pass
             run.watch_loss(loss)
@@ -425,6 +424,20 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 self._begin_equal(run.module)
                 run.begin_from_module()
             run.begin(epochs, steps)
+
+    def _begin_or_go_on(self) -> None:
+        """Begin the one epoch of a loop without, but for one that had begun when its file was saved."""
+        epoch, is_open = self._loaded_epoch
+        self._loaded_epoch = 0, False
+        if not is_open:
+            self._begin_epoch(0)
+            return
+        self._epoch, self._epoch_is_open = epoch, True
+        self._load_losses()
+
+    def _load_losses(self) -> None:
+        for run, loss in zip(self._runs, self._loaded_losses, strict=False):
+            run.load_loss(loss)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._epoch_is_open = epoch, True

@@ -149,6 +149,36 @@ def test_a_loop_resumes_where_it_agreed(scheme, tmp_path):
             torch.testing.assert_close(resumed[name], value, msg=name)
 
 
+def half_without_epochs(fabric, strategy, path, resumes):
+    torch.manual_seed(fabric.global_rank)
+    module = torch.nn.Linear(3, 1)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    state = {"model": model, "optimizer": optimizer, "strategy": strategy}
+    if resumes:
+        fabric.load(path, state)
+    (scheme,) = strategy.schemes
+    agreed_at = []
+    for step in range(6 * resumes, 14):
+        before = scheme.agreements
+        fabric.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        agreed_at += [step + 1] * (scheme.agreements > before)
+        if step == 5 and not resumes:
+            fabric.save(path, state)
+    torch.save(agreed_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(4), DASO(4, 0, 0, 0), DiLoCo(4)], ids=type)
+def test_a_loop_without_epochs_that_is_resumed_agrees_when_it_would_have(scheme, tmp_path):
+    for resumes in (False, True):
+        launched(scheme, half_without_epochs, tmp_path / "half.ckpt", resumes)
+    for rank in range(4):
+        whole, resumed = (torch.load(tmp_path / f"{which}-{rank}.pt") for which in (False, True))
+        assert resumed == [step for step in whole if step > 6]
+        assert len(resumed) >= 2
+
+
 def without_epochs(fabric, strategy, folder):
     module = Net()
     model, optimizer = fabric.setup(module, module.configure_optimizers())
