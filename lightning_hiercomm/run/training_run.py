@@ -52,6 +52,7 @@ class TrainingRun:
         agreed_model: What all ranks agree on, while they differ.
         after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick;
             returns what else was sick, with what it held.
+        has_begun: Whether training has, in this process.
         is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
@@ -85,6 +86,7 @@ class TrainingRun:
         self._loss_count = 0
         self._last_schedules: list[dict[str, Any]] | None = None
         self.after_healing: Callable[[], Sequence[tuple[Tensor, Tensor]]] = lambda: ()
+        self.has_begun = False
         self.is_closed = False
         self._is_stepping = False
         self._hooks = [
@@ -171,6 +173,7 @@ class TrainingRun:
             epochs: The number of epochs the run will have, or None if that is not known.
             steps: The number of optimizer steps after which the run ends, or None if that is not known.
         """
+        self.has_begun = True
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
 

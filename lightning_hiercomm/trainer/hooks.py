@@ -169,6 +169,9 @@ class HierarchicalHooks(Reports):
     @override
     def teardown(self) -> None:
         trainer = self._trainer_or_none
+        if self._may_communicate and self._checkpoints.part_ranks and not self._run.has_begun:
+            self._run.finish()  # a run that was over when it was resumed has no `on_train_end`
+            self._run.agreed_model.average_module()
         if trainer is not None:
             if self._epoch_clock is not None:
                 remove_callback(trainer, self._epoch_clock)

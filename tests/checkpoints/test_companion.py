@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from problems import one_trainer
+from problems import same_bits, one_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
@@ -316,6 +316,14 @@ def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(launch):
             assert len(resumed) == 2 * STEPS * 2  # after every batch the module reports, and a callback
             assert resumed == whole[-len(resumed) :], name
             assert ends[0] == ends[1], name
+
+
+@pytest.mark.parametrize("name", ["periodic", "gossip_overlap", "steps_delay"])
+def test_a_run_that_is_resumed_when_it_is_over_ends_on_the_agreed_model_once_more(fit, tmp_path, name):
+    strategy = {"scheme": schemes()[name], "checkpoint_replicas": True}
+    whole = fit(Net(), strategy, callbacks=[ModelCheckpoint(tmp_path, "over")], enable_checkpointing=True)
+    again = fit(Net(), strategy, fit_arguments={"ckpt_path": tmp_path / "over.ckpt"})
+    same_bits([*whole, *again])
 
 
 def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
