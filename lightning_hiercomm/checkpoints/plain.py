@@ -38,9 +38,6 @@ class Checkpoints:
 
     Args:
         with_replicas: Whether every rank also stores what it alone knows in a companion, for a bit-exact resume.
-
-    Attributes:
-        part_ranks: Whether ranks have got parameters of their own from what was read last.
     """
 
     def __init__(self, with_replicas: bool = False) -> None:
@@ -49,7 +46,6 @@ class Checkpoints:
         self._loaded_from: Any = None
         self._resumed_from: tuple[str, str | None] | None = None
         self._companion: dict[str, Any] | None = None
-        self.part_ranks = False
         self._random_state: Mapping[str, Any] | None = None
         self._written: dict[str, str] = {}  # the identity of this rank's newest companion, by the checkpoint's path
 
@@ -261,7 +257,7 @@ class Checkpoints:
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
         self._loaded_from = filepath
-        self._companion, self.part_ranks = None, False
+        self._companion = None
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
         if self.with_replicas and io is not None and topology is not None:
@@ -288,7 +284,6 @@ class Checkpoints:
             if companion is not None:
                 check_companion(companion, run.module, run.schemes)
                 restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
-                self.part_ranks = True
                 run.load_loss(companion.get("loss", {}))
                 if precision is not None and companion.get("precision"):
                     precision.load_state_dict(companion["precision"])

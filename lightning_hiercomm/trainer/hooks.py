@@ -169,8 +169,8 @@ class HierarchicalHooks(Reports):
     @override
     def teardown(self) -> None:
         trainer = self._trainer_or_none
-        if self._may_communicate and self._checkpoints.part_ranks and not self._run.has_begun:
-            self._run.finish()  # a run that was over when it was resumed has no `on_train_end`
+        if self._may_communicate and not self._run.has_begun and self._elastic_node is None:
+            self._run.finish()  # there was nothing to train, perhaps no more, and so no `on_train_end`
             self._run.agreed_model.average_module()
         if trainer is not None:
             if self._epoch_clock is not None:

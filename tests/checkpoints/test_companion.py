@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from problems import same_bits, one_trainer
+from problems import one_trainer, same_bits
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
@@ -324,6 +324,27 @@ def test_a_run_that_is_resumed_when_it_is_over_ends_on_the_agreed_model_once_mor
     whole = fit(Net(), strategy, callbacks=[ModelCheckpoint(tmp_path, "over")], enable_checkpointing=True)
     again = fit(Net(), strategy, fit_arguments={"ckpt_path": tmp_path / "over.ckpt"})
     same_bits([*whole, *again])
+
+
+@pytest.mark.parametrize("max_epochs", [0, 1])
+def test_a_run_in_which_nothing_is_left_to_train_can_be_saved_afterwards(borrow, tmp_path, max_epochs):
+    def main(folder):
+        def trainer(**arguments):
+            strategy = HierarchicalStrategy(DiLoCo(6, AdamW, fragments=2, staleness=2), ranks_per_node=1)
+            return one_trainer(folder, devices=2, strategy=strategy, **arguments)
+
+        first = trainer(max_epochs=max_epochs, callbacks=[ModelCheckpoint(folder, "over")], enable_checkpointing=True)
+        first.fit(Net())
+        again = trainer(max_epochs=max_epochs)
+        again.fit(Net(), ckpt_path=folder / "over.ckpt" if max_epochs else None)
+        again.save_checkpoint(folder / "again.ckpt")
+        first.save_checkpoint(folder / "first.ckpt")
+        schedules = [
+            torch.load(folder / f"{which}.ckpt", weights_only=True)["hiercomm"] for which in ("first", "again")
+        ]
+        return [schedule["schemes"][0]["steps"] for schedule in schedules]
+
+    assert borrow(main, 2) == [[2 * STEPS * max_epochs] * 2] * 2
 
 
 def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
