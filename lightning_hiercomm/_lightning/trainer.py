@@ -111,6 +111,12 @@ def exception_of_tuner() -> BaseException | None:
     return exception if any(frame.f_code is _lr_find.__code__ for frame, _ in frames) else None
 
 
+def names_logged_in_training(trainer: pl.Trainer) -> set[str]:
+    """Under which names the hooks of training have logged in this epoch; callbacks may monitor any of them."""
+    logged = [result.meta for result in trainer.fit_loop.epoch_loop._results.values()]
+    return {name for meta in logged for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
+
+
 def put_callback_first(trainer: pl.Trainer, callback: pl.Callback) -> None:
     """Add a callback before the user's: strategies have no epoch hooks, and checkpoints are written by callbacks."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]

@@ -129,7 +129,8 @@ class AgreedModel:
         """
         self._remember_own()
         if any(own is not None for own in self._own):
-            self._topology.agreement(self._agree)
+            # who was let in by the agreement before is not healed yet, and this one sends it away
+            self._topology.agreement(self._agree, admits=all(scheme.may_be_copied for scheme in self._schemes))
         self._replicas.have_written()
 
     def _remember_own(self) -> None:

@@ -556,6 +556,11 @@ class RunningAgreement(RunningScheme[A]):
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
 
+    @property
+    def may_be_copied(self) -> bool:
+        """The same, while nothing is in flight: there is no copy of that."""
+        return super().may_be_copied and not self._in_flight
+
     def settle(self) -> None:
         self._in_flight.settle()
 

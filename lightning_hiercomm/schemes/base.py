@@ -268,6 +268,11 @@ class RunningScheme(Generic[S]):
         """Whether :meth:`agree` would change nothing."""
         return self.unagreed_steps == 0
 
+    @property
+    def may_be_copied(self) -> bool:
+        """Whether another node may begin with a copy of what this one has become, whatever its own steps."""
+        return self.config.profile.begins_with_copy
+
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
     def next_step(self, steps_of_epoch: int) -> Scheme:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -24,7 +24,7 @@ from lightning_hiercomm._lightning.healing import (
     take_state,
     tell_stage_of_dataloaders,
 )
-from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
+from lightning_hiercomm._lightning.trainer import names_logged_in_training, prepare_train_dataloaders_again
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
@@ -194,6 +194,29 @@ class ElasticNode:
                     "elastic nodes: ModelCheckpoint(train_time_interval=...) saves at another step on every node: take"
                     " every_n_train_steps or every_n_epochs"
                 )
+            if isinstance(callback, Timer):
+                raise ValueError(
+                    "elastic nodes: Timer, or Trainer(max_time=...), ends training at another batch on every node: take"
+                    " max_steps or max_epochs"
+                )
+
+    def check_monitors(self, trainer: pl.Trainer) -> None:
+        """See that nobody decides by what is this node's own.
+
+        Whole numbers pass: programs log steps and epochs to keep the last checkpoints.
+
+        Raises:
+            ValueError: If somebody monitors what training's hooks have logged.
+        """
+        own = names_logged_in_training(trainer)
+        for who, monitor in _monitors(trainer):
+            value = trainer.callback_metrics.get(monitor) if monitor in own else None
+            if value is not None and not float(value).is_integer():
+                raise ValueError(
+                    f"elastic nodes: {who} monitors {monitor!r}, which is logged in training, where sync_dist=True"
+                    " gives every node the mean over its own ranks, and nodes would decide differently: monitor what"
+                    " validation logs"
+                )
 
     # ---- healing others ------------------------------------------------------------------------------------------
 
@@ -304,8 +327,15 @@ class BoundaryCallback(pl.Callback):
         """A batch starts."""
         self._node.at_boundary(trainer, "batch" if batch_idx else "epoch")
 
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """A batch ends; checkpoints may come."""
+        self._node.check_monitors(trainer)
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An epoch ends."""
+        self._node.check_monitors(trainer)
         self._node.end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -315,6 +345,16 @@ class BoundaryCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run fails, or stops."""
         self._node.give_up()
+
+
+def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
+    """Who decides by which metric."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor is not None:
+            yield type(callback).__name__, callback.monitor
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor is not None:
+            yield type(config.scheduler).__name__, config.monitor
 
 
 def _steps_of_checkpoint(trainer: pl.Trainer) -> int:

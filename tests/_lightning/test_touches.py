@@ -61,6 +61,7 @@ from lightning_hiercomm._lightning.trainer import (
     leave_train_dataloaders_alone,
     mark_means_of_a_step,
     mark_sigterm_received,
+    names_logged_in_training,
     prepare_train_dataloaders_again,
     put_callback_first,
     raw_optimizer,
@@ -194,6 +195,23 @@ def test_the_learning_rate_finder_restores_with_its_exception_on_the_way(tmp_pat
         raise ValueError
     except ValueError:
         assert exception_of_tuner() is None
+
+
+def test_names_that_training_logs_are_known_as_callbacks_may_monitor_them():
+    class Model(BoringModel):
+        def training_step(self, batch, batch_idx):
+            self.log("plain", 1.0)
+            self.log("forked", 1.0, on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("validated", 1.0)
+
+        def on_train_epoch_end(self):
+            assert names_logged_in_training(self.trainer) == {"plain", "forked", "forked_step", "forked_epoch"}
+            assert {"forked_step", "forked_epoch", "plain", "validated"} <= self.trainer.callback_metrics.keys()
+
+    trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1).fit(Model())
 
 
 def test_the_first_callback_hears_before_the_users_and_can_leave():

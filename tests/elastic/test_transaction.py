@@ -17,6 +17,7 @@ from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
+from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.words.merging import Replace
 
@@ -810,6 +811,41 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
     threads.start(0, work)
     results = threads.end()
     assert joined == [9]
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, *LATE])
+def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
+    """Where nodes are never equal that is an agreement itself, and comes before anybody can be healed."""
+    threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
+    joined = []
+
+    def train(own: ElasticRank, steps: int = 15):
+        give, agreed = own.membership.give_state, AgreedModel([own.scheme], own.rank.replicas, own.rank.topology)
+        while own.scheme.steps < steps:
+            if own.scheme.steps == 4 and own.node == "0":
+                let_come(threads, 1, newcomer)
+            own.membership.give_state = lambda state: None
+            own.step()
+            with agreed():
+                pass
+            give(own.state)
+        own.scheme.finish()
+        return own.rank.values
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        joined.append(own.scheme.steps)
+        return train(own)
+
+    def work(own: ElasticRank):
+        own.join()
+        return train(own)
+
+    threads.start(0, work)
+    results = threads.end()
+    assert joined
+    assert joined[0] <= 8
     torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
 
 

@@ -551,7 +551,7 @@ class _Rank:
         while True:
             if not self._turns or not self._turns[0].looks or self._turns[0].steps != self._scheme.steps:
                 return
-            self._transaction(lambda: None)
+            self._transaction(lambda: None, admits=self._scheme.may_be_copied)
 
 
 def _nowhere(*args: object, **kwargs: object) -> None:

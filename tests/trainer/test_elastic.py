@@ -1,0 +1,81 @@
+"""What elastic nodes refuse of a Trainer. How they train is in `tests/elastic`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from problems import Quadratic, one_trainer
+
+from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+
+
+class Logging(Quadratic):
+    """Logs its loss in training and in validation, and the step."""
+
+    def __init__(self, plateau: str | None = None) -> None:
+        super().__init__()
+        self.plateau = plateau
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss + 0.1, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("at", float(self.global_step))
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        if self.plateau is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.plateau}}
+
+
+class Checks(BoundaryCallback):
+    def on_train_start(self, trainer, pl_module):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pass
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pass
+
+    def on_train_end(self, trainer, pl_module):
+        pass
+
+
+def fit(folder, *callbacks: pl.Callback, plateau: str | None = None) -> None:
+    checks = Checks(ElasticNode(Elastic(), Checkpoints()))
+    run = one_trainer(folder, callbacks=[checks, *callbacks], enable_checkpointing=True, max_epochs=2)
+    run.fit(Logging(plateau))
+
+
+@pytest.mark.parametrize("monitor", ["loss", "loss_step", "loss_epoch"])
+@pytest.mark.parametrize("kind", [ModelCheckpoint, EarlyStopping])
+def test_a_callback_that_decides_by_what_training_logs_is_named(tmp_path, kind, monitor):
+    with pytest.raises(ValueError, match=f"{kind.__name__} monitors '{monitor}', .*: monitor what validation logs"):
+        fit(tmp_path, kind(monitor=monitor))
+
+
+def test_a_scheduler_that_decides_by_what_training_logs_is_named(tmp_path):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau monitors 'loss'"):
+        fit(tmp_path, plateau="loss")
+
+
+def test_numbers_of_validation_and_whole_numbers_may_decide(tmp_path):
+    stops = EarlyStopping(monitor="val_loss")
+    keeps = [ModelCheckpoint(tmp_path, f"{name}-{{step}}", name, save_top_k=2) for name in ("at", "val_loss")]
+    fit(tmp_path, stops, *keeps, plateau="val_loss")
+    assert len([*tmp_path.glob("at-*.ckpt")]) == 2
+
+
+def test_a_timer_is_refused_when_training_starts(tmp_path):
+    run = one_trainer(tmp_path, callbacks=[Timer(timedelta(hours=1))])
+    with pytest.raises(ValueError, match=r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"):
+        ElasticNode(Elastic(), Checkpoints())._check(run)
