@@ -1,4 +1,4 @@
-"""Weighted means of 16-bit numbers: they travel as they are, are added in float32, and are rounded once."""
+"""Weighted means of numbers that travel as they are, are added in a wider type, and are rounded once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
         weights: By member.
 
     Returns:
-        A function that waits, and leaves ``sum_m weights[m] x_m``, summed in member order in float32 and then rounded,
-        in this rank's own part.
+        A function that waits, and leaves ``sum_m weights[m] x_m``, summed in member order in float32 (of more than 16
+        bits in float64) and then rounded, in this rank's own part.
     """
     own = parts[group.rank]
     peers = [member for member in range(group.size) if member != group.rank]
@@ -43,7 +43,8 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
         arrived.wait()
         streams.keep_here(*received.values())  # made on the stream that launched
         first, *others = (own if member == group.rank else received[member] for member in range(group.size))
-        total = first.to(arithmetic_dtype(own.dtype)).mul_(weights[0])  # not zero plus that: -0.0 stays what it is
+        wider = arithmetic_dtype(own.dtype) if is_short(own.dtype) else torch.float64
+        total = first.to(wider).mul_(weights[0])  # not zero plus that: -0.0 stays what it is
         for values, weight in zip(others, weights[1:], strict=True):
             total.add_(values, alpha=weight)
         own.copy_(total)
@@ -52,11 +53,11 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
 
 
 class WideSum:
-    """Weighted sums of 16-bit numbers over a group, on every member.
+    """Weighted sums over a group, on every member.
 
     An all-reduce of weighted numbers would round them when they are weighted and at every addition, so that not even
-    the mean of equal ones is what they are. Here every member gets a chunk of everyone's numbers, sums it in float32,
-    rounds the sum once, and gives it to all: ``2 (M - 1) / M`` of the numbers' bytes, as in an all-reduce.
+    the mean of equal ones is what they are. Here every member gets a chunk of everyone's numbers, sums it in a wider
+    type, rounds the sum once, and gives it to all: ``2 (M - 1) / M`` of the numbers' bytes, as in an all-reduce.
 
     Two members send each other all they have: as many bytes in one round.
 

@@ -75,6 +75,7 @@ class Bucket:
         equal_in_node: Whether the ranks of a node hold identical values (parameters do; BatchNorm statistics, fed by
             each rank's own samples, do not).
         held_by: Which ranks of the node hold it: see :attr:`~lightning_hiercomm.nodes.topology.Topology.holders`.
+        keeps_equal: Whether the mean of equal values has to be those values to the bit, of any number of nodes.
     """
 
     pieces: tuple[Piece, ...]
@@ -83,6 +84,7 @@ class Bucket:
     device: torch.device
     equal_in_node: bool
     held_by: str = "node"
+    keeps_equal: bool = False
 
     def empty(
         self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None, spares: Spares | None = None
@@ -115,7 +117,7 @@ class Bucket:
 
     def cut(self, nbytes: int) -> list[Bucket]:
         """The same pieces as buckets of at most so many bytes, in order."""
-        return list(filled_buckets(self.pieces, nbytes, self.equal_in_node, self.held_by))
+        return list(filled_buckets(self.pieces, nbytes, self.equal_in_node, self.held_by, self.keeps_equal))
 
     def view(self, gradients: bool = False) -> Tensor | None:
         """All values, or all gradients, as they lie in memory, 1-D; None if they do not lie in one place."""
@@ -193,7 +195,11 @@ def in_cache_sized_parts(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 
 
 def filled_buckets(
-    pieces: Sequence[Piece], bucket_bytes: int, equal_in_node: bool, held_by: str = "node"
+    pieces: Sequence[Piece],
+    bucket_bytes: int,
+    equal_in_node: bool,
+    held_by: str = "node",
+    keeps_equal: bool = False,
 ) -> Iterator[Bucket]:
     """The pieces in buckets of at most so many bytes, cut where one is full; dtypes and devices apart."""
     kinds = dict.fromkeys((piece.tensor.dtype, piece.tensor.device) for piece in pieces)
@@ -212,10 +218,10 @@ def filled_buckets(
                 filled += length
                 start += length
                 if filled >= capacity:
-                    yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by)
+                    yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal)
                     held, filled = [], 0
         if held:
-            yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by)
+            yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal)
 
 
 def _elements(piece: Piece) -> Tensor:

@@ -58,7 +58,7 @@ class Replica:
         self.bucket_bytes = bucket_bytes
         self.names = {id(tensor): name for name, tensor in named}
         self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
-        self.buckets_of_buffers = _buckets(self.buffers, bucket_bytes, equal_in_node=False)
+        self.buckets_of_buffers = _buckets_of_buffers(self.buffers, bucket_bytes)
 
     def of_ranks_that_differ(self) -> Replica:
         """The same tensors, where every rank of a node trains parameters of its own."""
@@ -127,7 +127,7 @@ class Replica:
         names = [self.names.pop(id(buffer), None) for buffer in before]
         self.names |= {id(buffer): name for buffer, name in zip(self.buffers, names, strict=True) if name is not None}
         # whoever averages these buckets knows them, and has more that is theirs
-        fresh = _buckets(self.buffers, self.bucket_bytes, equal_in_node=False)
+        fresh = _buckets_of_buffers(self.buffers, self.bucket_bytes)
         for bucket, of_present in zip(self.buckets_of_buffers, fresh, strict=True):
             bucket.pieces = of_present.pieces
 
@@ -265,6 +265,12 @@ class Replica:
         for bucket in self.buckets:
             digest.update(bucket.pack().cpu().view(torch.uint8).numpy().tobytes())
         return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _buckets_of_buffers(buffers: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
+    """Statistics differ in a node; a counter, a flag or a table among them does not, anywhere, and is to stay so."""
+    pieces = [Piece(buffer, 0, buffer.numel()) for buffer in buffers]
+    return list(filled_buckets(pieces, bucket_bytes, equal_in_node=False, keeps_equal=True))
 
 
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> list[Bucket]:

@@ -257,8 +257,9 @@ class RunningAgreement(RunningScheme[A]):
         self.outer = self._built_outer(self.outer)
 
     def _opened_second(self, second: Topology | None) -> Topology | None:
-        """Another twin, if there is none yet and codes, or types, that do not add need a second round."""
+        """Another twin, if there is none yet and what does not add needs a second round."""
         is_in_rounds = not self.wire.codec.adds or any(map(is_short, self.replica.dtypes))
+        is_in_rounds |= self.staleness > 0 and bool(self._buffers_with_parameters)
         # where nodes come and go, and all of it is waited for, it takes one lane
         needs_second = self.staleness > 0 if self.topology.may_grow else self.topology.num_nodes > 2
         if second is None and is_in_rounds and needs_second and not self.is_alone:

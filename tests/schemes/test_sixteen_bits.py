@@ -1,4 +1,4 @@
-"""Parameters of 16 bits: what is equal stays so to the bit, and a mean is rounded once."""
+"""Parameters of 16 bits, and statistics: what is equal stays so to the bit, and a mean is rounded once."""
 
 from __future__ import annotations
 
@@ -82,6 +82,32 @@ def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
     for look, end in on_nodes(work, SCHEMES[name], NODES[nodes_of], **arguments):
         assert torch.equal(seen(look), seen(values))
         assert torch.equal(seen(end), seen(values))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("nodes_of", [*NODES, "3 of 3 and 1"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_agreements_on_statistics_that_are_equal_change_no_bit(name, nodes_of):
+    """A counter, a flag or a table may lie in a float buffer."""
+    nodes = {**NODES, "3 of 3 and 1": ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9,))}[nodes_of]
+    table = numbers(torch.float32)
+
+    def work(rank):
+        counter = rank.scheme.replica.buffers[0]
+        for step in range(7):
+            counter[0] = step
+            rank.train(0.0)
+        look = rank.replicas.module.buffer.clone()
+        rank.agreed()
+        rank.scheme.finish()
+        return look, rank.replicas.module.buffer
+
+    arguments = {"shapes": [(7, 5)], "bucket_bytes": 128, "epochs": 1, "timeout": 10.0, "buffer": table}
+    expected = table.clone()
+    expected[0] = 6.0
+    for held in on_nodes(work, SCHEMES[name], nodes, **arguments):
+        for each in held:
+            assert torch.equal(each.cpu().view(torch.int32), expected.view(torch.int32))
 
 
 def is_nearest(found, exact, slack=2**-20):

@@ -68,8 +68,8 @@ class Average(Carrier):
     While one bucket is gathered the next are already on the wire. Values that differ inside a node are averaged there
     first, each rank getting the mean of its own part.
 
-    All ranks end with identical bits. Means of 16-bit numbers are summed in float32 and rounded once (that of a node
-    once more, before it leaves), so equal replicas stay as they are.
+    All ranks end with identical bits. Means of 16-bit numbers are summed in float32, of statistics in float64, and
+    rounded once (that of a node once more, before it leaves), so what is equal stays as it is.
 
     Args:
         replica: What agrees.
@@ -316,7 +316,7 @@ class Average(Carrier):
         if self.buckets[index].equal_in_node:
             return None
         topology = self.topology
-        if is_short(flat.dtype):
+        if self.buckets[index].keeps_equal or is_short(flat.dtype):
             return send_parts(intra, way.parts(flat), way.in_node)
         weight, part = way.in_node[topology.local_rank], way.part(flat)
         if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
@@ -354,7 +354,7 @@ class Average(Carrier):
         if anchor is not None:
             part.sub_(anchor[: part.numel()])
         feedback = self._feedback[index] if self._feedback else None
-        arrive = self._sum.launch(part, feedback, waiting, way.of_nodes)
+        arrive = self._sum.launch(part, feedback, waiting, way.of_nodes, self.buckets[index].keeps_equal)
 
         def complete() -> None:
             arrive()
