@@ -86,7 +86,9 @@ class Checkpoints:
             checkpoint["state_dict"] = checkpoint["current_model_state"]
             return
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
-        floats = [v for v in state_dict.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+        directions = run.replicas.directions
+        floats = [value for name, value in tensors.items() if value.is_floating_point() and name not in directions]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
         run.agreed_model.average_kept(floats, ranks_are_equal)
         checkpoint["state_dict"] = state_dict

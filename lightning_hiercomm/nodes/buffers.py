@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 
@@ -32,6 +34,20 @@ def is_persistent(layer: nn.Module, buffer: str) -> bool:
     return buffer not in getattr(layer, "_non_persistent_buffers_set", ())  # scripted layers have none
 
 
+def names_of_directions(module: nn.Module) -> set[str]:
+    """Names of buffers that are unit vectors: of nodes whose vectors are opposite the mean has no direction.
+
+    They are those of spectral norm, in both of torch's ways, which divides the weights by what it finds along them.
+    """
+    names: set[str] = set()
+    for prefix, layer in module.named_modules():
+        own = {"_u", "_v"} if isinstance(layer, _SpectralNorm) else set()
+        hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        own |= {f"{hook.name}_{which}" for hook in hooks for which in "uv"}
+        names |= {f"{prefix}.{name}".removeprefix(".") for name in own}
+    return names
+
+
 class Buffers:
     """Some buffers of a module, by the places where they are.
 
@@ -45,6 +61,7 @@ class Buffers:
 
     def __init__(self, tensors: Sequence[Tensor], homes: Mapping[int, Home]) -> None:
         self.tensors = list(tensors)
+        self._shapes = [tensor.shape for tensor in tensors]
         self._homes = [homes.get(id(tensor)) for tensor in tensors]
 
     @property
@@ -58,9 +75,13 @@ class Buffers:
 
         Such a layer gets a copy of what it has assigned, for others write to it from now on, and it may be part of a
         graph, or of something else. What is of another shape, type or device, perhaps on this rank alone, is left with
-        its layer: the tensor of before stays.
+        its layer: the tensor of before stays. Of one that was resized itself zeros take the place, of its shape before.
         """
         before = self.tensors
+        if any(tensor.shape != shape for tensor, shape in zip(before, self._shapes, strict=True)):
+            self._give_up_resized()
+            self.find()
+            return True
         present = [_present(tensor, home) for tensor, home in zip(before, self._homes, strict=True)]
         if all(new is old for new, old in zip(present, before, strict=True)):
             return False
@@ -75,6 +96,12 @@ class Buffers:
             present[place] = local(copies[id(new)])
         self.tensors = present
         return True
+
+    def _give_up_resized(self) -> None:
+        for place, shape in enumerate(self._shapes):
+            if self.tensors[place].shape != shape:
+                self.tensors = [*self.tensors[:place], self.tensors[place].new_zeros(shape), *self.tensors[place + 1 :]]
+                self._homes[place] = None
 
 
 def _present(before: Tensor, home: Home | None) -> Tensor:

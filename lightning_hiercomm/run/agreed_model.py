@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas, has_mean
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.schemes.health.verification import print_of
@@ -195,11 +195,15 @@ class AgreedModel:
     def average(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
         """Write to tensors that no scheme knows their mean (of the healthy, where schemes skip the sick); collective.
 
+        Unit vectors get the first rank's values.
+
         Args:
             tensors: The same on all ranks.
             equal_in_node: Whether those of a node's ranks are known to be equal.
         """
-        self._average(tensors, equal_in_node, is_sick=False)
+        with_mean, directions = self._replicas.parted(tensors)
+        self._average(with_mean, equal_in_node, is_sick=False)
+        broadcast_values(directions, self._topology.world)
 
     def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
         """The same for averages that callbacks keep: not of ranks on which something stands in for sick ones."""

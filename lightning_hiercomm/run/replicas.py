@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
-from lightning_hiercomm.nodes.buffers import homes_of_buffers
+from lightning_hiercomm.nodes.buffers import homes_of_buffers, names_of_directions
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.shards import reshard, share_out, shares_of
 from lightning_hiercomm.schemes.health.verification import print_of
@@ -32,14 +33,19 @@ class Replicas:
 
     A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when this is made and all
     ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not travel in training. Once
-    it has become finite on all ranks (the best loss so far), what is seen and saved holds its mean.
+    it has become finite on all ranks (the best loss so far), what is seen and saved holds its mean. The unit vectors of
+    spectral norm have none either: there what is seen and saved holds the first rank's.
 
     Args:
         module: What trains.
         optimizers: The user's own, outside of any wrapper.
         bucket_bytes: Upper bound of a bucket's size in bytes.
-        average_buffers: Whether float buffers (BatchNorm statistics) agree together with the parameters.
+        average_buffers: Whether float buffers (BatchNorm statistics) agree together with the parameters; or the names
+            of those that do, in which ``*`` stands for anything.
         node: The dimensions of the mesh over which the node shards the module, and their sizes.
+
+    Attributes:
+        directions: Names of buffers that are unit vectors.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class Replicas:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         bucket_bytes: int = BUCKET_BYTES,
-        average_buffers: bool = True,
+        average_buffers: bool | Sequence[str] = True,
         node: Mapping[str, int] | None = None,
     ) -> None:
         self.module = module
@@ -57,7 +63,23 @@ class Replicas:
         self._node = node or {}
         # decided once, by name: later, ranks might decide differently
         named = module.named_buffers(remove_duplicate=False)
-        self._without_mean = {name for name, buffer in named if not has_mean(local(buffer))}
+        self.directions = names_of_directions(module)
+        self._without_mean = {name for name, buffer in named if not has_mean(local(buffer))} | self.directions
+
+    def check_names(self) -> None:
+        """See that the module has what ``average_buffers`` names.
+
+        Raises:
+            ValueError: If nothing has such a name.
+        """
+        names = [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
+        patterns = [] if isinstance(self.average_buffers, bool) else self.average_buffers
+        unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        if unknown:
+            raise ValueError(
+                f"average_buffers={list(patterns)!r}: no float buffer has a name like {unknown[0]!r}. They are"
+                f" {', '.join(names[:20]) or 'none'}"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +88,7 @@ class Replicas:
 
     def of(self, optimizer: Optimizer) -> Replica:
         """What agrees under an optimizer: its trainable parameters, and the buffers of the layers they belong to."""
-        buffers = self._buffers_by_optimizer() if self.average_buffers else {}
+        buffers = self._buffers_by_optimizer()
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
         trained = trained_by(optimizer)
         self.have_written()  # or the module's parameters may be gathered ones
@@ -85,7 +107,7 @@ class Replicas:
 
     def whole(self) -> Replica:
         """The module itself, whatever trains it: all parameters, frozen ones too, and the float buffers that agree."""
-        floats = [buffer for _, buffer in self._buffers_that_agree()] if self.average_buffers else []
+        floats = [buffer for _, buffer in self._buffers_that_agree()]
         self.have_written()
         parameters = list(self.module.parameters())
         shares = shares_of(parameters, self._node)
@@ -116,7 +138,7 @@ class Replicas:
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
         parameters = [] if self._node else self.module.parameters()
         found: list[Tensor] = [p for p in parameters if id(p) not in trained and p.is_floating_point() and p.numel()]
-        if not (with_buffers and self.average_buffers):
+        if not with_buffers:
             return found
         held = {id(buffer) for replica in known for buffer in replica.buffers}
         lasting = homes_of_buffers(self.module)
@@ -124,7 +146,7 @@ class Replicas:
             buffer = local(given)
             is_late = id(buffer) not in held and id(buffer) in lasting
             if (name in self._without_mean or is_late) and buffer.is_floating_point() and buffer.numel():
-                found += [buffer] if is_whole(given) else []
+                found += [buffer] if is_whole(given) and self._may_agree(name) else []
         return found
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
@@ -201,7 +223,19 @@ class Replicas:
         """Float buffers that have a mean, with their names; of DTensors those of which every rank holds all."""
         named = self.module.named_buffers(remove_duplicate=False)
         floats = [(name, b) for name, b in named if b.is_floating_point() and name not in self._without_mean]
-        return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer)]
+        return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_agree(name)]
+
+    def _may_agree(self, name: str) -> bool:
+        if isinstance(self.average_buffers, bool):
+            return self.average_buffers
+        return any(fnmatchcase(name, pattern) for pattern in self.average_buffers)
+
+    def parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those that have a mean, and the unit vectors."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        directions = {id(local(buffer)) for name, buffer in named if name in self.directions}
+        with_mean = [tensor for tensor in tensors if id(tensor) not in directions]
+        return with_mean, [tensor for tensor in tensors if id(tensor) in directions]
 
 
 def check_initialized(module: nn.Module) -> None:

@@ -79,7 +79,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
         inter_node: ``"torch"``, ``"gloo"`` or ``"mpi"``; see ``HierarchicalStrategy``.
         wire_dtype: Payload type of inter-node traffic.
         wire_raw: Cast the parameters themselves, not their differences.
-        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
+            those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
+            such as queues of samples, stay each rank's own.
         average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``.
         on_nonfinite: What becomes of parameters that are NaN or infinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         verify_replicas: Compare the ranks of a node at agreements: ``"off"``, ``"warn"`` or ``"raise"``.
@@ -112,7 +114,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
-        average_buffers: bool = True,
+        average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,
         on_nonfinite: OnNonfinite = "raise",
         verify_replicas: VerifyReplicas = "off",

@@ -148,6 +148,7 @@ class HierarchicalHooks(Reports):
         settings = self._settings
         optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        replicas.check_names()
         return settings.new_run(replicas, self._topology)
 
     def _begin_equal(self) -> None:

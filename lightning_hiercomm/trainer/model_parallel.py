@@ -156,7 +156,9 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             ``HierarchicalStrategy``.
         wire_dtype: Payload type of inter-node traffic; see ``HierarchicalStrategy``.
         wire_raw: Cast the parameters themselves, not their differences from the last agreed ones.
-        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
+            those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
+            such as queues of samples, stay each rank's own.
         evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each node's own
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own shards, optimizer and scheme state beside each checkpoint, for
@@ -192,7 +194,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
-        average_buffers: bool = True,
+        average_buffers: bool | list[str] = True,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,
         on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
@@ -283,6 +285,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         replicas = Replicas(
             self._module, optimizers, settings.bucket_bytes, settings.average_buffers, node=self.mesh_sizes
         )
+        replicas.check_names()
         gradients: GradientPath = Untouched()
         if settings.scheme.gradients == "world" and topology.num_nodes > 1:
             gradients = NodesMean(topology, settings.wire, self._module.parameters())

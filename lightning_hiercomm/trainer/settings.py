@@ -48,7 +48,7 @@ class Settings:
     ranks_per_node: int | list[int] | None
     inter_node: Literal["torch", "gloo", "mpi"]
     wire: Wire
-    average_buffers: bool
+    average_buffers: bool | list[str]
     average_optimizer_state: bool
     evaluate: Literal["consensus", "replica"]
     checkpoint_replicas: bool
@@ -70,7 +70,7 @@ class Settings:
         inter_node: Literal["torch", "gloo", "mpi"],
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
         wire_raw: bool,
-        average_buffers: bool,
+        average_buffers: bool | list[str],
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,

@@ -64,7 +64,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             as differences from the last agreed ones.
         wire_raw: Cast the parameters themselves instead, as DASO's paper does. It saves a copy of this rank's part of
             the model, but updates smaller than half a unit in the last place of ``wire_dtype`` are lost.
-        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters.
+        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
+            those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
+            such as queues of samples, stay each rank's own.
         average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) at agreements of
             ``PeriodicAveraging``.
         evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each rank's own
@@ -116,7 +118,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
         wire_raw: bool = False,
-        average_buffers: bool = True,
+        average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,
         evaluate: Literal["consensus", "replica"] = "consensus",
         checkpoint_replicas: bool = False,

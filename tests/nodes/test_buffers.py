@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,6 +86,27 @@ def test_what_cannot_take_a_buffers_place_is_left_with_its_layer():
         assert not buffers.find()
         assert layer.one is other
         assert buffers.tensors[0] is one
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_buffer_that_is_resized_where_it_is_is_given_up(size):
+    """As observers of quantised layers do; what schemes have made of its size stays as it is."""
+    layer = Layer()
+    homes = homes_of_buffers(layer)
+    replica = Replica([], [layer.one, layer.two], bucket_bytes=16, homes=homes)
+    buckets = replica.buckets_of_buffers
+    layer.one.resize_(size).fill_(5.0)
+    replica.find_buffers()
+    assert replica.buckets_of_buffers == buckets
+    assert [bucket.pack().tolist() for bucket in buckets] == [[0.0, 0.0, 0.0, 2.0], [2.0, 2.0]]
+    assert replica.buffers[1] is layer.two
+    for bucket in buckets:
+        bucket.unpack(torch.full((bucket.numel,), 3.0))
+    assert layer.one.tolist() == [5.0] * size
+    assert layer.two.tolist() == [3.0] * 3
+    before = replica.buffers
+    replica.find_buffers()
+    assert replica.buffers is before
 
 
 def test_a_replicas_buckets_stay_and_hold_the_buffers_of_now():

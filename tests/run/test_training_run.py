@@ -232,6 +232,21 @@ def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
     assert [b.numel() for b in replicas.of(optimizers[0]).buffers] == [2, 2, 4, 4]
     assert [b.numel() for b in replicas.of(optimizers[1]).buffers] == [3, 3]
     assert not Replicas(module, optimizers, average_buffers=False).of(optimizers[0]).buffers
+    named = Replicas(module, optimizers, average_buffers=["[02].running_mean", "*var"])
+    named.check_names()
+    assert named.of(optimizers[0]).buffers == [module[0].running_mean, module[0].running_var, *named_of(module[2])]
+    assert named.of(optimizers[1]).buffers == [module[1].running_var]
+    assert len(named.whole().buffers) == len([*module.parameters()]) + 5
+
+
+def named_of(layer: nn.BatchNorm1d) -> list[torch.Tensor]:
+    return [layer.running_mean, layer.running_var]
+
+
+def test_a_name_that_no_buffer_has_is_refused_with_those_that_there_are():
+    replicas = Replicas(nn.BatchNorm1d(2), [], average_buffers=["running_mean", "queue"])
+    with pytest.raises(ValueError, match=r"no float buffer .* like 'queue'\. They are running_mean, running_var"):
+        replicas.check_names()
 
 
 def test_every_rank_starts_from_the_values_of_rank_zero():
