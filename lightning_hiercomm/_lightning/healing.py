@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -28,6 +29,9 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     Args:
         trainer: In the first callback's hook of that moment, on all ranks of its world.
         moment: ``"batch"``, before a batch that is not an epoch's first; ``"epoch"``, before an epoch; or ``"end"``.
+
+    Warns:
+        UserWarning: Of what is left out, because ``weights_only`` loading does not read it.
     """
     connector = trainer._checkpoint_connector
     require_attribute(connector, "dump_checkpoint")
@@ -45,14 +49,13 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
         loops[f"{_EPOCH}.val_loop.batch_progress"]["total"] = dict.fromkeys(
             loops[f"{_EPOCH}.val_loop.batch_progress"]["total"], 0
         )
-    checkpoint["callbacks"] = {key: state for key, state in checkpoint["callbacks"].items() if _is_plain(state)}
+    checkpoint["callbacks"] = _plain(checkpoint["callbacks"])
     kept = ("state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers", "epoch", "global_step")
-    checkpoint = {
-        key: value
-        for key, value in checkpoint.items()
-        if key in kept or key == "pytorch-lightning_version" or _is_plain(value)
-    }
-    return {"checkpoint": checkpoint, "moment": moment}
+    taken = {key: checkpoint[key] for key in (*kept, "pytorch-lightning_version") if key in checkpoint}
+    others = _plain({key: value for key, value in checkpoint.items() if key not in taken})
+    saved = checkpoint["state_dict"]
+    buffers = {name: buffer for name, buffer in trainer.lightning_module.named_buffers() if name not in saved}
+    return {"checkpoint": {**taken, **others}, "moment": moment, "buffers": buffers}
 
 
 def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +71,10 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
+    for name, buffer in trainer.lightning_module.named_buffers():  # also those that checkpoints do not hold
+        given = state["buffers"].get(name)
+        if given is not None and given.shape == buffer.shape:
+            buffer.copy_(given)
     return checkpoint
 
 
@@ -195,6 +202,18 @@ def _clear_current(progress: dict[str, Any]) -> None:
                 _clear_current(part)
         return
     progress["current"] = dict.fromkeys(progress["current"], 0)
+
+
+def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a newcomer would take."""
+    plain = {key: state for key, state in states.items() if _is_plain(state)}
+    for key in states.keys() - plain.keys():
+        warnings.warn(
+            f"elastic nodes: a node that comes begins without the state of {key}, which `weights_only` loading does not"
+            " read: keep numbers, strings, tensors, and lists and dictionaries of them",
+            stacklevel=2,
+        )
+    return plain
 
 
 def _is_plain(value: object) -> bool:

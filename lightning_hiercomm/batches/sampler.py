@@ -73,7 +73,7 @@ class EpochOrder:
     @property
     def is_drawn(self) -> bool:
         """Whether the order comes from the user's own sampler, so that ranks might disagree."""
-        if isinstance(self.sampler, RandomSampler):
+        if type(self.sampler) is RandomSampler:
             return self.sampler.replacement or len(self.sampler) != len(self.sampler.data_source)
         return type(self.sampler) is not SequentialSampler
 
@@ -99,7 +99,7 @@ class EpochOrder:
         if self.is_drawn:
             with _seeded(seed):
                 return list(self.sampler)
-        if isinstance(self.sampler, RandomSampler):
+        if type(self.sampler) is RandomSampler:
             return torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist()
         return range(len(self))
 
@@ -239,7 +239,9 @@ def divide_dataloader(
     refuse = f"HeterogeneousBatches cannot divide the batches of {type(loader).__name__}: "
     if not isinstance(loader, DataLoader):
         raise ValueError(refuse + "it is not a torch DataLoader. Return one from train_dataloader().")
-    if isinstance(loader.sampler, DistributedSampler):
+    # of a batch sampler that the user gives DataLoader does not know the sampler, and names another
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
         raise ValueError(
             refuse + "its DistributedSampler has divided the dataset equally already. Give it shuffle=True or an"
             " ordinary sampler."
@@ -267,11 +269,11 @@ def divide_dataloader(
         stream = (_SizedDividedStream if is_sized else DividedStream)(loader.dataset, division)
         _replace(divided, dataset=stream, batch_sampler=StreamBatches(stream), batch_size=None, drop_last=True)
         return divided
-    if not isinstance(loader.sampler, Sampler) or not isinstance(loader.sampler, Sized):
+    if not isinstance(sampler, Sampler) or not isinstance(sampler, Sized):
         raise ValueError(
-            refuse + f"its sampler, {type(loader.sampler).__name__}, is no torch Sampler with a length. Make it one."
+            refuse + f"its sampler, {type(sampler).__name__}, is no torch Sampler with a length. Make it one."
         )
-    order = EpochOrder(loader.sampler, seed)
+    order = EpochOrder(sampler, seed)
     if len(order) < division.total:
         raise ValueError(
             f"global_batch_size={division.total} is more than the {len(order)} samples of an epoch: lower it"

@@ -125,6 +125,22 @@ def test_other_samplers_are_drawn_alike_on_all_ranks(sampler):
     assert batches(together[0], 0) != batches(together[0], 1)
 
 
+class EveryThird(RandomSampler):
+    """A sampler of the user's own, by a class that would shuffle."""
+
+    def __iter__(self):
+        return iter(range(0, 3 * len(self), 3))
+
+
+@pytest.mark.parametrize("as_batches", [False, True])
+def test_samplers_that_look_like_torchs_own_are_drawn_also_in_a_batch_sampler(as_batches):
+    sampler = EveryThird(range(10))
+    given = {"batch_sampler": BatchSampler(sampler, 2, False)} if as_batches else {"sampler": sampler}
+    first, second = divided(DataLoader(Numbers(30), **given), [1, 3])
+    assert batches(first) == [[0], [12]]
+    assert batches(second) == [[3, 6, 9], [15, 18, 21]]
+
+
 def test_drawing_leaves_the_global_generators_alone():
     (loader,) = divided(DataLoader(Numbers(20), sampler=WeightedRandomSampler([1.0] * 20, 20)), [4])
 
@@ -200,6 +216,10 @@ class Buckets(BatchSampler):
     [
         ([1, 2], "list: it is not a torch DataLoader"),
         (DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8), 2, 0)), "divided the dataset equally already"),
+        (
+            DataLoader(Numbers(8), batch_sampler=BatchSampler(DistributedSampler(Numbers(8), 2, 0), 2, False)),
+            "divided the dataset equally already",
+        ),
         (DataLoader(Numbers(8), batch_size=None), "batch_size=None means that the dataset makes the batches"),
         (DataLoader(Numbers(8), batch_sampler=Buckets(SequentialSampler(range(8)), 2, False)), "Buckets, knows which"),
         (DataLoader(Numbers(8), sampler=iter(range(8))), "range_iterator, is no torch Sampler"),
