@@ -175,29 +175,35 @@ class Replicas:
             reshard(self.module)
 
     def whole_state(
-        self, optimizer: Optimizer, replica: Replica, held: Sequence[Mapping[str, Any]]
+        self, optimizer: Optimizer, replica: Replica, held: Sequence[Mapping[str, Any]], node: Communicator
     ) -> list[dict[str, Any]]:
-        """State that a scheme has for this rank's shares of parameters, for the whole parameters.
+        """State that a scheme has for this rank's shares of parameters, for the whole parameters. Collective.
 
         Args:
             optimizer: Trains the parameters.
             replica: Holds the shares.
             held: By name, the state of every parameter of ``replica``: one value per element, or one for all.
+            node: The ranks that hold the other shares.
 
         Returns:
             By name, the state of every parameter that the optimizer trains, in its order: DTensors where it is sharded.
         """
         by_tensor = {id(tensor): state for tensor, state in zip(replica.parameters, held, strict=True)}
-        first, of_first = next(zip(replica.parameters, held, strict=True), (None, {}))
-        states = []
-        for parameter in trained_by(optimizer):
-            share = local(parameter)
-            own = by_tensor.get(id(share), {})
-            if not share.numel():  # there is nothing of it on this rank, but there is on others
-                per_element = {name: first is not None and v.shape == first.shape for name, v in of_first.items()}
-                own = {name: share.clone() if per_element[name] else v for name, v in of_first.items()}
-            states.append({name: whole(v, parameter) if v.shape == share.shape else v for name, v in own.items()})
-        return states
+        parameters = trained_by(optimizer)
+        shares = list(map(local, parameters))
+        states = [by_tensor.get(id(share), {}) for share in shares]
+        if self._node:  # a rank that has nothing of a parameter takes part for it, by what others have
+            said = [
+                _kinds(state, share) if share.numel() else None for state, share in zip(states, shares, strict=True)
+            ]
+            for place, (share, *kinds) in enumerate(zip(shares, *node.all_gather_object(said), strict=True)):
+                if not share.numel():
+                    of_others = next(kind for kind in kinds if kind is not None)
+                    states[place] = {name: _nothing(share, kind) for name, kind in of_others.items()}
+        return [
+            {name: whole(v, parameter) if v.shape == share.shape else v for name, v in state.items()}
+            for parameter, share, state in zip(parameters, shares, states, strict=True)
+        ]
 
     def held_state(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Undo :meth:`whole_state`; the whole may be plain tensors, as another strategy writes them. Collective."""
@@ -250,6 +256,15 @@ def check_initialized(module: nn.Module) -> None:
             f"Modules with uninitialized parameters ({', '.join(names)}) can't be used with a hierarchical strategy."
             " Run a dummy forward pass to correctly initialize the modules, or give lazy layers their sizes"
         )
+
+
+def _kinds(state: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor | torch.dtype]:
+    """What a parameter's state is made of: the type of what there is for each element, and the rest."""
+    return {name: value.dtype if value.shape == share.shape else value for name, value in state.items()}
+
+
+def _nothing(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
+    return kind if isinstance(kind, Tensor) else torch.empty_like(share, dtype=kind)
 
 
 def has_mean(buffer: Tensor) -> bool:

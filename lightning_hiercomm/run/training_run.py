@@ -320,7 +320,8 @@ class TrainingRun:
         schedules = [scheme.schedule() for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
-                state = self.replicas.whole_state(optimizer, scheme.replica, schedule["outer"]["state"])
+                held, node = schedule["outer"]["state"], self.topology.intra
+                state = self.replicas.whole_state(optimizer, scheme.replica, held, node)
                 schedule["outer"] = {**schedule["outer"], "state": state}
         return schedules
 

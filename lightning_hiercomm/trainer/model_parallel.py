@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
+from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
@@ -342,17 +343,27 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return ModelParallelStrategy.optimizer_state(self, optimizer)
+        state = ModelParallelStrategy.optimizer_state(self, optimizer)
+        if self._save_distributed_checkpoint or self.global_rank != 0:
+            return state
+        return numbered_by_optimizer(state, raw_optimizer(optimizer), self._module.parameters())
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        finally:
+            self._optimizers = optimizers
         reshard(self._module)
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            run = self._run
+        if is_fitting:
+            run, path = self._run, Path(self.broadcast(checkpoint_path))
             run.begin_from_module()
-            with run.training(self._checkpoints.trained):
-                load_sharded_state(checkpoint, Path(self.broadcast(checkpoint_path)), run.optimizers)
+            with run.training(self._checkpoints.trained):  # torch leaves out states of what is frozen
+                states = checkpoint.pop("optimizer_states", [])
+                load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)
+                load_sharded_state(checkpoint, path, run.optimizers)
                 self._checkpoints.restore(run)
         return checkpoint
 

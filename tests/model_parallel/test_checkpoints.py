@@ -45,8 +45,29 @@ class Dies(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), **arguments):
-    module = Dropped("adamw")
+class Grouped(Dropped):
+    """Its optimizer has the parameters in another order, by groups."""
+
+    def configure_optimizers(self):
+        *others, matrix = sorted(self.parameters(), key=torch.Tensor.dim)
+        groups = [{"params": others, "weight_decay": 0.0}, {"params": [matrix], "weight_decay": 0.1}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+class Thawed(Dropped):
+    """Trains its last layer after four steps."""
+
+    def build(self):
+        net = super().build()
+        net[-1].requires_grad_(False)
+        return net
+
+    def on_train_batch_start(self, *_):
+        self.net[-1].requires_grad_(self.trainer.global_step >= 4)
+
+
+def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_class=Dropped, **arguments):
+    module = module_class("adamw")
     strategy = HierarchicalModelParallelStrategy(
         SCHEMES[name](),
         ranks_per_node=2,
@@ -61,8 +82,8 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), **argumen
     return {"state": whole_state(module), "losses": module.report}
 
 
-def _fit_whole(folder, resume=None, **arguments):
-    module = Dropped("adamw")
+def _fit_whole(folder, resume=None, module_class=Dropped, **arguments):
+    module = module_class("adamw")
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
     strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, bucket_mb=1e-3)
     run = trainer(strategy, enable_checkpointing=True, callbacks=[saves], **arguments)
@@ -78,6 +99,10 @@ def _train(names, folder):
         results[name] = _fit(folder, name, kind)
     _fit(folder, "diloco", "directory", max_steps=SAVED_AT, max_epochs=None)
     _fit_whole(folder / "whole", max_steps=SAVED_AT, max_epochs=None)
+    for module_class in (Grouped, Thawed):
+        own = {"module_class": module_class, "max_steps": SAVED_AT, "max_epochs": None}
+        _fit(folder / module_class.__name__, "diloco", "file", **own)
+        _fit_whole(folder / module_class.__name__ / "whole", **own)
     torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
     with _heard(folder, os.environ["LOCAL_RANK"]).open("a", buffering=1) as heard, contextlib.redirect_stderr(heard):
         logging.getLogger("lightning_hiercomm").addHandler(logging.StreamHandler(heard))
@@ -112,12 +137,21 @@ def _resume(names, folder):
         run.fit(module, ckpt_path=path)
         results["Lightning", kind] = {"steps": run.global_step, "losses": module.report}
         results["loaded", kind] = _loaded(ModelParallelStrategy(4, 1), path)
-    for saved_by in ("sharded", "whole"):
-        path = folder / "diloco" / "file" if saved_by == "sharded" else folder / "whole"
-        path = path / f"step={SAVED_AT}.ckpt"
-        results["whole", saved_by] = _fit_whole(folder / "whole again", path)
-        results["sharded", saved_by] = _fit(folder / "sharded again", "diloco", "file", path, replicas=False)
+    for saved_by, (place, module_class) in FILES.items():
+        path, which = folder / place / f"step={SAVED_AT}.ckpt", {"module_class": module_class}
+        results["whole", saved_by] = _fit_whole(folder / "whole again", path, **which)
+        results["sharded", saved_by] = _fit(folder / "sharded again", "diloco", "file", path, replicas=False, **which)
     return results
+
+
+FILES = {
+    "sharded": ("diloco/file", Dropped),
+    "whole": ("whole", Dropped),
+    "sharded, by groups": ("Grouped/diloco/file", Grouped),
+    "whole, by groups": ("Grouped/whole", Grouped),
+    "sharded, thawed": ("Thawed/diloco/file", Thawed),
+    "whole, thawed": ("Thawed/whole", Thawed),
+}
 
 
 def _loaded(strategy, path, devices=4):
@@ -178,7 +212,7 @@ def test_a_directory_resumes_like_a_file(resumed):
         assert results["plain", "file"]["losses"] == results["plain", "directory"]["losses"]
 
 
-@pytest.mark.parametrize("saved_by", ["sharded", "whole"])
+@pytest.mark.parametrize("saved_by", FILES)
 def test_files_go_to_ranks_that_hold_all_and_come_from_them(resumed, saved_by):
     for results in resumed:
         ours, expected = results["sharded", saved_by], results["whole", saved_by]

@@ -1,0 +1,101 @@
+"""States of optimizers whose parameters are sharded over a node, in files that hold them whole, and in directories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.optim import Optimizer
+
+
+def numbered_by_optimizer(
+    state: Mapping[str, Any], optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+) -> dict[str, Any]:
+    """A whole state as ``Optimizer.state_dict`` numbers it, from one whose numbers are places among the module's.
+
+    Lightning writes the latter, which are the former only of one optimizer of all parameters, in their order.
+
+    Args:
+        state: Of the optimizer; all of it, so of rank 0.
+        optimizer: Whose it is.
+        parameters: The module's, in its order.
+    """
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    groups: list[dict[str, Any]] = []
+    number: dict[int, int] = {}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        first = len(number)
+        number |= {place[id(parameter)]: first + index for index, parameter in enumerate(group["params"])}
+        groups.append({**saved, "params": list(range(first, len(number)))})
+    return {"state": {number[key]: value for key, value in state["state"].items()}, "param_groups": groups}
+
+
+def load_optimizers(
+    path: Path, states: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool
+) -> None:
+    """Give optimizers the states that a file or a directory holds. Collective.
+
+    Args:
+        path: What holds them.
+        states: The file's.
+        module: Sharded; what was trained when they were saved is to require gradients.
+        optimizers: In their order.
+        strict: Whether a state has to be there for every parameter.
+    """
+    if path.is_dir():
+        for index, optimizer in enumerate(optimizers):
+            held = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)}
+            load(held, checkpoint_id=path)
+            set_optimizer_state_dict(
+                module,
+                optimizer,
+                optim_state_dict=held[f"optimizer_{index}"],
+                options=StateDictOptions(cpu_offload=True, strict=strict),
+            )
+        return
+    options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=strict)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if state["state"]:
+            set_optimizer_state_dict(
+                module, optimizer, optim_state_dict=_named(state, optimizer, module), options=options
+            )
+
+
+def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """A whole state by the names of parameters, as torch loads it."""
+    parameters = list(module.parameters())
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if numbers == list(range(len(own))) and _fits(state, own):
+        place = {id(parameter): index for index, parameter in enumerate(parameters)}
+        state = {
+            "state": {place[id(own[number])]: value for number, value in state["state"].items()},
+            "param_groups": [
+                {**saved, "params": [place[id(parameter)] for parameter in group["params"]]}
+                for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+            ],
+        }
+    # or Lightning's own strategy has written it
+    named: dict[str, Any] = FullyShardedDataParallel.rekey_optim_state_dict(
+        dict(state), OptimStateKeyType.PARAM_NAME, module
+    )
+    return named
+
+
+def _fits(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> bool:
+    """Whether what was kept for each parameter has its shape, if it has one."""
+    return all(
+        value.shape in (parameters[number].shape, ())
+        for number, held in state["state"].items()
+        for value in held.values()
+        if isinstance(value, Tensor)
+    )
