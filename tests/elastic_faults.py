@@ -129,17 +129,22 @@ class Run:
     Args:
         nodes: Started.
         names: Of the nodes.
-        period: Seconds between two agreements.
+        every: Steps between two agreements.
+        period: Seconds between them.
         cut: Cuts a node off, or connects it again.
     """
 
-    def __init__(self, nodes: Cluster, names: Sequence[int], period: float, cut: Callable[[int, bool], None]) -> None:
+    def __init__(
+        self, nodes: Cluster, names: Sequence[int], every: int, period: float, cut: Callable[[int, bool], None]
+    ) -> None:
         self._nodes = nodes
         self._names = names
+        self._every = every
         self._period = period
         self._cut = cut
         self._began = time.time()
         self._pending: list[tuple[float, Callable[[], None]]] = []
+        self._away_until: dict[int, float] = {}
         self.outcome = Outcome()
 
     # ---- the time of the run -------------------------------------------------------------------------------------
@@ -181,6 +186,14 @@ class Run:
         """Whether all nodes do."""
         return all(map(self.trains, self._names))
 
+    def is_with_others(self, node: int) -> bool:
+        """Whether it trains where they do: one that is stopped, or was, may be left behind, and can heal nobody."""
+        is_here = self.trains(node)
+        if is_here and node in self._away_until:
+            is_near = self._nodes.steps(node)[-1][1] + 2 * self._every > self.last_step()
+            is_here = is_near and time.time() > self._away_until[node] + self._period
+        return is_here
+
     def last_step(self) -> int:
         """Of anybody."""
         return max((steps[-1][1] for steps in map(self._nodes.steps, self._names) if steps), default=0)
@@ -188,8 +201,9 @@ class Run:
     # ---- faults --------------------------------------------------------------------------------------------------
 
     def strike(self, fault: Fault) -> None:
-        """Let it happen, if a node trains that another is left beside."""
-        able = [node for node in (*range(fault.node, len(self._names)), *range(fault.node)) if self.trains(node)]
+        """Let it happen, if another node is left beside the one that it happens to."""
+        nodes = (*range(fault.node, len(self._names)), *range(fault.node))
+        able = [node for node in nodes if self.is_with_others(node)]
         if len(able) < 2:
             return
         fault.node, fault.at = able[0], time.time() - self._began
@@ -205,9 +219,11 @@ class Run:
             signalled(signal.SIGKILL)
         elif fault.what == "stop":
             signalled(signal.SIGSTOP)
+            self._away_until[fault.node] = later
             self._pending.append((later, lambda: signalled(signal.SIGCONT)))
         else:
             self._cut(fault.node, True)
+            self._away_until[fault.node] = later
             self._pending.append((later, lambda: self._cut(fault.node, False)))
         self.outcome.faults.append(fault)
 
@@ -383,7 +399,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         with nodes:
             for node in names:
                 nodes.start(node, wires.environment(node) if is_theirs else None)
-            run = Run(nodes, names, period, wires.cut)
+            run = Run(nodes, names, arguments.sync_every, period, wires.cut)
             try:
                 run.go_on(until=run.all_train)
                 calm = time.time() + period, time.time() + period + arguments.calm
