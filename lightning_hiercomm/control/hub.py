@@ -129,6 +129,8 @@ class Member:
         self.doing = "joining"
         self.progress = 0
         self.stuck: tuple[str, float] = ("", 0.0)
+        self.batches = 0  # begun
+        self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
 
 
 class Hub:
@@ -280,6 +282,7 @@ class Hub:
                 self._ends_at = 0.0
         elif message["kind"] == "beat":
             member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
+            member.batches, member.ended = message["batches"], tuple(message["ended"])
         elif message["kind"] == "failed":
             self._fail(message)
         elif message["kind"] == "stop" and not self._proposed:
@@ -330,6 +333,8 @@ class Hub:
         if self._failure is None and self._missing and now > self._give_up_at:
             self._fail_of_itself(f"{_ranks(self._missing)} did not come back")
         if self._failure is None and self._hang_timeout is not None:
+            self._look_for_unequal_epochs()
+        if self._failure is None and self._hang_timeout is not None:
             self._look_for_frozen(now, self._hang_timeout)
             self._look_for_standstill(now, self._hang_timeout)
 
@@ -361,6 +366,26 @@ class Hub:
         self._fail_of_itself("; ".join(reports[:10]), frozen=True, silent=silent_ranks[:1000])
         for channel in silent:
             channel.send_urgently()
+
+    def _look_for_unequal_epochs(self) -> None:
+        """End the run if a rank trains on in an epoch that another one has ended: they would wait for each other.
+
+        What a rank says of its batches and epochs is of one moment, so it does not matter that others' words are older.
+        """
+        ahead = max(self._members.values(), key=lambda member: member.ended, default=None)
+        if ahead is None:
+            return
+        epochs, batches = ahead.ended
+        for member in self._members.values():
+            its_batches = member.ended[1] if member.ended[0] == epochs else member.batches
+            if its_batches > batches or (member.ended[0] == epochs and its_batches < batches):
+                shorter, longer = (ahead, member) if its_batches > batches else (member, ahead)
+                self._fail_of_itself(
+                    f"{shorter.place} ended an epoch after {shorter.ended[1]} batches of the run, and {longer.place}"
+                    " took more. All ranks must take equally many steps: give them equally many batches, or set"
+                    " limit_train_batches"
+                )
+                return
 
     def _look_for_standstill(self, now: float, timeout: float) -> None:
         """Say so if all ranks live, but none gets on: they may wait for each other, or for something very slow."""

@@ -92,6 +92,7 @@ class ControlPlane:
         self._failed = threading.Event()
         self._changed = threading.Condition()
         self._batch = 0
+        self._ended = 0, 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
         self._is_lost = False
@@ -215,6 +216,11 @@ class ControlPlane:
         """Remember what this rank does now, for others who ask; to do something else is to get on."""
         self.doing = doing
         self._progress += 1
+
+    def note_epoch_end(self) -> None:
+        """This rank has taken all batches of an epoch; others that go on with it could wait for it for ever."""
+        with self._changed:
+            self._ended = self._ended[0] + 1, self._batch
 
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one raised."""
@@ -341,7 +347,9 @@ class ControlPlane:
                     if message["kind"] == "bye":
                         return
                 if self.hang_timeout is not None and time.monotonic() >= next_beat:
-                    beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look()}
+                    with self._changed:
+                        count = {"batches": self._batch, "ended": self._ended}
+                    beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look(), **count}
                     channel.send({"kind": "beat", **beat})
                     next_beat = time.monotonic() + hub.seconds_between_beats(self.size, self.hang_timeout)
                 pause = max(0.0, next_beat - time.monotonic()) if next_beat < math.inf else None

@@ -94,6 +94,7 @@ class EpochClock(pl.Callback):
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:
             self._epoch_has_ended = True
+            self._control.note_epoch_end()
             self._run.end_epoch()
 
 

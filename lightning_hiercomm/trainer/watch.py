@@ -71,6 +71,11 @@ class RunControl:
             where = f" of epoch {trainer.current_epoch}, after {trainer.global_step} steps" if trainer else ""
             self.plane.note_progress(f"{doing}{where}")
 
+    def note_epoch_end(self) -> None:
+        """This rank has taken all batches of an epoch."""
+        if self.plane is not None:
+            self.plane.note_epoch_end()
+
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
         return self._is_stopping_together or not is_interrupted(trainer)

@@ -279,11 +279,20 @@ class Beating:
         for moment in range(int(seconds / 0.05)):
             for rank in alive:
                 said = {"doing": f"training batch {moment}", "progress": moment + 1 if progress else 1}
-                self._channels[rank].send({"kind": "beat", **said, "stuck": stuck if rank == alive[-1] else ("", 0.0)})
+                self.say(rank, **said, stuck=stuck if rank == alive[-1] else ("", 0.0))
             time.sleep(0.05)
-            for rank, member in enumerate(self.members):
-                while select.select([member], [], [], 0)[0]:
-                    self.news[rank].append(read(member))
+            self.hear()
+
+    def say(self, rank: int, **what: object) -> None:
+        """One beat."""
+        said = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
+        self._channels[rank].send({"kind": "beat", **said})
+
+    def hear(self) -> None:
+        """Keep what the hub has said."""
+        for rank, member in enumerate(self.members):
+            while select.select([member], [], [], 0)[0]:
+                self.news[rank].append(read(member))
 
 
 def test_a_silent_rank_is_frozen_and_named_with_its_last_step(serve, capfd):
@@ -353,15 +362,42 @@ def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
     assert said == f"lightning_hiercomm: no rank got on for 0.5 s: {where}\n"
 
 
+@pytest.mark.parametrize(
+    ("shorter", "longer"),
+    [
+        ({"batches": 10, "ended": (1, 10)}, {"batches": 11, "ended": (0, 0)}),
+        ({"batches": 10, "ended": (1, 10)}, {"batches": 12, "ended": (1, 12)}),
+        ({"batches": 20, "ended": (2, 20)}, {"batches": 21, "ended": (1, 10)}),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_trains_on_in_an_epoch_that_another_has_ended_ends_the_run(serve, shorter, longer, first):
+    ranks = Beating(serve(hang_timeout=60.0), ranks=2)
+    who = {"shorter": first, "longer": 1 - first}
+    for which in ("shorter", "longer")[:: 1 if first else -1]:
+        ranks.say(who[which], **(shorter if which == "shorter" else longer))
+    message = read(ranks.members[0])["message"]
+    ended = f"rank {who['shorter']} ended an epoch after {shorter['ended'][1]} batches of the run"
+    assert message.startswith(f"{ended}, and rank {who['longer']} took more. All ranks must take equally many steps")
+
+
+def test_ranks_that_are_not_equally_far_may_be_at_the_same_epochs(serve):
+    ranks = Beating(serve(hang_timeout=0.5))
+    for batches, ended in [(0, (0, 0)), (9, (0, 0)), (10, (0, 0)), (10, (1, 10)), (11, (1, 10)), (20, (2, 20))]:
+        for behind in range(3):
+            ranks.say(behind, batches=batches, ended=ended, progress=batches)
+            time.sleep(0.03)
+        ranks.hear()
+    assert ranks.news == [[]] * 3
+
+
 def test_ranks_that_have_not_begun_may_take_their_time(serve):
     served = serve(hang_timeout=0.5)
     ranks = Beating(served)
-    for channel in ranks._channels:
-        channel.send({"kind": "beat", "doing": "preparing data", "progress": 0, "stuck": ("", 0.0)})
-    for _ in range(20):
+    for _ in range(21):
+        for rank in range(3):
+            ranks.say(rank, doing="preparing data")
         time.sleep(0.05)
-        for channel in ranks._channels:
-            channel.send({"kind": "beat", "doing": "preparing data", "progress": 0, "stuck": ("", 0.0)})
     ranks.beat(0.05, 0, 1, 2)
     assert ranks.news == [[]] * 3
 
@@ -407,7 +443,9 @@ def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypa
     served = serve(hang_timeout=1000.0)
     member = served.member(0)
     for number in range(300):
-        hub.Channel(member).send({"kind": "beat", "doing": "", "progress": number, "stuck": ("", 0.0)})
+        hub.Channel(member).send(
+            {"kind": "beat", "doing": "", "progress": number, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0)}
+        )
         if number % 20 == 0:
             time.sleep(0.002)
     hub.Channel(member).send({"kind": "stop"})

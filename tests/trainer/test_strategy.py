@@ -384,6 +384,30 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
         fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, forked=True)
 
 
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(50, at_epoch_end=False)], ids=type)
+def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_and_are_named(fit, capfd, scheme):
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, length):
+            self.length = length
+
+        def __iter__(self):
+            yield from torch.ones(self.length, 1)
+
+    class Uneven(Oracle):
+        def train_dataloader(self):
+            return DataLoader(Stream(5 + 3 * self.global_rank))
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.x.sum(), sync_dist=True)
+
+        def val_dataloader(self):
+            return DataLoader(torch.ones(4, 1))
+
+    with pytest.raises(Exception, match=r"exit code 1|took more\. All ranks must"):
+        fit(Uneven(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
+    assert "rank 0 (node 0) ended an epoch after 5 batches of the run, and rank 1" in capfd.readouterr().err
+
+
 def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
     """The finder restores what was before, with barriers, before anybody hears why it ends."""
 
