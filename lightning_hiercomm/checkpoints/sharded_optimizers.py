@@ -50,6 +50,9 @@ def load_optimizers(
         module: Sharded; what was trained when they were saved is to require gradients.
         optimizers: In their order.
         strict: Whether a state has to be there for every parameter.
+
+    Raises:
+        ValueError: If a file holds the states of another number of optimizers.
     """
     if path.is_dir():
         for index, optimizer in enumerate(optimizers):
@@ -62,6 +65,11 @@ def load_optimizers(
                 options=StateDictOptions(cpu_offload=True, strict=strict),
             )
         return
+    if len(states) != len(optimizers):
+        raise ValueError(
+            f"the checkpoint {path} holds the states of {len(states)} optimizers, but this run has {len(optimizers)}:"
+            " resume from one that was saved with save_weights_only=False, by a run with as many"
+        )
     options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=strict)
     for optimizer, state in zip(optimizers, states, strict=True):
         if state["state"]:

@@ -362,7 +362,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             run.begin_from_module()
             with run.training(self._checkpoints.trained):  # torch leaves out states of what is frozen
                 states = checkpoint.pop("optimizer_states", [])
-                load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)
+                if run.optimizers:
+                    load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)
                 load_sharded_state(checkpoint, path, run.optimizers)
                 self._checkpoints.restore(run)
         return checkpoint

@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hiercomm.nodes.buffers import Buffers, homes_of_buffers, is_persistent
+from lightning_hiercomm.nodes.buffers import Buffers, homes_of_buffers, is_persistent, names_of_directions
 from lightning_hiercomm.nodes.replica import Replica
+
+
+def test_unit_vectors_of_both_of_torchs_spectral_norms_are_known():
+    new, old = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.utils.spectral_norm(nn.Linear(2, 2))
+    module = nn.Sequential(new, old, nn.BatchNorm1d(2), torch.jit.script(nn.BatchNorm1d(2)))
+    vectors = {"0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v", "1.weight_u", "1.weight_v"}
+    assert names_of_directions(module) == vectors
+    assert vectors < dict(module.named_buffers()).keys()
 
 
 class Layer(nn.Module):
