@@ -333,10 +333,9 @@ class Hub:
         if self._failure is None and self._missing and now > self._give_up_at:
             self._fail_of_itself(f"{_ranks(self._missing)} did not come back")
         if self._failure is None and self._hang_timeout is not None:
-            self._look_for_unequal_epochs()
-        if self._failure is None and self._hang_timeout is not None:
             self._look_for_frozen(now, self._hang_timeout)
             self._look_for_standstill(now, self._hang_timeout)
+            self._look_for_unequal_epochs()
 
     def _begin_to_listen(self, now: float) -> None:
         for member in self._members.values():

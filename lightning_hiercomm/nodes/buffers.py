@@ -98,10 +98,10 @@ class Buffers:
         return True
 
     def _give_up_resized(self) -> None:
-        for place, shape in enumerate(self._shapes):
-            if self.tensors[place].shape != shape:
-                self.tensors = [*self.tensors[:place], self.tensors[place].new_zeros(shape), *self.tensors[place + 1 :]]
-                self._homes[place] = None
+        kept = [tensor.shape == shape for tensor, shape in zip(self.tensors, self._shapes, strict=True)]
+        held = zip(self.tensors, self._shapes, kept, strict=True)
+        self.tensors = [tensor if is_kept else tensor.new_zeros(shape) for tensor, shape, is_kept in held]
+        self._homes = [home if is_kept else None for home, is_kept in zip(self._homes, kept, strict=True)]
 
 
 def _present(before: Tensor, home: Home | None) -> Tensor:

@@ -269,10 +269,15 @@ class Replica:
 
 def _buckets_of_buffers(buffers: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Statistics differ in a node; a counter, a flag or a table among them does not, anywhere, and is to stay so."""
-    pieces = [Piece(buffer, 0, buffer.numel()) for buffer in buffers]
-    return list(filled_buckets(pieces, bucket_bytes, equal_in_node=False, keeps_equal=True))
+    return _buckets(buffers, bucket_bytes, equal_in_node=False, keeps_equal=True)
 
 
-def _buckets(tensors: Sequence[Tensor], bucket_bytes: int, equal_in_node: bool, held_by: str = "node") -> list[Bucket]:
+def _buckets(
+    tensors: Sequence[Tensor],
+    bucket_bytes: int,
+    equal_in_node: bool,
+    held_by: str = "node",
+    keeps_equal: bool = False,
+) -> list[Bucket]:
     pieces = [Piece(tensor, 0, tensor.numel()) for tensor in tensors]
-    return list(filled_buckets(pieces, bucket_bytes, equal_in_node, held_by))
+    return list(filled_buckets(pieces, bucket_bytes, equal_in_node, held_by, keeps_equal))

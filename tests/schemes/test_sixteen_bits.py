@@ -181,6 +181,21 @@ def test_it_costs_as_many_bytes_as_an_all_reduce(count, beside):
     assert sent == [pytest.approx(expected, rel=1e-12)] * count
 
 
+@pytest.mark.parametrize("nodes_of", ["2 nodes", "3 nodes", "7 nodes", "2x2", "3 of 2", "3+1"])
+def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
+    def work(topology):
+        sent = []
+        for kinds in ([420], []), ([], [420]):
+            replica = Replica(*([torch.ones(n, device=place.device) for n in kind] for kind in kinds))
+            before = topology.meter.snapshot()["inter_bytes"]
+            Average(replica, topology)(3)
+            sent.append(topology.meter.snapshot()["inter_bytes"] - before)
+        return sent
+
+    of_parameters, of_statistics = map(sum, zip(*on_ranks(work, NODES[nodes_of]), strict=True))
+    assert of_statistics == pytest.approx(of_parameters, rel=0.05)  # but for the padding to equal chunks
+
+
 def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_gathering():
     def work(topology):
         own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16, device=place.device)

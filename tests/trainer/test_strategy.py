@@ -368,14 +368,17 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
         fit(Unequal(), {}, use_distributed_sampler=False, forked=True)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Ones, of which nobody knows before how many there are."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        yield from torch.ones(self.length, 1)
+
+
 def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
-    class Stream(torch.utils.data.IterableDataset):
-        def __init__(self, length):
-            self.length = length
-
-        def __iter__(self):
-            yield from torch.ones(self.length, 1)
-
     class Uneven(Oracle):
         def train_dataloader(self):
             return DataLoader(Stream(5 + self.global_rank))
@@ -386,13 +389,6 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(50, at_epoch_end=False)], ids=type)
 def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_and_are_named(fit, capfd, scheme):
-    class Stream(torch.utils.data.IterableDataset):
-        def __init__(self, length):
-            self.length = length
-
-        def __iter__(self):
-            yield from torch.ones(self.length, 1)
-
     class Uneven(Oracle):
         def train_dataloader(self):
             return DataLoader(Stream(5 + 3 * self.global_rank))
