@@ -47,6 +47,7 @@ class Checkpoints:
         self._resumed_from: tuple[str, str | None] | None = None
         self._companion: dict[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
+        self._paths: dict[str, str] = {}  # of checkpoints that rank 0 calls otherwise, by what they are called here
         self._written: dict[str, str] = {}  # the identity of this rank's newest companion, by the checkpoint's path
 
     def add_to(
@@ -99,7 +100,7 @@ class Checkpoints:
         checkpoint: dict[str, Any],
         run: TrainingRun,
         mid_epoch: bool,
-        share: Callable[[str], str],
+        share: Callable[[tuple[str, str]], tuple[str, str]],
         io: CheckpointIO,
         filepath: Any,
         storage_options: Any | None = None,
@@ -118,7 +119,7 @@ class Checkpoints:
             mid_epoch: Whether more batches of the epoch follow.
             share: Broadcasts rank 0's word.
             io: Writes the files.
-            filepath: Of the checkpoint.
+            filepath: Of the checkpoint. A name may hold a number that each rank logs its own; only rank 0 writes there.
             storage_options: For ``io``.
             precision: State of this rank's precision plugin.
             entries: What callbacks and the module say on this rank.
@@ -126,7 +127,7 @@ class Checkpoints:
         Raises:
             OSError: On every rank, if one could not write its companion.
         """
-        identity = share(secrets.token_hex(8))
+        identity, path = share((secrets.token_hex(8), str(filepath)))
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.settle()
@@ -145,13 +146,15 @@ class Checkpoints:
         )
         rank = run.topology.rank
         try:
-            self._write_together(run.topology, io, state, companion_path(filepath, rank, identity), storage_options)
+            self._write_together(run.topology, io, state, companion_path(path, rank, identity), storage_options)
             self._remove_replaced(io, rank, identity)
             yield
         except BaseException:
-            self._remove_companions(io, filepath, lambda other: other == identity, rank)
+            self._remove_companions(io, path, lambda other: other == identity, rank)
             raise
-        self._written[str(filepath)] = identity
+        self._written[path] = identity
+        if path != str(filepath):
+            self._paths[str(filepath)] = path
 
     def _write_together(
         self, topology: Topology, io: CheckpointIO, state: dict[str, Any], path: str, storage_options: Any | None
@@ -205,11 +208,12 @@ class Checkpoints:
 
         Rank 0 deletes what it sees. What others have written to a disk of their own node, they delete there.
         """
+        path = self._paths.pop(str(filepath), filepath)
 
         def remove() -> None:
             if rank == 0:
                 io.remove_checkpoint(filepath)
-            self._remove_companions(io, filepath, lambda _: True, rank)
+            self._remove_companions(io, path, lambda _: True, rank)
 
         after_saves(io, remove)
 

@@ -43,7 +43,7 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
         arrived.wait()
         streams.keep_here(*received.values())  # made on the stream that launched
         first, *others = (own if member == group.rank else received[member] for member in range(group.size))
-        wider = arithmetic_dtype(own.dtype) if is_short(own.dtype) else torch.float64
+        wider = arithmetic_dtype(own.dtype) if is_short(own.dtype) else torch.promote_types(own.dtype, torch.float64)
         total = first.to(wider).mul_(weights[0])  # not zero plus that: -0.0 stays what it is
         for values, weight in zip(others, weights[1:], strict=True):
             total.add_(values, alpha=weight)

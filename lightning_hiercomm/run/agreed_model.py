@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.versions import version_of
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.mean import Average
@@ -25,12 +26,21 @@ class _Own:
 
     Attributes:
         values: This rank's own.
+        restore_version: Makes autograd take the tensor for unchanged, once it holds ``values`` again.
         agreed: Of a buffer, what the module got. A module may write to its buffers while it is looked at (the best
             score so far): what is there then is its own from now on.
     """
 
     values: Tensor
+    restore_version: Callable[[], None]
     agreed: Tensor | None = None
+
+    def put_back(self, tensor: Tensor) -> None:
+        """Write the rank's own to where it was."""
+        values = self.now(tensor)
+        if values is not tensor:
+            tensor.copy_(values)
+            self.restore_version()
 
     def now(self, tensor: Tensor) -> Tensor:
         """The rank's own, after whatever was written to the tensor meanwhile."""
@@ -112,7 +122,7 @@ class AgreedModel:
             self._agree()
             agreed = [s.replica.buffers for s, own in zip(self._schemes, self._own, strict=True) if own is None]
             differing = self._differing_others(moved=list(chain(*agreed)))
-            self._own_others = [(tensor, _Own(tensor.detach().clone())) for tensor in differing]
+            self._own_others = [(t, _Own(t.detach().clone(), version_of(t))) for t in differing]
             self.average(differing)
             for tensor, own in self._own_others:
                 if not isinstance(tensor, nn.Parameter):
@@ -135,7 +145,10 @@ class AgreedModel:
 
     def _remember_own(self) -> None:
         """Before any scheme agrees, for two may train one parameter."""
-        self._own = [None if s.is_agreed else [_Own(t) for t in s.replica.snapshot()] for s in self._schemes]
+        self._own = []
+        for replica, is_agreed in ((scheme.replica, scheme.is_agreed) for scheme in self._schemes):
+            versions = map(version_of, replica.tensors)
+            self._own.append(None if is_agreed else [*map(_Own, replica.snapshot(), versions)])
 
     def _agree(self) -> None:
         for scheme, owns in zip(self._schemes, self._own, strict=True):
@@ -248,7 +261,7 @@ class AgreedModel:
             self._find_buffers()
             with torch.no_grad():
                 for tensor, own in self._all_own():
-                    tensor.copy_(own.now(tensor))
+                    own.put_back(tensor)
                 for tensor, values in self._sick:
                     tensor.copy_(values)
             self._own_others, self._sick = [], []

@@ -24,7 +24,7 @@ _BUFFERS_IN_A_SUM = 2**16
 
 
 class Replicas:
-    """A module's trainable parameters and float buffers, cut into one :class:`Replica` per optimizer.
+    """A module's trainable parameters and float (or complex) buffers, cut into one :class:`Replica` per optimizer.
 
     What an optimizer trains may change in mid-run: callbacks like BackboneFinetuning thaw parameters, or add groups. So
     a replica is made anew each time it is asked for, from what is trainable at that moment.
@@ -72,7 +72,7 @@ class Replicas:
         Raises:
             ValueError: If nothing has such a name.
         """
-        names = [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
+        names = [name for name, buffer in self.module.named_buffers() if is_of_numbers(buffer)]
         patterns = [] if isinstance(self.average_buffers, bool) else self.average_buffers
         unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unknown:
@@ -106,10 +106,10 @@ class Replicas:
         )
 
     def whole(self) -> Replica:
-        """The module itself, whatever trains it: all parameters, frozen ones too, and the float buffers that agree."""
+        """The module itself, whatever trains it: its parameters, frozen ones too, and the float buffers that agree."""
         floats = [buffer for _, buffer in self._buffers_that_agree()]
         self.have_written()
-        parameters = list(self.module.parameters())
+        parameters = [parameter for parameter in self.module.parameters() if is_of_numbers(parameter)]
         shares = shares_of(parameters, self._node)
         plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
@@ -137,7 +137,7 @@ class Replicas:
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
         parameters = [] if self._node else self.module.parameters()
-        found: list[Tensor] = [p for p in parameters if id(p) not in trained and p.is_floating_point() and p.numel()]
+        found: list[Tensor] = [p for p in parameters if id(p) not in trained and is_of_numbers(p) and p.numel()]
         if not with_buffers:
             return found
         held = {id(buffer) for replica in known for buffer in replica.buffers}
@@ -145,7 +145,7 @@ class Replicas:
         for name, given in self.module.named_buffers():
             buffer = local(given)
             is_late = id(buffer) not in held and id(buffer) in lasting
-            if (name in self._without_mean or is_late) and buffer.is_floating_point() and buffer.numel():
+            if (name in self._without_mean or is_late) and is_of_numbers(buffer) and buffer.numel():
                 found += [buffer] if is_whole(given) and self._may_agree(name) else []
         return found
 
@@ -162,7 +162,7 @@ class Replicas:
     def grown(self, replica: Replica, optimizer: Optimizer) -> list[Tensor]:
         """The parameters that the optimizer trains by now, and ``replica`` does not hold; none of a sharded module."""
         known = set(map(id, replica.parameters))
-        return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and p.is_floating_point()]
+        return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and is_of_numbers(p)]
 
     def checksum(self) -> list[int]:
         """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
@@ -228,7 +228,7 @@ class Replicas:
     def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
         """Float buffers that have a mean, with their names; of DTensors those of which every rank holds all."""
         named = self.module.named_buffers(remove_duplicate=False)
-        floats = [(name, b) for name, b in named if b.is_floating_point() and name not in self._without_mean]
+        floats = [(name, b) for name, b in named if is_of_numbers(b) and name not in self._without_mean]
         return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_agree(name)]
 
     def _may_agree(self, name: str) -> bool:
@@ -267,10 +267,17 @@ def _nothing(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
     return kind if isinstance(kind, Tensor) else torch.empty_like(share, dtype=kind)
 
 
+def is_of_numbers(tensor: Tensor) -> bool:
+    """Whether a mean can be made of it that is no rounding: it is floating or complex, no count and no mask."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def has_mean(buffer: Tensor) -> bool:
-    """Whether it is floating, and so far from infinity that two of them can be added, and all that is looked at."""
-    if not buffer.is_floating_point():
+    """Whether it is of such, and so far from infinity that two of them can be added, and all that is looked at."""
+    if not is_of_numbers(buffer):
         return False
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer)
     sizes, widest = buffer.double().abs(), torch.finfo(torch.promote_types(buffer.dtype, torch.float32)).max
     return bool((sizes <= torch.finfo(buffer.dtype).max / 2).all() and sizes.sum() <= widest / _BUFFERS_IN_A_SUM)
 

@@ -51,7 +51,10 @@ class RunControl:
             broadcast: Gives all ranks what rank 0 gives.
             gather: Gives all ranks what each gives; its second argument may raise while it waits.
         """
-        if size > 1 and self.plane is None:
+        if self.plane is not None:
+            return
+        self._is_stopping_together = self._has_noted_exception = False  # of the run before
+        if size > 1:
             place = f"rank {rank} (node {node})"
             self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -130,6 +131,46 @@ def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
         assert other["report"] == one["report"][STEPS:]
         for key, value in one["state_dict"].items():
             assert torch.equal(value, other["state_dict"][key]), key
+
+
+class Logs(Net):
+    """Logs its loss, which is another one on each rank."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def _saved_by_names_of_their_own(folder):
+    saves = ModelCheckpoint(folder, "{step}-{loss:.6f}", every_n_train_steps=2 * STEPS, save_top_k=-1)
+
+    def run(resume=None, **arguments):
+        strategy = HierarchicalStrategy(PeriodicAveraging(3), ranks_per_node=1, checkpoint_replicas=True)
+        trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
+        trainer.fit(module := Logs(), ckpt_path=resume)
+        return module.report, trainer
+
+    whole, trainer = run(callbacks=[saves], enable_checkpointing=True)
+    resumed, _ = run(next(folder.glob(f"step={2 * STEPS}-*.ckpt")))
+    last, name = f"step={4 * STEPS}-*.ckpt", saves.best_model_path
+    if trainer.global_rank == 0:  # as if each rank had a disk of its own
+        Path(name).unlink()
+    deadline = time.monotonic() + 20
+    while any(folder.glob(last)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if trainer.global_rank == 1:
+        trainer.strategy.remove_checkpoint(name)
+    return whole[2 * STEPS :], resumed, Path(name).name, [path.name for path in folder.glob(f"{last}.rank-0001.*")]
+
+
+def test_a_file_whose_name_holds_what_each_rank_logs_is_one_file_for_all(borrow):
+    ranks = borrow(_saved_by_names_of_their_own, ranks=2)
+    for whole, resumed, *_ in ranks:
+        assert resumed == whole
+    (*_, name, _), (*_, other_name, left) = ranks
+    assert name != other_name
+    assert left == []
 
 
 class Wide(Net):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -33,19 +34,25 @@ class Pair(nn.Module):
         nn.init.zeros_(self.second.weight)
 
 
+@contextmanager
+def begun(run: TrainingRun) -> Iterator[TrainingRun]:
+    """The run in its first epoch."""
+    try:
+        run.begin(epochs=1, steps=None)
+        run.begin_epoch(0, {})
+        yield run
+    finally:
+        run.close(timeout=5.0)
+
+
 def on_two_nodes(scheme: Callable[[], Scheme], work: Callable[[TrainingRun], T]) -> list[T]:
     """``work(run)`` on two nodes of one rank, with a run that has begun."""
 
     def body(topology: Topology) -> T:
         module = Pair().to(place.device)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
-        run = TrainingRun(scheme(), Replicas(module, optimizers), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(scheme(), Replicas(module, optimizers), topology)) as run:
             return work(run)
-        finally:
-            run.close(timeout=5.0)
 
     return on_ranks(body, [[0], [1]])
 
@@ -96,28 +103,23 @@ def test_a_buffer_that_was_infinite_is_part_of_the_agreed_model_once_it_is_finit
         module.register_buffer("best", torch.tensor(torch.inf))
         module.register_buffer("mask", torch.full((2,), -torch.inf))
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
-        run = TrainingRun(PeriodicAveraging(1), Replicas(module, optimizers), topology)
-        seen = []
+        with begun(TrainingRun(PeriodicAveraging(1), Replicas(module, optimizers), topology)) as run:
+            seen = []
 
-        def look(own: float) -> None:
-            module.best.fill_(own)
-            for which in (0, 1):
-                add(run, which, 1.0)  # both agree, so nothing but the buffer differs
-            with run.agreed_model():
+            def look(own: float) -> None:
+                module.best.fill_(own)
+                for which in (0, 1):
+                    add(run, which, 1.0)  # both agree, so nothing but the buffer differs
+                with run.agreed_model():
+                    seen.append(module.best.item())
                 seen.append(module.best.item())
-            seen.append(module.best.item())
 
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
             look(3.0 if topology.rank == 0 else torch.inf)
             look(topology.rank + 1.0)
             run.finish()
             run.agreed_model.average_module()
             assert module.mask.isneginf().all()
             return [*seen, module.best.item()]
-        finally:
-            run.close(timeout=5.0)
 
     inf = torch.inf
     assert on_ranks(body, [[0], [1]]) == [[3.0, 3.0, 1.5, 1.0, 1.5], [inf, inf, 1.5, 2.0, 1.5]]
@@ -140,17 +142,14 @@ def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[di
         module = nn.BatchNorm1d(50).to(place.device)
         module.register_buffer("mask", None if mask is None else mask.to(place.device, copy=True))
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, wire, on_nonfinite="raise")
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology, wire, on_nonfinite="raise")) as run:
 
-        def step() -> None:
-            module.running_mean += topology.rank
-            for parameter in module.parameters():
-                parameter.grad = torch.full_like(parameter, 0.25 * (topology.rank + 1))
-            optimizer.step()
+            def step() -> None:
+                module.running_mean += topology.rank
+                for parameter in module.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.25 * (topology.rank + 1))
+                optimizer.step()
 
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
             for _ in range(4):
                 run.step(optimizer, step)
             with run.agreed_model():
@@ -158,8 +157,6 @@ def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[di
             run.finish()
             assert mask is None or torch.equal(module.mask.cpu(), mask)
             return topology.meter.snapshot()
-        finally:
-            run.close(timeout=5.0)
 
     return on_ranks(body, [[0], [1]])
 
@@ -172,6 +169,76 @@ def test_a_mask_travels_on_no_wire_and_makes_nothing_travel_twice(mask, scheme, 
     for own, with_mask in zip(plain, masked, strict=True):
         assert with_mask["inter_bytes"] == own["inter_bytes"]
         assert 0 <= with_mask["world_bytes"] - own["world_bytes"] <= 64  # one number of it is compared at a look
+
+
+def test_a_look_between_a_forward_pass_and_its_backward_pass_disturbs_no_gradient():
+    def body(topology: Topology) -> list[list[float]]:
+        module = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).to(place.device)
+        teacher = nn.Parameter(torch.ones(1, device=place.device), requires_grad=False)
+        module.register_parameter("teacher", teacher)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1.0)
+        data = topology.rank + torch.arange(4.0, device=place.device)[:, None]
+        with begun(TrainingRun(PeriodicAveraging(5), Replicas(module, [optimizer]), topology)) as run:
+            add(run, 0, 0.1 * topology.rank)
+            teacher += topology.rank
+            found = []
+            for looks in (False, True):
+                loss = (module.teacher * module(data)).square().mean()
+                if looks:
+                    with run.agreed_model():
+                        assert teacher.item() == 1.5
+                optimizer.zero_grad()
+                loss.backward()
+                found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad]).tolist())
+        return found
+
+    for without, beside_a_look in on_ranks(body, [[0], [1]]):
+        assert beside_a_look == without
+
+
+def test_the_end_of_a_run_averages_numbers_and_leaves_counts_to_their_ranks():
+    def body(topology: Topology) -> list[object]:
+        module = Pair().to(place.device)
+        module.phase = nn.Parameter(torch.tensor([1j * topology.rank], device=place.device), requires_grad=False)
+        module.count = nn.Parameter(torch.tensor([5 + topology.rank], device=place.device), requires_grad=False)
+        module.register_buffer("spectrum", torch.zeros(1, dtype=torch.complex128, device=place.device))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
+        with begun(TrainingRun(PeriodicAveraging(1), Replicas(module, optimizers), topology)) as run:
+            module.phase.data += 1j * topology.rank
+            add(run, 0, 1.0)
+            module.spectrum += 1j * topology.rank
+            with run.agreed_model():
+                seen = [each.item() for each in (module.phase, module.count, module.spectrum)]
+            run.finish()
+            run.agreed_model.average_module()
+        return [*seen, *(each.item() for each in (module.phase, module.count, module.spectrum))]
+
+    assert on_ranks(body, [[0], [1]]) == [[1j, count, 0.5j] * 2 for count in (5, 6)]
+
+
+@pytest.mark.parametrize("scheme", [StepsDelay(2, 2), PeriodicAveraging(2)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_train_as_their_real_and_imaginary_parts_do(scheme, dtype):
+    def trained(topology: Topology, is_complex: bool) -> list[float]:
+        module = nn.Module()
+        values = torch.zeros(3, dtype=dtype, device=place.device)
+        module.weight = nn.Parameter(values if is_complex else torch.view_as_real(values))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology)) as run:
+            for step in range(6):
+                weight = module.weight if is_complex else torch.view_as_complex(module.weight)
+                target = torch.tensor([1 + step, 1j * topology.rank, 2 - 3j], dtype=dtype, device=place.device)
+                (weight - target).abs().square().sum().backward()
+                run.step(optimizer, optimizer.step)
+                optimizer.zero_grad()
+            run.finish()
+            return torch.view_as_real(module.weight.detach()).tolist() if is_complex else module.weight.tolist()
+
+    def body(topology: Topology) -> list[list[float]]:
+        return [trained(topology, is_complex) for is_complex in (True, False)]
+
+    for is_complex, is_real in on_ranks(body, [[0], [1]]):
+        torch.testing.assert_close(torch.tensor(is_complex), torch.tensor(is_real))
 
 
 def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
@@ -282,13 +349,8 @@ def assigning(scheme: Scheme, work: Callable[[TrainingRun], T]) -> list[T]:
     def body(topology: Topology) -> T:
         module = nn.ModuleList([Assigning(), Assigning()]).to(place.device)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in module]
-        run = TrainingRun(scheme, Replicas(module, optimizers, bucket_bytes=12), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(scheme, Replicas(module, optimizers, bucket_bytes=12), topology)) as run:
             return work(run)
-        finally:
-            run.close(timeout=5.0)
 
     return on_ranks(body, [[0], [1]])
 
@@ -385,22 +447,19 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
         module = nn.Linear(1, 1, bias=False).to(place.device)
         nn.init.ones_(module.weight)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, wire)
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology, wire)) as run:
 
-        def step() -> None:
-            with torch.autocast(place.device.type, torch.bfloat16):
-                loss = module(torch.full((1, 1), 1 / 3 + topology.rank, device=place.device)).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            def step() -> None:
+                with torch.autocast(place.device.type, torch.bfloat16):
+                    loss = module(torch.full((1, 1), 1 / 3 + topology.rank, device=place.device)).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
 
-        def step_in_the_users_autocast() -> None:
-            assert torch.is_autocast_enabled(place.device.type) == with_autocast
-            step()
+            def step_in_the_users_autocast() -> None:
+                assert torch.is_autocast_enabled(place.device.type) == with_autocast
+                step()
 
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
             with torch.autocast(place.device.type, torch.bfloat16, enabled=with_autocast):
                 for _ in range(2):
                     run.step(optimizer, step_in_the_users_autocast)
@@ -409,8 +468,6 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
                 agreed = module.weight.item()
                 run.agreed_model.leave()
             return own, agreed
-        finally:
-            run.close(timeout=5.0)
 
     return on_ranks(body, [[0], [1]])
 
@@ -430,17 +487,12 @@ def test_a_look_does_not_move_parameters_that_two_optimizers_train():
         module = nn.Linear(1, 1, bias=False).to(place.device)
         nn.init.zeros_(module.weight)
         optimizers = [torch.optim.SGD(module.parameters(), lr=1.0) for _ in range(2)]
-        run = TrainingRun(PeriodicAveraging(5), Replicas(module, optimizers), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(PeriodicAveraging(5), Replicas(module, optimizers), topology)) as run:
             add(run, 0, topology.rank + 1.0)
             add(run, 1, topology.rank + 1.0)
             with run.agreed_model():
                 seen = [module.weight.item(), run.agreed_model.own_values()[id(module.weight)].item()]
             return [*seen, module.weight.item()]
-        finally:
-            run.close(timeout=5.0)
 
     assert on_ranks(body, [[0], [1]]) == [[3.0, 2.0, 2.0], [3.0, 4.0, 4.0]]
 
@@ -452,10 +504,7 @@ def test_what_a_module_writes_to_its_buffers_while_it_is_looked_at_stays(scheme,
         module = nn.BatchNorm1d(1).to(place.device)
         module.register_buffer("best", torch.zeros(3, device=place.device))
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology)) as run:
             for look in range(3):
                 add(run, 0, 0.0)
                 module.running_mean.fill_(topology.rank)
@@ -468,8 +517,6 @@ def test_what_a_module_writes_to_its_buffers_while_it_is_looked_at_stays(scheme,
                     assert own.get(id(module.best), module.best).tolist() == [0.0, 2.0, 1.0]
                 run.agreed_model.leave()
             return [module.running_mean.item(), *module.best.tolist()]
-        finally:
-            run.close(timeout=5.0)
 
     assert on_ranks(body, nodes) == [[0.0, 0.0, 2.0, 1.0], [1.0, 0.0, 2.0, 1.0]]
 
@@ -479,18 +526,13 @@ def test_buffers_that_moved_after_an_agreement_are_part_of_the_agreed_model(sche
     def body(topology: Topology) -> list[float]:
         module = nn.BatchNorm1d(1).to(place.device)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology)) as run:
             add(run, 0, 0.0)
             module.running_mean.fill_(topology.rank)  # another optimizer's forward pass
             assert not run.agreed_model.is_in_module
             with run.agreed_model():
                 seen = module.running_mean.item()
             return [seen, module.running_mean.item()]
-        finally:
-            run.close(timeout=5.0)
 
     assert on_ranks(body, [[0], [1]]) == [[0.5, 0.0], [0.5, 1.0]]
 
@@ -499,10 +541,7 @@ def test_a_step_of_which_the_nodes_hear_nothing_is_refused_until_the_run_is_over
     def body(topology: Topology) -> bool:
         module = nn.Linear(1, 1).to(place.device)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(PeriodicAveraging(5), Replicas(module, [optimizer]), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(PeriodicAveraging(5), Replicas(module, [optimizer]), topology)) as run:
             add(run, 0, 1.0)
             if topology.num_nodes > 1:
                 with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called on the optimizer itself"):
@@ -511,8 +550,6 @@ def test_a_step_of_which_the_nodes_hear_nothing_is_refused_until_the_run_is_over
                 optimizer.step()
             else:
                 optimizer.step()
-        finally:
-            run.close(timeout=5.0)
         optimizer.step()
         return True
 
@@ -540,10 +577,7 @@ def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(sche
         module = nn.Linear(1, 1).to(place.device)
         module.register_buffer("late", None)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology)
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology)) as run:
             add(run, 0, 0.0)
             module.late = torch.full((2,), float(topology.rank), device=place.device)
             module.register_buffer("later", torch.full((1,), topology.rank + 1.0, device=place.device))
@@ -555,8 +589,6 @@ def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(sche
             run.finish()
             run.agreed_model.average_module()
             return [seen, own, [*module.late.tolist(), module.later.item()]]
-        finally:
-            run.close(timeout=5.0)
 
     assert on_ranks(body, [[0], [1]]) == [
         [[0.5, 0.5, 1.5, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 1.5]],
@@ -615,18 +647,13 @@ def test_a_parameter_that_is_replaced_in_mid_run_by_others_on_each_rank_is_their
         module = nn.Linear(1, 1, bias=False).to(place.device)
         nn.init.zeros_(module.weight)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, Wire.named(wire))
-        try:
-            run.begin(epochs=1, steps=None)
-            run.begin_epoch(0, {})
+        with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology, Wire.named(wire))) as run:
             add(run, 0, 1.0)
             module.weight = nn.Parameter(torch.full((1, 1), 4.0 * topology.rank, device=place.device))
             optimizer.param_groups[0]["params"] = [module.weight]
             for _ in range(3):
                 add(run, 0, 1.0)
             return module.weight.item()
-        finally:
-            run.close(timeout=5.0)
 
     one, other = on_ranks(body, [[0], [1]])
     assert one == other == pytest.approx(5.0, abs=1e-3)

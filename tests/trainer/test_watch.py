@@ -57,3 +57,17 @@ def test_a_process_alone_exits_as_it_says():
     error = SystemExit(0)
     RunControl().note_exception(error)
     assert error.code == 0
+
+
+def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
+    """A program may catch an error, and train once more with the same Trainer."""
+    control.note_exception(ValueError("in the run before"))
+    control.plane = None
+    plane = ControlPlane(1, 2, "rank 1 (node 1)")
+    monkeypatch.setattr("lightning_hiercomm.trainer.watch.start_control_plane", lambda *_: plane)
+    control.start(1, 2, 1, ("localhost", 0), None, broadcast=lambda said: said, gather=lambda said: [said])
+    told = []
+    monkeypatch.setattr(plane, "report_failure", told.append)
+    error = ValueError("in this one")
+    control.note_exception(error)
+    assert told == [error]

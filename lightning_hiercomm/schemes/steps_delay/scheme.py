@@ -374,10 +374,10 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def _bits(self) -> Tensor:
         """A sum over each parameter's bits: versions do not count what is written through ``parameter.data``."""
-        sums = [
-            parameter.detach().view(_INTEGERS[parameter.element_size()]).sum(dtype=_INTEGERS[parameter.element_size()])
-            for parameter in self.replica.parameters
-        ]
+        values = [parameter.detach() for parameter in self.replica.parameters]
+        reals = [torch.view_as_real(each) if each.is_complex() else each for each in values]
+        kinds = [_INTEGERS[each.element_size()] for each in reals]
+        sums = [each.view(kind).sum(dtype=kind) for each, kind in zip(reals, kinds, strict=True)]
         return torch.stack([each.long() for each in sums]) if sums else torch.zeros(0)  # all may be frozen
 
     def _update_locally(
