@@ -229,7 +229,7 @@ def test_complex_parameters_train_as_their_real_and_imaginary_parts_do(scheme, d
                 weight = module.weight if is_complex else torch.view_as_complex(module.weight)
                 target = torch.tensor([1 + step, 1j * topology.rank, 2 - 3j], dtype=dtype, device=place.device)
                 (weight - target).abs().square().sum().backward()
-                run.step(optimizer, optimizer.step)
+                run.step(optimizer, lambda: optimizer.step())
                 optimizer.zero_grad()
             run.finish()
             return torch.view_as_real(module.weight.detach()).tolist() if is_complex else module.weight.tolist()
