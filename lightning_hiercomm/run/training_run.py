@@ -107,8 +107,20 @@ class TrainingRun:
         return self.replicas.optimizers
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
-        """The scheme of an optimizer."""
-        return next(s for s, other in zip(self.schemes, self.optimizers, strict=True) if other is optimizer)
+        """The scheme of an optimizer.
+
+        Raises:
+            RuntimeError: If the run has begun with others.
+        """
+        for scheme, known in zip(self.schemes, self.optimizers, strict=True):
+            if known is optimizer:
+                return scheme
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} is none of the optimizers with which the run began, and whose parameters"
+            " the nodes agree on: somebody has put it in their place (`trainer.optimizers = ...`,"
+            " `trainer.strategy.setup_optimizers(trainer)`). Change the param_groups of those that there are"
+            " (`optimizer.add_param_group(...)`), or call `fit` anew"
+        )
 
     def remember_values(self) -> None:
         """Take what the module holds for what the schemes know; for whoever has restored both."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
 
+_COUNTS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch's optimizers: one of each for all of a parameter
 _NEED_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
 
 
@@ -49,7 +50,7 @@ def releases_gradients(optimizer: Optimizer) -> bool:
 
 def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has one number per element of the parameter."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+    return isinstance(value, Tensor) and value.shape == parameter.shape and name not in _COUNTS
 
 
 def keep_state_here(optimizer: Optimizer, parameter: Tensor) -> None:

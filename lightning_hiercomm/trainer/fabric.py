@@ -387,10 +387,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
             if not thawed or not getattr(wrapped, "require_backward_grad_sync", True):
                 continue
             gradients = self._run_with(module).gradients
+            # those of embeddings, by what all ranks see alike: a rank may have no gradient
+            sparse = {id(layer.weight) for layer in module.modules() if getattr(layer, "sparse", False)}
             for parameter in thawed:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            held = [(p, p.grad) for p in thawed if p.grad is not None]
+                if id(parameter) in sparse:
+                    own = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
+                    parameter.grad = gradients.reduce_sparse(own)
+            held = [(p, p.grad) for p in thawed if p.grad is not None and id(p) not in sparse]
             owners = {id(gradient): p for p, gradient in held}
             for place, bucket in enumerate(Replica([gradient for _, gradient in held]).buckets):
                 gradients.note_contents(-2 - place, ((owners[id(each.tensor)], each.start) for each in bucket.pieces))

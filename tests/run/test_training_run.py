@@ -291,6 +291,15 @@ def test_values_written_behind_the_schemes_back_on_any_rank_are_noticed_on_all()
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[False, True, False]] * 2
 
 
+def test_an_optimizer_that_somebody_puts_in_the_place_of_another_is_refused_with_what_to_do():
+    def work(run: TrainingRun) -> None:
+        fresh = torch.optim.SGD(run.module.first.parameters(), lr=1.0)
+        run.step(fresh, fresh.step)
+
+    with pytest.raises(RuntimeError, match="this SGD is none of the optimizers with which the run began"):
+        on_two_nodes(lambda: PeriodicAveraging(2), work)
+
+
 def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
     module = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(4, affine=False)])
     optimizers = [torch.optim.SGD(module[0].parameters(), lr=1.0), torch.optim.SGD(module[1].parameters(), lr=1.0)]

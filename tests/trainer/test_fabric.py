@@ -297,6 +297,31 @@ def test_parameters_thawed_in_mid_run_get_the_same_gradients_on_all_ranks_that_s
         torch.testing.assert_close(torch.tensor(seen), torch.tensor([*expected, expected[-1]]), rtol=1e-9, atol=1e-9)
 
 
+def thawing_sparse(fabric, strategy, folder):
+    """A row for each of three ranks, and none for the fourth, is thawed after two steps."""
+    module = nn.Sequential(nn.Embedding(4, 1, sparse=True).requires_grad_(False), nn.Linear(1, 1, bias=False)).double()
+    nn.init.zeros_(module[0].weight)
+    nn.init.ones_(module[1].weight)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    for step in range(4):
+        module[0].weight.requires_grad_(step >= 2)
+        rows = torch.tensor([fabric.global_rank] * (fabric.global_rank < 3), dtype=torch.int64)
+        fabric.backward(model(rows).sum())
+        module[1].weight.grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.finish()
+    torch.save(module[0].weight.detach(), folder / f"{fabric.global_rank}.pt")
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
+def test_an_embedding_with_sparse_gradients_may_be_thawed_in_mid_run(scheme, tmp_path):
+    launched(scheme, thawing_sparse, tmp_path)
+    for rank in range(4):
+        trained = torch.load(tmp_path / f"{rank}.pt").flatten()
+        torch.testing.assert_close(trained, torch.tensor([-0.5, -0.5, -0.5, 0.0], dtype=torch.float64))
+
+
 def thawed_half(fabric, strategy, path, resumes):
     module = nn.Linear(3, 2)
     with torch.no_grad():

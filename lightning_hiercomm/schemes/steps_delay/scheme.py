@@ -567,6 +567,11 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 f"StepsDelay cannot serve {kind} with gradient_release, which steps inside the backward pass, before"
                 " the node's mean gradient is there: make it without gradient_release"
             )
+        if len({parameter.data_ptr() for parameter in self.replica.parameters}) < len(self.replica.parameters):
+            raise ValueError(
+                "StepsDelay cannot serve parameters that share memory (`a.data = b.data`), for its server holds each of"
+                " them: tie the parameter itself (`a = b`), so that there is one"
+            )
         if any("lr" not in group for group in optimizer.param_groups):
             raise ValueError(f"StepsDelay reads the learning rate from param_groups[...]['lr'], which {kind} lacks")
         is_layerwise = needs_whole_tensors(optimizer)

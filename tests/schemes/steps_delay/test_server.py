@@ -206,11 +206,13 @@ def test_a_small_model_travels_in_several_sections_that_follow_each_other():
 
 
 @pytest.mark.parametrize("shard_on", ["elements", "parameters"])
-def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
-    shapes, saved = ((4, 3), (7,)), {}
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
+def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on, optimizer):
+    """NAdam and ASGD count in more numbers than ``step``; a parameter of one number has as many of each."""
+    shapes, saved = ((4, 3), (), (), (6,)), {}
 
-    def adamw(p: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(p, lr=0.1)
+    def inner(p: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return optimizer(p, lr=0.1)
 
     def first(run: Rank) -> None:
         for _ in range(4):
@@ -222,7 +224,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
     def resumed(run: Rank) -> list[float]:
         with torch.no_grad():
             flat = torch.tensor(saved["values"], dtype=torch.float64).to(place.device)
-            for p, values in zip(run.parameters, flat.split([12, 7]), strict=True):
+            for p, values in zip(run.parameters, flat.split([12, 1, 1, 6]), strict=True):
                 p.copy_(values.view(p.shape))
         run.scheme.follow(Replica(run.parameters))
         run.optimizer.load_state_dict(saved["optimizer"])
@@ -235,15 +237,16 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on):
     def scheme() -> StepsDelay:
         return StepsDelay(1, 100, local_update="sgd", shard_on=shard_on)
 
-    train(first, scheme(), nodes=((0, 1), (2, 3)), shapes=shapes, inner=adamw)
-    results = train(resumed, scheme(), nodes=((0,), (1,), (2,)), shapes=shapes, inner=adamw)
+    train(first, scheme(), nodes=((0, 1), (2, 3)), shapes=shapes, inner=inner)
+    results = train(resumed, scheme(), nodes=((0,), (1,), (2,)), shapes=shapes, inner=inner)
     whole = [torch.nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64)) for shape in shapes]
-    alone = adamw(whole)
+    alone = inner(whole)
     for _ in range(7):
         for p in whole:
             p.grad = torch.full_like(p, 1.5)
         alone.step()
-    assert results[0] == pytest.approx(torch.cat([p.detach().flatten() for p in whole]).tolist(), abs=1e-12)
+    expected = torch.cat([p.detach().flatten() for p in whole]).tolist()
+    assert results[0] == pytest.approx(expected, abs=1e-9)  # NAdam's float32 becomes float64 where torch loads it
 
 
 @pytest.mark.parametrize("rule", ["glu", "sgd", "dc_asgd"])

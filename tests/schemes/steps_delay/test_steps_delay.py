@@ -490,6 +490,16 @@ def test_optimizers_it_cannot_serve_are_refused_with_the_way_out(nodes, optimize
         on_ranks(bind, nodes)
 
 
+def test_parameters_that_share_memory_are_refused_with_the_way_to_tie_them():
+    def bind(topology: Topology) -> None:
+        one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        other.data = one.data
+        StepsDelay().build(Context(Replica([one, other]), topology, torch.optim.SGD([one, other], lr=0.1)))
+
+    with pytest.raises(ValueError, match="share memory"):
+        on_ranks(bind, [[0], [1]])
+
+
 @pytest.mark.parametrize("arguments", [{"local_update": "sgd"}, {"local_update": glu}, {"local_update": "dc_asgd"}])
 def test_adam_is_served_once_the_local_rule_is_named(arguments):
     runs = train(steps(4), StepsDelay(2, 0, **arguments), inner=lambda p: torch.optim.Adam(p, lr=0.1))
