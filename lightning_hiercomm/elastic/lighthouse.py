@@ -16,7 +16,7 @@ from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from typing import Any, Protocol
 
-from lightning_hiercomm.elastic.configuration import check_address, check_torchft
+from lightning_hiercomm.elastic.configuration import Elastic, check_address, check_torchft
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,11 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
         min_nodes: Without so many, nobody meets.
         dead_after: Seconds of silence after which a node counts as gone.
         port: Where ``bind`` does not say.
+
+    Raises:
+        ValueError: For numbers or an address that make no sense.
     """
+    Elastic(min_nodes=min_nodes, dead_after=dead_after)  # refuses what no node could have, either
     check_torchft()
     if bind is None:
         try:

@@ -132,8 +132,8 @@ def plan(arguments: argparse.Namespace) -> int:
     cluster, workload = _cluster_and_workload(arguments)
     if cluster.nodes > _MOST_NODES:
         raise PlanningError(f"--nodes {cluster.nodes}: plans are made for up to {_MOST_NODES} nodes")
-    if arguments.target < 0:
-        raise PlanningError(f"--target {arguments.target} must not be negative")
+    if not arguments.target >= 0:
+        raise PlanningError(f"--target {arguments.target} must be a share of the step: 0 or more")
     if cluster.nodes == 1:
         raise PlanningError(
             "--nodes 1: on one node every scheme trains as DDPStrategy does, so there is nothing to plan"

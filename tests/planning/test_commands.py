@@ -133,6 +133,22 @@ def test_without_matplotlib_a_plot_is_refused(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--dead-after", "-1"], "dead_after=-1.0 must be a number of seconds from 0.5 on"),
+        (["--dead-after", "nan"], "dead_after=nan must be"),
+        (["--min-nodes", "0"], "min_nodes=0 must be a positive number of nodes"),
+        (["--bind", "here"], "--bind"),
+    ],
+)
+def test_a_lighthouse_that_no_node_could_use_is_refused_in_one_line(arguments, message, capsys):
+    assert program.main(["lighthouse", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ([], "give --nodes, --params, --step-time, --inter, or --profile"),
         ([*FLAGS, "--nodes", "0"], "nodes=0 must be at least 1"),
         ([*FLAGS, "--nodes", "1"], "nothing to plan"),
@@ -143,7 +159,8 @@ def test_without_matplotlib_a_plot_is_refused(tmp_path, capsys, monkeypatch):
         ([*FLAGS, "--step-time", "0"], "--step-time: '0' must be positive"),
         ([*FLAGS, "--params", "lots"], "--params: 'lots' is not a number"),
         ([*FLAGS, "--memory", "1gbyte"], "a rank needs at least"),
-        ([*FLAGS, "--target", "-1"], "--target -1.0 must not be negative"),
+        ([*FLAGS, "--target", "-1"], "--target -1.0 must be a share of the step: 0 or more"),
+        ([*FLAGS, "--target", "nan"], "--target nan must be a share of the step: 0 or more"),
         ([*FLAGS, "--wires", "int2"], "invalid choice: 'int2'"),
         ([*FLAGS, "--fast"], "unrecognized arguments: --fast"),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
