@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _lr_find
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -47,41 +48,78 @@ def shown_with_tree(name: str, call: str) -> str:
     return f"{call}  # of {name_tree(name)}" if "pytorch_lightning" in sys.modules else call
 
 
-def replace_sigterm_broadcast(
-    trainer: pl.Trainer, should_stop: Callable[[], bool], on_sigterm: Callable[[], None]
-) -> None:
-    """Take Lightning's SIGTERM handling over.
+class TogetherAtBatches(Protocol):
+    """What brings the ranks to one common batch."""
+
+    @property
+    def requeue_requested(self) -> bool:
+        """Whether they come there to save, to be queued again, and to train on."""
+
+    def should_stop(self) -> bool:
+        """Called before every batch, on every rank: whether they come to this one."""
+
+    def request_stop(self) -> None:
+        """Called when this process receives a SIGTERM."""
+
+    def request_requeue(self) -> None:
+        """Called when this process receives the signal with which SLURM says that the time is nearly up."""
+
+    def go_on(self) -> None:
+        """Called after the ranks have saved."""
+
+
+def replace_sigterm_broadcast(trainer: pl.Trainer, ranks: TogetherAtBatches) -> None:
+    """Take Lightning's handling of SIGTERM, and of SLURM's signal, over.
 
     ``_TrainingEpochLoop`` broadcasts a flag over the world before every batch, so the nodes wait for each other
     at every step. And its signal handler starts a broadcast of its own, which only matches the first if rank 0 was hit.
+    That of SLURM's signal saves a file inside the handler, wherever each rank is: nodes are steps apart, and would wait
+    for each other in different exchanges.
 
     Args:
         trainer: Of the run that is being set up; its handlers are registered after that.
-        should_stop: Called before every batch, on every rank; True stops the run there with a ``SIGTERMException``.
-        on_sigterm: Called when this process receives a SIGTERM.
+        ranks: Says at which batch all of them stop, with a ``SIGTERMException``, or save.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     require_attribute(loop, "_broadcast_sigterm_tensor")
     require_attribute(connector, "_sigterm_notifier_fn")
+    require_attribute(connector, "_slurm_sigusr_handler_fn")
+    connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
+    save_and_requeue = connector._slurm_sigusr_handler_fn
+    heard: list[Any] = [signal.SIGUSR1]
 
     def before_batch() -> None:
-        if should_stop():
-            connector.received_sigterm = True
-            raise SIGTERMException
+        if not ranks.should_stop():
+            return
+        if ranks.requeue_requested:
+            save_and_requeue(heard[-1], None)  # type: ignore[arg-type]  # it does not look at the frame
+            ranks.go_on()
+            return
+        connector.received_sigterm = True
+        raise SIGTERMException
+
+    def requeue(signum: Any, frame: Any) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            save_and_requeue(signum, frame)
+            return
+        heard.append(signum)
+        ranks.request_requeue()
 
     def notify(signum: Any, _: Any) -> None:
         if trainer.strategy.launcher is not None and not connector.received_sigterm:
             trainer.strategy.launcher.kill(signum)  # pass it on to the processes that we launched
-        on_sigterm()
+        ranks.request_stop()
 
     loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
     connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+    connector._slurm_sigusr_handler_fn = requeue  # type: ignore[method-assign, assignment]
 
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
     """Undo :func:`replace_sigterm_broadcast`, so that the trainer can be pickled and used with another strategy."""
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-    trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+    for handler in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        trainer._signal_connector.__dict__.pop(handler, None)
 
 
 def mark_sigterm_received(trainer: pl.Trainer) -> None:

@@ -170,7 +170,8 @@ class Hub:
         self._progress: dict[int, int] = {}
         self._standstill_told = False
         self._holds: dict[int, int] = {}
-        self._proposed = False
+        self._proposal: Message | None = None
+        self._next_proposal: Message | None = None
         self._failure: Message | None = None
         self._ends_at = math.inf
         self._selector = selectors.DefaultSelector()
@@ -264,8 +265,8 @@ class Hub:
             self._tell(channel, {"kind": "welcome"})
             if self._failure is not None:
                 self._tell(channel, self._failure)
-            if self._proposed:
-                self._tell(channel, {"kind": "propose"})
+            if self._proposal is not None:
+                self._tell(channel, self._proposal)
         else:
             self._drop(channel)
 
@@ -285,13 +286,26 @@ class Hub:
             member.batches, member.ended = message["batches"], tuple(message["ended"])
         elif message["kind"] == "failed":
             self._fail(message)
-        elif message["kind"] == "stop" and not self._proposed:
-            self._proposed = True
-            self._tell_all({"kind": "propose"})
+        elif message["kind"] == "stop":
+            requeue = bool(message.get("requeue"))
+            proposal: Message = {"kind": "propose", "requeue": True} if requeue else {"kind": "propose"}
+            if self._proposal is None:
+                self._propose(proposal)
+            elif self._proposal.get("requeue") and not requeue:
+                self._next_proposal = proposal
         elif message["kind"] == "hold":
             self._holds[rank] = message["at"]
             if len(self._holds) == self._size:
                 self._tell_all({"kind": "stop_at", "at": max(self._holds.values())})
+                assert self._proposal is not None
+                if self._proposal.get("requeue"):  # they train on from there
+                    self._proposal, self._holds = None, {}
+                    if self._next_proposal is not None:
+                        self._propose(self._next_proposal)
+
+    def _propose(self, proposal: Message) -> None:
+        self._proposal = proposal
+        self._tell_all(proposal)
 
     def _drop_oldest_stranger(self) -> None:
         self._drop(next(iter(self._strangers)))

@@ -89,12 +89,16 @@ class ControlPlane:
         self.processes: dict[int, Sequence[str]] = {}
         self.failure: str | None = None
         self.stop_requested = False
+        self.requeue_requested = False
         self._failed = threading.Event()
         self._changed = threading.Condition()
         self._batch = 0
         self._ended = 0, 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
+        self._next_proposal: hub.Message | None = None
+        self._asked_to_requeue = 0
+        self._requeues = 0
         self._is_lost = False
         self.doing = "starting"
         self._progress = 0
@@ -207,7 +211,7 @@ class ControlPlane:
 
     @property
     def stops_together(self) -> bool:
-        """Whether all ranks stop at the batch at which :meth:`should_stop` said so."""
+        """Whether all ranks come to the batch at which :meth:`should_stop` said so."""
         return self._stop_at is not None
 
     # ---- what happened -------------------------------------------------------------------------------------------
@@ -253,6 +257,24 @@ class ControlPlane:
         """Ask all ranks to stop at one common batch. Safe in a signal handler."""
         self.stop_requested = True
         self._say({"kind": "stop"})
+
+    def request_requeue(self) -> None:
+        """Ask all ranks to come to one common batch, to save there and be queued again. Safe in a signal handler."""
+        with self._changed:  # may be entered again by the thread that holds it
+            self._asked_to_requeue += 1
+            if self._asked_to_requeue > self._requeues:  # or another rank, which was asked as well, has said so
+                self._say({"kind": "stop", "requeue": True})
+
+    def go_on(self) -> None:
+        """Train on from the batch to which all ranks came, because they were to be queued again."""
+        with self._changed:
+            self._hold_at = self._stop_at = None
+            self.requeue_requested = False
+            for kind in ("stop", "hold"):
+                self._said.pop(kind, None)  # a new hub is not to ask for it once more
+            proposal, self._next_proposal = self._next_proposal, None
+            if proposal is not None:
+                self._hold(proposal)
 
     def should_stop(self) -> bool:
         """Call before every batch: whether this rank stops here, together with all others if :attr:`stops_together`.
@@ -326,7 +348,7 @@ class ControlPlane:
 
     def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
         """Pass messages on, until one of both sides takes its leave."""
-        for message in self._said.values():
+        for message in list(self._said.values()):
             channel.send(message)
         stuck = process.Stuck()
         next_beat = 0.0 if self.hang_timeout is not None else math.inf
@@ -342,7 +364,7 @@ class ControlPlane:
                     self._receive(message)
                 while not self._outbox.empty():
                     message = self._outbox.get()
-                    self._said[message["kind"]] = message
+                    self._said[message["kind"]] = message  # for a new hub
                     channel.send(message)
                     if message["kind"] == "bye":
                         return
@@ -399,13 +421,23 @@ class ControlPlane:
         elif message["kind"] == "propose":
             with self._changed:
                 if self._hold_at is None:
-                    self.stop_requested = True
-                    self._hold_at = self._batch + 1
-                    self._say({"kind": "hold", "at": self._hold_at})
+                    self._hold(message)
+                elif self._stop_at is not None:  # known to this rank, which has not come there yet
+                    self._next_proposal = message
         elif message["kind"] == "stop_at":
             with self._changed:
                 self._stop_at = message["at"]
                 self._changed.notify_all()
+
+    def _hold(self, proposal: hub.Message) -> None:
+        """Wait at the next batch until it is known to which one all ranks come."""
+        if proposal.get("requeue"):
+            self.requeue_requested = True
+            self._requeues += 1
+        else:
+            self.stop_requested = True
+        self._hold_at = self._batch + 1
+        self._say({"kind": "hold", "at": self._hold_at})
 
     def _learn_failure(self, message: str) -> None:
         with self._changed:

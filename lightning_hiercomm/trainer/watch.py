@@ -61,7 +61,7 @@ class RunControl:
     def watch_over(self, trainer: pl.Trainer) -> None:
         """Stop this trainer's ranks together from now on."""
         if self.plane is not None:
-            replace_sigterm_broadcast(trainer, self.plane.should_stop, self.plane.request_stop)
+            replace_sigterm_broadcast(trainer, self.plane)
 
     def note_start(self) -> None:
         """Remember that this rank is about to train, for others who ask."""

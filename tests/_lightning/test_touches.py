@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -101,26 +101,76 @@ def test_the_epoch_loop_calls_the_sigterm_broadcast_before_every_batch():
     assert "torch.distributed.broadcast(" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
 
 
+class Together:
+    """Stands in for a control plane, and notes what it is told.
+
+    Args:
+        stops: Whether all ranks come to the next batch.
+        requeue: Whether they do to be queued again.
+    """
+
+    def __init__(self, stops: bool = False, requeue: bool = False) -> None:
+        self.stops, self.requeue_requested = stops, requeue
+        self.heard: list[str] = []
+
+    def should_stop(self) -> bool:
+        return self.stops
+
+    def request_stop(self) -> None:
+        self.heard.append("term")
+
+    def request_requeue(self) -> None:
+        self.heard.append("requeue")
+
+    def go_on(self) -> None:
+        self.heard.append("go on")
+
+
 def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
-    run, heard = trainer(), []
-    replace_sigterm_broadcast(run, lambda: True, lambda: heard.append("term"))
+    run = trainer()
+    replace_sigterm_broadcast(run, Together(stops=True))
     with pytest.raises(SIGTERMException):
         run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert run.received_sigterm
     restore_sigterm_broadcast(run)
     assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
-    assert "_sigterm_notifier_fn" not in vars(run._signal_connector)
+    assert {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}.isdisjoint(vars(run._signal_connector))
+
+
+def test_slurms_signal_saves_where_all_ranks_are_and_not_where_it_comes(monkeypatch, tmp_path):
+    saved = []
+    monkeypatch.setattr(
+        "lightning.pytorch.trainer.connectors.signal_connector.call", lambda command: saved.append(command)
+    )
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: saved.append(path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = trainer(plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], default_root_dir=tmp_path)
+    ranks = Together(stops=True, requeue=True)
+    replace_sigterm_broadcast(run, ranks)
+    run.state.fn = TrainerFn.FITTING
+    run._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        assert (ranks.heard, saved) == (["requeue"], [])
+        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+        expected = [f"{tmp_path}/hpc_ckpt_1.ckpt", ["scontrol", "requeue", "7"]]
+        assert (ranks.heard, saved) == (["requeue", "go on"], expected)
+        run.state.fn = TrainerFn.VALIDATING  # where there are no batches of training
+        signal.raise_signal(signal.SIGUSR2)
+        assert saved == 2 * expected
+    finally:
+        run._signal_connector.teardown()
 
 
 def test_a_sigterm_reaches_the_replaced_handler_only():
-    run, heard = trainer(), []
-    replace_sigterm_broadcast(run, lambda: False, lambda: heard.append("term"))
+    run, ranks = trainer(), Together()
+    replace_sigterm_broadcast(run, ranks)
     run._signal_connector.register_signal_handlers()
     try:
         signal.raise_signal(signal.SIGTERM)
     finally:
         run._signal_connector.teardown()
-    assert heard == ["term"]
+    assert ranks.heard == ["term"]
     assert not run.received_sigterm
 
 
@@ -133,7 +183,7 @@ def test_the_launcher_of_forked_ranks_does_what_the_watchful_one_builds_on():
 def test_a_version_without_the_touched_method_is_refused(monkeypatch):
     monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
     with pytest.raises(RuntimeError, match=r"no _TrainingEpochLoop\._broadcast_sigterm_tensor"):
-        replace_sigterm_broadcast(trainer(), lambda: False, lambda: None)
+        replace_sigterm_broadcast(trainer(), Together())
 
 
 def test_a_marked_sigterm_is_what_lightning_sees():

@@ -119,6 +119,43 @@ def test_all_ranks_stop_at_one_batch_however_far_apart_they_are(star, asking):
     assert all(plane.stops_together for plane in planes)
 
 
+def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
+    planes, begun = star(3), (3, 10, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    for plane in planes[:2]:  # SLURM tells one a little before the other, and the third is told later
+        plane.request_requeue()
+    wait_until(lambda: all(plane.requeue_requested for plane in planes))
+    assert not any(plane.stop_requested for plane in planes)
+    planes[2].request_requeue()
+    assert stopping_batches(planes[:2], begun[:2]) == [11, 11]
+    for plane in planes[:2]:
+        plane.go_on()
+    assert not any(planes[0].should_stop() for _ in range(4))
+    assert stopping_batches(planes[2:], begun[2:]) == [11]
+    planes[2].go_on()
+    star.lose_hub()
+    planes[1].request_stop()  # the new hub hears of nothing but that
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert not any(plane.requeue_requested for plane in planes)
+    assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
+
+
+def test_who_is_to_stop_while_ranks_are_on_their_way_to_be_queued_again_does_both(star):
+    planes, begun = star(2), (3, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    planes[0].request_requeue()
+    planes[0].request_stop()
+    wait_until(lambda: all(plane.requeue_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [7, 7]
+    for plane in planes:
+        plane.go_on()
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert stopping_batches(planes, (7, 7)) == [8, 8]
+    assert not any(plane.requeue_requested for plane in planes)
+
+
 def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
     planes, begun = star(3), (3, 10, 6)
     for plane, batches in zip(planes, begun, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 
 import lightning.pytorch as pl
 import pytest
@@ -10,9 +12,10 @@ import torch
 from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from problems import Oracle, fitted, same_bits
+from problems import Oracle, fitted, one_trainer, same_bits
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
@@ -486,3 +489,44 @@ def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
         for name, expected in reports[0]["state_dict"].items():
             assert torch.equal(report["state_dict"][name], expected), name
     assert not torch.equal(reports[0]["state_dict"]["conv.weight"], Mixed().conv.weight)
+
+
+class AskedToEnd(pl.Callback):
+    """SLURM tells the ranks, each at another batch, that their time is nearly up."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 3 + 2 * trainer.global_rank:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+def _requeued(folder):
+    rank = int(os.environ["LOCAL_RANK"])
+    where = {"NTASKS": 2, "NTASKS_PER_NODE": 1, "PROCID": rank, "NODEID": rank, "LOCALID": 0, "JOB_ID": 7}
+    os.environ["SLURM_JOB_NAME"] = "digits"
+    os.environ |= {f"SLURM_{name}": str(value) for name, value in where.items()}
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    modules = {}
+    for name, callbacks in (("undisturbed", []), ("asked", [AskedToEnd()])):
+        trainer = one_trainer(
+            folder,
+            num_nodes=2,
+            max_epochs=1,
+            strategy=HierarchicalStrategy(PeriodicAveraging(4)),
+            plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
+            callbacks=callbacks,
+        )
+        trainer.fit(module := Net(samples=960))
+        modules[name] = module.state_dict()
+    return modules
+
+
+@pytest.mark.timeout(60)
+def test_slurms_signal_saves_one_file_queues_the_job_once_and_training_goes_on(borrow, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    for modules in borrow(_requeued, ranks=2, folder=tmp_path):
+        for name, value in modules["undisturbed"].items():
+            assert torch.equal(modules["asked"][name], value), name
+    assert (tmp_path / "said").read_text() == "requeue 7\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt")
+    assert 4 <= saved["global_step"] < 120
