@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -12,6 +13,10 @@ from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, Bucket, Piece, Share, 
 from lightning_hiercomm.nodes.buffers import Buffers, Home
 
 _UNBOUNDED = 2**62
+_LATE_FORMAT = (
+    "parameters got another memory format (`module.to(memory_format=...)`) after nodes had begun to share them, and got"
+    " their own back: set the format before `fit`, or in `configure_model` or `setup`"
+)
 
 
 class Replica:
@@ -59,6 +64,8 @@ class Replica:
         self.names = {id(tensor): name for name, tensor in named}
         self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
         self.buckets_of_buffers = _buckets_of_buffers(self.buffers, bucket_bytes)
+        # of others there are no memory formats
+        self._in_rows = [p for p in self.parameters if p.dim() in (4, 5) and p.is_contiguous()]
 
     def of_ranks_that_differ(self) -> Replica:
         """The same tensors, where every rank of a node trains parameters of its own."""
@@ -120,7 +127,14 @@ class Replica:
         return sum(self._whole(tensor) * tensor.element_size() for tensor in self.with_empty)
 
     def find_buffers(self) -> None:
-        """Hold what layers have assigned anew in place of what they held before."""
+        """Hold what layers have assigned anew in place of what they held before, and parameters as they lay before.
+
+        They are cut into pieces that are views only of what is contiguous.
+        """
+        for parameter in self._in_rows:
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+                warnings.warn(_LATE_FORMAT, stacklevel=2)
         before = self.buffers
         if not self._buffers.find():
             return

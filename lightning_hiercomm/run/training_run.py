@@ -304,8 +304,8 @@ class TrainingRun:
     @outside_autocast()
     def _follow(self, scheme: RunningScheme[Scheme], optimizer: Optimizer) -> None:
         """Begin anew from an agreement, if other parameters are trained by now. Collective."""
+        scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
-            scheme.replica.find_buffers()
             scheme.agree()
             # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
             self.agreed_model.average_moved([*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)])

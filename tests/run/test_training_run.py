@@ -607,6 +607,40 @@ def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(sche
 
 @pytest.mark.parametrize(
     "scheme",
+    [AllReduce(), DASO(), DiLoCo(2, fragments=2), Gossip(segments=2), PeriodicAveraging(2), StepsDelay(2, 0)],
+    ids=repr,
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_is_told(scheme, at):
+    def trained(formats: bool) -> list[list[float]]:
+        def body(topology: Topology) -> list[float]:
+            module = nn.Conv2d(3, 4, 2).to(place.device)
+            nn.init.constant_(module.weight, 1.0)
+            nn.init.zeros_(module.bias)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            replicas = Replicas(module, [optimizer], bucket_bytes=40)
+            with begun(TrainingRun(scheme, replicas, topology)) as run:
+                for step in range(4):
+                    if formats and step == at:
+                        module.to(memory_format=torch.channels_last)
+                    with run.agreed_model():
+                        pass
+                    values = torch.arange(48.0, device=place.device).view_as(module.weight)
+                    module.weight.grad = torch.sin(values + step + topology.rank)
+                    module.bias.grad = torch.ones_like(module.bias)
+                    run.step(optimizer, lambda: optimizer.step())
+                run.finish()
+            return module.weight.flatten().tolist()
+
+        return on_ranks(body, [[0], [1]])
+
+    expected = trained(formats=False)
+    with pytest.warns(UserWarning, match="another memory format"):
+        assert trained(formats=True) == expected
+
+
+@pytest.mark.parametrize(
+    "scheme",
     [DASO(), DiLoCo(2), DiLoCo(2, torch.optim.Adam), Gossip(), PeriodicAveraging(2), StepsDelay(2, 0)],
     ids=repr,
 )

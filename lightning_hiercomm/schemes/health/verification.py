@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 
+_ROW = 1024
 VerifyReplicas = Literal["off", "warn", "raise"]
 
 
@@ -19,16 +20,29 @@ class ReplicasDiffer(RuntimeError):
 
 
 def print_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, eight bytes at a time: an int64 scalar, in one read of the tensor.
+    """64 bits of all values of a tensor, and of their places: an int64 scalar, in two reads of the tensor.
 
-    It differs whenever one value does. (Differences of several values could cancel out, for one step.)
+    They differ, almost surely, whenever one value does, or values are elsewhere (a row that was rolled, the class of a
+    one-hot vector).
     """
     flat = tensor.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     octets = flat.view(torch.uint8)
     whole = octets.numel() // 8 * 8
-    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum()
+    words, rest = octets[:whole].view(torch.int64), octets[whole:]
+    in_rows = words.numel() // _ROW * _ROW
+    table = words[:in_rows].view(-1, _ROW)
+    sums = (table.sum(0), table.sum(1)) if in_rows else ()
+    return _mixed(torch.cat([*sums, words[in_rows:], rest]))
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """A sum of numbers, each scrambled with its place, by the finalizer of SplitMix64 (Steele and others, 2014)."""
+    scrambled = numbers + torch.arange(1, numbers.numel() + 1, device=numbers.device) * -0x61C8864680B583EB
+    scrambled = (scrambled ^ (scrambled >> 30)) * -0x40A7B892E31B1A47
+    scrambled = (scrambled ^ (scrambled >> 27)) * -0x6B2FB644ECCEEE15
+    return (scrambled ^ (scrambled >> 31)).sum()
 
 
 @torch.no_grad()

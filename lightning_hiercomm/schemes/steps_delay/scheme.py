@@ -68,8 +68,8 @@ class StepsDelay(Scheme):
 
     **Clipping and fp16.** Both act on the node's mean gradient before it is used or sent: each node clips by its own
     norm, and what the server gets is unscaled. A node whose gradient scaler skips a step sends zeros and keeps its
-    weights; the other nodes' gradients still count. A parameter without gradient counts as one with gradient zero, so
-    weight decay and momentum act on it.
+    weights; the other nodes' gradients still count, and where all skip the server takes a step by zeros. A parameter
+    without gradient counts as one with gradient zero, so weight decay and momentum act on it.
 
     **Not finite.** With ``on_nonfinite="skip"`` a node whose mean gradient is NaN or infinite does the same, and gets
     the server's weights with its next pull. A shard whose gradients are too large for the wire leaves out that step.

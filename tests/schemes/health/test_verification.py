@@ -112,5 +112,9 @@ def test_prints_of_views_and_of_other_memory_formats():
     assert int(print_of(whole[1:4])) == int(print_of(whole[1:4].clone()))
     image = torch.randn(2, 3, 4, 5).to(place.device, memory_format=torch.channels_last)
     assert int(print_of(image)) == int(print_of(image.clone()))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):  # one 1.0 at each place of two rows and a piece
+        one_hot = torch.eye(1, 1024 * 8 // dtype.itemsize * 2 + 5, dtype=dtype, device=place.device)[0]
+        prints = {int(print_of(one_hot.roll(at))) for at in range(0, one_hot.numel(), 7)}
+        assert len(prints) == len(range(0, one_hot.numel(), 7))
     assert int(print_of(torch.empty(0, device=place.device))) == 0
     assert int(print_of(torch.tensor(1.0, device=place.device))) != 0
