@@ -137,18 +137,22 @@ class Launch:
     def report(self, rank: int) -> dict:
         return json.loads((self.folder / f"rank-{rank}.json").read_text())
 
+    def close(self) -> None:
+        """End what is left."""
+        if (self.folder / "fifo").exists():  # a child may still wait for it
+            os.close(os.open(self.folder / "fifo", os.O_RDWR))
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
 
 @pytest.fixture
 def launch(tmp_path: Path, mpiexec: Mpiexec) -> Iterator[Launch]:
     """Starts processes, and ends what the test left of them."""
     launched = Launch(tmp_path, mpiexec)
     yield launched
-    if (tmp_path / "fifo").exists():  # a child may still wait for it
-        os.close(os.open(tmp_path / "fifo", os.O_RDWR))
-    for process in launched.processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    launched.close()
 
 
 Start = Callable[[Launch, int, list[str]], None]  # with so many ranks on each of two nodes
@@ -314,10 +318,14 @@ SLOWLY = ("--slow-rank", "1", "--slow-seconds", "0.02", "--sync-every", "10")
 def _completed(launch: Launch, steps: int) -> str:
     """What a run without an accident printed; its digits are those of the same run without a control plane."""
     _, output = launch.end()
+    _check_trained(launch, steps, output)
+    return output
+
+
+def _check_trained(launch: Launch, steps: int, output: str) -> None:
     reports = [launch.report(rank) for rank in range(2)]
     assert [len(report["trace"]) for report in reports] == [steps] * 2, output
     assert reports[0]["x"] == reports[1]["x"]
-    return output
 
 
 @pytest.mark.long("the run lasts while strangers come: 200 steps of 0.02 s")
@@ -521,16 +529,32 @@ def _ends(process: int) -> bool:
     return True
 
 
+SLEEPS = ("--steps", "40", "--sync-every", "10")  # a long step, and then all others
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory, mpiexec) -> Iterator[Callable[[str], tuple[Launch, list[int], str]]]:
+    """``silent(accident)``: the launch, its exit codes and what it printed. They wait, so all of them do at once."""
+    launches = {}
+    for accident in (*FROZEN, "sleep"):
+        launches[accident] = Launch(tmp_path_factory.mktemp(accident), mpiexec)
+        launches[accident].ranks_of_torchrun(
+            *("--slow-rank", "1", "--slow-seconds", "0.05", *(SLEEPS if accident == "sleep" else LONG)),
+            *("--victim", "1", "--at", "20", "--accident", accident, "--hang-timeout", HANG),
+            ranks=1,
+        )
+    ended = {accident: (launch, *launch.end()) for accident, launch in launches.items()}
+    yield ended.__getitem__
+    for launch in launches.values():
+        launch.close()
+
+
 @pytest.mark.long("four seconds of silence are what makes a rank frozen")
 @pytest.mark.parametrize("accident", FROZEN)
-def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(launch, accident):
-    launch.ranks_of_torchrun(
-        *("--slow-rank", "1", "--slow-seconds", "0.05", *LONG),
-        *("--victim", "1", "--at", "20", "--accident", accident, "--hang-timeout", HANG),
-        ranks=1,
-    )
-    codes, output = launch.end()
-    seconds = time.time() - float((launch.folder / "accident").read_text())
+def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(silent, accident):
+    launch, codes, output = silent(accident)
+    ended = max(path.stat().st_mtime for path in launch.folder.glob("output-*"))
+    seconds = ended - float((launch.folder / "accident").read_text())
     assert all(codes), output
     doing = "beginning to train" if accident == "worker" else r"(past )?training batch \d+ of epoch 0, after \d+ steps"
     named = rf"rank 1 \(node 1\) is frozen: {FROZEN[accident]} for {HANG} s, and before it was {doing}\n"
@@ -540,18 +564,12 @@ def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(launch, accident)
         assert re.search(r'oracle\.py", line \d+ in (wait_as_for_a_disk|training_step)', output), output
     for worker in launch.folder.glob("worker-*"):
         assert _ends(int(worker.read_text())), output
-    print(f"ended {seconds:.1f} seconds after the accident")
     assert float(HANG) <= seconds < SOON
 
 
-@pytest.mark.long("a step lasts longer than the four seconds of silence that are asked about")
-def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(launch):
-    launch.ranks_of_torchrun(
-        *("--slow-rank", "1", "--slow-seconds", "0.05", "--steps", "40", "--sync-every", "10"),
-        *("--victim", "1", "--at", "20", "--accident", "sleep", "--hang-timeout", HANG),
-        ranks=1,
-    )
-    output = _completed(launch, 40)
+def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(silent):
+    launch, _, output = silent("sleep")
+    _check_trained(launch, 40, output)
     assert output.count(f"lightning_hiercomm: no rank got on for {HANG} s: rank 0 (node 0) is ") == 1, output
     assert output.count("lightning_hiercomm: what rank 1 (node 1) does, which is training batch 20 of epoch 0") == 1
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from forked import stand_in_for_python
 from ranks import RankError, Ranks
 
 
@@ -30,7 +30,8 @@ def test_they_stay_and_run_functions_within_functions(ranks):
 
 def test_a_program_that_leaves_them_behind_ends():
     program = "import os; from ranks import Ranks; print(Ranks().run(1, os.getpid))"
-    said = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, timeout=60, capture_output=True)
+    python = [stand_in_for_python(), "-c", program]
+    said = subprocess.run(python, cwd=Path(__file__).parent, timeout=60, capture_output=True)
     assert said.returncode == 0
     (rank,) = ast.literal_eval(said.stdout.decode())
     assert not Path(f"/proc/{rank}").exists()

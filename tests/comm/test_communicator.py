@@ -82,6 +82,7 @@ def reduce_in_pairs(rank, dtype, op):
         assert scalar.item() == (2 * (rank.rank % 2) + 2 if op == "sum" else rank.rank % 2 + 2)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_two_ranks_reduce_like_many(world, dtype, op):
