@@ -14,7 +14,10 @@ _given: deque[int] = deque(maxlen=500)  # of a launch that asks for two before a
 
 
 def free_port() -> int:
-    """One of this pytest worker's own, not given lately; with SLURM's rule for a master's port, whose last four digits are a job's."""
+    """One of this pytest worker's own, not given lately.
+
+    SLURM's rule for a master's port is kept, whose last four digits are a job's.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     own = [port for port in _BELOW_THOSE_OF_CONNECTIONS[worker::8] if port not in _given]
     for port in random.SystemRandom().sample(own, 100):
