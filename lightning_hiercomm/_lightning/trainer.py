@@ -55,6 +55,10 @@ class TogetherAtBatches(Protocol):
     def requeue_requested(self) -> bool:
         """Whether they come there to save, to be queued again, and to train on."""
 
+    @property
+    def stops_together(self) -> bool:
+        """Whether all of them do, or this one alone, which cannot hear of the others any more."""
+
     def should_stop(self) -> bool:
         """Called before every batch, on every rank: whether they come to this one."""
 
@@ -92,7 +96,8 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, ranks: TogetherAtBatches) -> 
         if not ranks.should_stop():
             return
         if ranks.requeue_requested:
-            save_and_requeue(heard[-1], None)  # type: ignore[arg-type]  # it does not look at the frame
+            if ranks.stops_together:
+                save_and_requeue(heard[-1], None)  # type: ignore[arg-type]  # it does not look at the frame
             ranks.go_on()
             return
         connector.received_sigterm = True

@@ -267,6 +267,8 @@ class ControlPlane:
 
     def go_on(self) -> None:
         """Train on from the batch to which all ranks came, because they were to be queued again."""
+        if not self.stops_together:
+            log.warning("%s saves nothing, and the job is not queued again: it cannot ask the other ranks", self.place)
         with self._changed:
             self._hold_at = self._stop_at = None
             self.requeue_requested = False

@@ -110,7 +110,7 @@ class Together:
     """
 
     def __init__(self, stops: bool = False, requeue: bool = False) -> None:
-        self.stops, self.requeue_requested = stops, requeue
+        self.stops, self.requeue_requested, self.stops_together = stops, requeue, True
         self.heard: list[str] = []
 
     def should_stop(self) -> bool:
@@ -155,6 +155,9 @@ def test_slurms_signal_saves_where_all_ranks_are_and_not_where_it_comes(monkeypa
         run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
         expected = [f"{tmp_path}/hpc_ckpt_1.ckpt", ["scontrol", "requeue", "7"]]
         assert (ranks.heard, saved) == (["requeue", "go on"], expected)
+        ranks.stops_together = False  # no collective would end
+        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+        assert (ranks.heard.pop(), saved) == ("go on", expected)
         run.state.fn = TrainerFn.VALIDATING  # where there are no batches of training
         signal.raise_signal(signal.SIGUSR2)
         assert saved == 2 * expected
