@@ -10,10 +10,7 @@ BY_NIGHT = [pytest.param(first, marks=pytest.mark.nightly) for first in range(10
 
 
 @pytest.mark.long("twenty runs on threads, and a calculation of its own for each")
-@pytest.mark.parametrize(
-    "first",
-    [*range(0, 100, BATCH), *(pytest.param(first, marks=pytest.mark.nightly) for first in range(100, 200, BATCH))],
-)
+@pytest.mark.parametrize("first", [*range(0, 100, BATCH), *BY_NIGHT])
 def test_random_combinations_are_what_an_independent_calculation_gives(first):
     for number in range(first, first + BATCH):
         try:

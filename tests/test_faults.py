@@ -14,10 +14,9 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(400)
 @pytest.mark.long("three launches of which a rank is lost, and what it leaves is looked for")
-@pytest.mark.parametrize("runs", [3, pytest.param(24, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("runs", [3, pytest.param(24, marks=[pytest.mark.alone, pytest.mark.nightly])])
 def test_random_faults_end_every_run_in_time_with_the_rank_named_and_nothing_left(capsys, tmp_path, runs):
     cases = [*faults.drawn(runs, seed=1)]
     done = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
@@ -59,8 +58,8 @@ def test_a_page_tells_of_every_run_that_is_not_as_it_should_be():
     assert f"{cases[2]} | 0.5 | NO" in page
 
 
-@pytest.mark.long("a process that does not end is waited for")
-def test_what_is_left_behind_is_seen(tmp_path):
+def test_what_is_left_behind_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(faults, "_GRACE", 1.0)
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleeper, cwd=tmp_path, start_new_session=True) as process:
         began = time.monotonic()

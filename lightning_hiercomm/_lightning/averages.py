@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_hiercomm.nodes.buffers import is_of_numbers
+
 _OF_AVERAGED_MODEL = "module."
 
 
@@ -33,7 +35,7 @@ def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
                 value = weights.get(name.removeprefix(_OF_AVERAGED_MODEL))
                 if value is None or value is average or value.shape != average.shape:
                     continue
-                if average.is_floating_point() and not average.isfinite().all():
+                if is_of_numbers(average) and not average.isfinite().all():
                     sick.append((average, average.clone()))
                     average.copy_(value)
     return sick

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections import OrderedDict
@@ -152,6 +153,11 @@ def exception_of_tuner() -> BaseException | None:
     exception = sys.exc_info()[1]
     frames = walk_tb(exception.__traceback__) if exception is not None else ()
     return exception if any(frame.f_code is _lr_find.__code__ for frame, _ in frames) else None
+
+
+def is_of_tuner(filepath: Any) -> bool:
+    """Whether a checkpoint is what Lightning's tuners save before they try, and restore afterwards on all ranks."""
+    return os.path.basename(str(filepath)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def names_logged_in_training(trainer: pl.Trainer) -> set[str]:

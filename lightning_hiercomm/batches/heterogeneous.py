@@ -155,8 +155,12 @@ class HeterogeneousBatches:
         if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
             self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
             sizes = list(self._loaded["sizes"])
-            if sum(sizes) != self.global_batch_size:
+            with_limits = zip(sizes, self._limits, strict=True)
+            is_beyond = any(limit is not None and size > limit for size, limit in with_limits)
+            if sum(sizes) != self.global_batch_size or is_beyond:
                 sizes = None
+            if self.speeds != "measure" and self._loaded.get("speeds", self.speeds) != self.speeds:
+                self._costs, sizes = [StepCost(0.0, speed) for speed in self._read_speeds()], None
         elif self.speeds != "measure":
             self._costs = [StepCost(0.0, speed) for speed in self._read_speeds()]
         elif topology.world_size == 1:
@@ -337,7 +341,7 @@ class HeterogeneousBatches:
         if self.division is None or self._costs is None:
             return {}
         costs = [[cost.fixed for cost in self._costs], [cost.speed for cost in self._costs]]
-        return {"sizes": list(self.division.sizes), "costs": costs}
+        return {"sizes": list(self.division.sizes), "costs": costs, "speeds": self.speeds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with :meth:`state_dict` from the next :meth:`bind`, if the number of ranks is the same."""

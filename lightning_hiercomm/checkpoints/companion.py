@@ -34,8 +34,12 @@ def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
 
 
 def companion_prefix(checkpoint_path: Any) -> str:
-    """What the paths of all companions at a checkpoint's place begin with."""
-    return f"{checkpoint_path}.rank-"
+    """What the paths of all companions at a checkpoint's place begin with.
+
+    Of ``hpc_ckpt_1.ckpt`` too, whose next number Lightning makes of all digits in names with that beginning.
+    """
+    folder, separator, name = str(checkpoint_path).rpartition("/")
+    return f"{folder}{separator}{name.replace('hpc_ckpt_', 'hpc-')}.rank-"
 
 
 def companion_state(
@@ -75,6 +79,7 @@ def companion_state(
         "schemes": [scheme.state_dict() for scheme in schemes],
         "gradients": gradients.state_dict(),
         "layouts": _layouts(schemes),
+        "parts": _parts(schemes),
         "random": random_state(),
         "mid_epoch": mid_epoch,
         "loss": dict(loss or {}),
@@ -147,6 +152,9 @@ def check_companion(state: Mapping[str, Any], module: nn.Module, schemes: Sequen
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
     if state["layouts"] != _layouts(schemes):
         raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {_REMEDY}")
+    parts = _parts(schemes)
+    if state.get("parts", parts) != parts:  # earlier files do not say
+        raise ValueError(f"{path} was saved with {state['parts']}, but this run has {parts}. {_REMEDY}")
 
 
 @torch.no_grad()
@@ -239,6 +247,13 @@ def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
         f" wire_raw={scheme.wire.raw})"
         for scheme in schemes
     ]
+
+
+def _parts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
+    """For each scheme, which of its state is whose: what travels by itself, and who holds the same parameters."""
+    names = ("gradients", "what", "fragments", "segments", "shard_on")
+    configurations = [{name: getattr(scheme.config, name, None) for name in names} for scheme in schemes]
+    return [repr({name: value for name, value in each.items() if value is not None}) for each in configurations]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

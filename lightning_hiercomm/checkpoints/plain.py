@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, take_entries, wait_for_saves
+from lightning_hiercomm._lightning.trainer import is_of_tuner
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.checkpoints.companion import (
     check_companion,
@@ -25,6 +26,7 @@ from lightning_hiercomm.checkpoints.companion import (
     restore_companion,
     set_random_state,
 )
+from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 
@@ -67,7 +69,7 @@ class Checkpoints:
             together: Whether the ranks can be asked for it.
             is_own: Whether the checkpoint's parameters are this rank's own, not the agreed ones.
         """
-        state: dict[str, Any] = {"schemes": run.schedules(), "trained": run.trained()}
+        state: dict[str, Any] = {"schemes": run.schedules(together), "trained": run.trained()}
         if is_own:
             unagreed = [{"unagreed_steps": scheme.unagreed_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
@@ -89,9 +91,9 @@ class Checkpoints:
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
         directions = run.replicas.directions
-        floats = [value for name, value in tensors.items() if value.is_floating_point() and name not in directions]
+        numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in directions]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
-        run.agreed_model.average_kept(floats, ranks_are_equal)
+        run.agreed_model.average_kept(numbers, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
 
     @contextmanager
@@ -153,6 +155,7 @@ class Checkpoints:
             self._remove_companions(io, path, lambda other: other == identity, rank)
             raise
         self._written[path] = identity
+        self._paths.pop(str(filepath), None)
         if path != str(filepath):
             self._paths[str(filepath)] = path
 
@@ -228,7 +231,7 @@ class Checkpoints:
         """
         try:
             file_system, prefix = url_to_fs(companion_prefix(filepath))
-            if rank != 0 and file_system.exists(prefix.removesuffix(companion_prefix(""))):
+            if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
                 return []
             beside = file_system.ls(os.path.dirname(prefix), detail=False, refresh=True)
         except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
@@ -266,7 +269,9 @@ class Checkpoints:
         self._companion = None
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
-        if self.with_replicas and io is not None and topology is not None:
+        # a tuner has looked, and no rank is to know it afterwards
+        has_companions = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
+        if has_companions and io is not None and topology is not None:
             self._companion = load_companion(io, filepath, self._loaded.get("identity"), topology)
             take_entries(checkpoint, self._companion.pop("entries", {}))
 

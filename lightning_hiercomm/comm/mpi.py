@@ -367,10 +367,12 @@ def _datatype(dtype: torch.dtype) -> Any:
         torch.int16: mpi.INT16_T,
         torch.int8: mpi.INT8_T,
         torch.uint8: mpi.UINT8_T,
+        torch.complex64: mpi.COMPLEX8,
+        torch.complex128: mpi.COMPLEX16,
     }
     if dtype in names:
         return names[dtype]
-    return {1: mpi.UINT8_T, 2: mpi.UINT16_T, 4: mpi.UINT32_T, 8: mpi.UINT64_T, 16: mpi.COMPLEX16}[dtype.itemsize]
+    return {1: mpi.UINT8_T, 2: mpi.UINT16_T, 4: mpi.UINT32_T, 8: mpi.UINT64_T}[dtype.itemsize]
 
 
 @functools.cache

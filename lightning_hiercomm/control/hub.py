@@ -169,9 +169,8 @@ class Hub:
         self._all_silent = False
         self._progress: dict[int, int] = {}
         self._standstill_told = False
-        self._holds: dict[int, int] = {}
-        self._proposal: Message | None = None
-        self._next_proposal: Message | None = None
+        self._holds: dict[int, dict[int, int]] = {}  # by round: of requeues, which count from 1, or 0, the stop
+        self._proposals: dict[int, Message] = {}
         self._failure: Message | None = None
         self._ends_at = math.inf
         self._selector = selectors.DefaultSelector()
@@ -242,7 +241,7 @@ class Hub:
             elif channel in self._members:
                 try:
                     self._handle(channel, message)
-                except (KeyError, TypeError):
+                except (KeyError, TypeError, ValueError):
                     self._drop(channel)
 
     def _admit(self, channel: Channel, hello: Message) -> None:
@@ -265,8 +264,8 @@ class Hub:
             self._tell(channel, {"kind": "welcome"})
             if self._failure is not None:
                 self._tell(channel, self._failure)
-            if self._proposal is not None:
-                self._tell(channel, self._proposal)
+            for proposal in self._proposals.values():
+                self._tell(channel, proposal)
         else:
             self._drop(channel)
 
@@ -287,25 +286,23 @@ class Hub:
         elif message["kind"] == "failed":
             self._fail(message)
         elif message["kind"] == "stop":
-            requeue = bool(message.get("requeue"))
-            proposal: Message = {"kind": "propose", "requeue": True} if requeue else {"kind": "propose"}
-            if self._proposal is None:
-                self._propose(proposal)
-            elif self._proposal.get("requeue") and not requeue:
-                self._next_proposal = proposal
+            self._propose(0)
+        elif message["kind"] == "requeue":
+            self._propose(int(message["round"]))
         elif message["kind"] == "hold":
-            self._holds[rank] = message["at"]
-            if len(self._holds) == self._size:
-                self._tell_all({"kind": "stop_at", "at": max(self._holds.values())})
-                assert self._proposal is not None
-                if self._proposal.get("requeue"):  # they train on from there
-                    self._proposal, self._holds = None, {}
-                    if self._next_proposal is not None:
-                        self._propose(self._next_proposal)
+            requeue = int(message.get("round", 0))
+            holds = self._holds.setdefault(requeue, {})
+            holds[rank] = message["at"]
+            if len(holds) == self._size:
+                self._tell_all({"kind": "stop_at", "at": max(holds.values()), **_round(requeue)})
+                if requeue:  # they train on from there
+                    self._proposals.pop(requeue, None)
 
-    def _propose(self, proposal: Message) -> None:
-        self._proposal = proposal
-        self._tell_all(proposal)
+    def _propose(self, requeue: int) -> None:
+        """Once for the stop, and for every round of requeues."""
+        if requeue not in self._proposals and len(self._holds.get(requeue, {})) < self._size:
+            self._proposals[requeue] = {"kind": "propose", **_round(requeue)}
+            self._tell_all(self._proposals[requeue])
 
     def _drop_oldest_stranger(self) -> None:
         self._drop(next(iter(self._strangers)))
@@ -445,9 +442,14 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}"
 
 
+def _round(requeue: int) -> Message:
+    return {"round": requeue} if requeue else {}
+
+
 def main() -> None:
     """Serve, on the listening socket that is inherited."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # meant for the ranks, who end in their own time
+    meant_for_ranks = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in meant_for_ranks:  # who end, or save, in their own time
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one handle per rank

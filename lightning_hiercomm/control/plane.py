@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 4096  # all ranks come at once; the kernel takes net.core.somaxconn for more
 _JOIN_SECONDS = 20.0
 _REJOIN_SECONDS = 60.0
+_CANNOT_ASK = "it cannot ask the other ranks, for the control plane is lost"
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
 
 
@@ -96,7 +97,7 @@ class ControlPlane:
         self._ended = 0, 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
-        self._next_proposal: hub.Message | None = None
+        self._stops_next = False
         self._asked_to_requeue = 0
         self._requeues = 0
         self._is_lost = False
@@ -261,25 +262,28 @@ class ControlPlane:
     def request_requeue(self) -> None:
         """Ask all ranks to come to one common batch, to save there and be queued again. Safe in a signal handler."""
         with self._changed:  # may be entered again by the thread that holds it
+            if self._is_lost:
+                log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._asked_to_requeue += 1
             if self._asked_to_requeue > self._requeues:  # or another rank, which was asked as well, has said so
-                self._say({"kind": "stop", "requeue": True})
+                self._say({"kind": "requeue", "round": self._requeues + 1})
 
     def go_on(self) -> None:
         """Train on from the batch to which all ranks came, because they were to be queued again."""
-        if not self.stops_together:
-            log.warning("%s saves nothing, and the job is not queued again: it cannot ask the other ranks", self.place)
         with self._changed:
+            if self._stop_at is None:
+                log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._hold_at = self._stop_at = None
             self.requeue_requested = False
-            for kind in ("stop", "hold"):
+            for kind in ("requeue", "hold"):
                 self._said.pop(kind, None)  # a new hub is not to ask for it once more
-            proposal, self._next_proposal = self._next_proposal, None
-            if proposal is not None:
-                self._hold(proposal)
+            if self._stops_next:
+                self._hold(0)
 
     def should_stop(self) -> bool:
         """Call before every batch: whether this rank stops here, together with all others if :attr:`stops_together`.
+
+        If :attr:`requeue_requested`, it only comes here to save, and then is to :meth:`go_on`.
 
         Raises:
             RankFailure: If another rank failed.
@@ -289,9 +293,11 @@ class ControlPlane:
             self._batch += 1
             if self._hold_at is None or self._batch < self._hold_at:
                 return self._is_lost and self.stop_requested
-            # a rank asked to stop: wait, a round trip long, until it is known where
+            # a rank asked to stop: wait, a round trip long, until it is known where. One that goes on alone in the end
+            # may stop where it is; it may not train on while others wait for it in a save
             self._changed.wait_for(
-                lambda: self._stop_at is not None or self.failure is not None or self._is_lost, timeout=30.0
+                lambda: self._stop_at is not None or self.failure is not None or self._is_lost,
+                timeout=None if self.requeue_requested else 30.0,
             )
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
@@ -422,24 +428,30 @@ class ControlPlane:
             self._gone.add(message["rank"])
         elif message["kind"] == "propose":
             with self._changed:
-                if self._hold_at is None:
-                    self._hold(message)
-                elif self._stop_at is not None:  # known to this rank, which has not come there yet
-                    self._next_proposal = message
+                requeue = message.get("round", 0)
+                if self._hold_at is None and (requeue > self._requeues or not requeue):
+                    self._hold(requeue)
+                elif not requeue and self.requeue_requested:
+                    self._stops_next = True
         elif message["kind"] == "stop_at":
             with self._changed:
-                self._stop_at = message["at"]
-                self._changed.notify_all()
+                if self._hold_at is not None and message.get("round", 0) == self._round:
+                    self._stop_at = message["at"]
+                    self._changed.notify_all()
 
-    def _hold(self, proposal: hub.Message) -> None:
+    @property
+    def _round(self) -> int:
+        """For which requeue this rank is on its way, counted from 1; 0: to stop."""
+        return self._requeues if self.requeue_requested else 0
+
+    def _hold(self, requeue: int) -> None:
         """Wait at the next batch until it is known to which one all ranks come."""
-        if proposal.get("requeue"):
-            self.requeue_requested = True
-            self._requeues += 1
+        if requeue:
+            self.requeue_requested, self._requeues = True, requeue
         else:
-            self.stop_requested = True
+            self.stop_requested, self._stops_next = True, False
         self._hold_at = self._batch + 1
-        self._say({"kind": "hold", "at": self._hold_at})
+        self._say({"kind": "hold", "at": self._hold_at, **({"round": requeue} if requeue else {})})
 
     def _learn_failure(self, message: str) -> None:
         with self._changed:

@@ -15,6 +15,11 @@ Home = tuple[nn.Module, str]
 """A layer, and the name of one of its buffers."""
 
 
+def is_of_numbers(tensor: Tensor) -> bool:
+    """Whether a mean can be made of it that is no rounding: it is floating or complex, no count and no mask."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def homes_of_buffers(module: nn.Module) -> dict[int, Home]:
     """Where buffers are to be found that layers may assign anew, by the local tensor's ``id``; of several the first.
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
-def version_of(tensor: Tensor) -> Callable[[], None]:
-    """What gives a tensor the count that it has now: to be called where it holds again, to the bit, what it does now.
+def version_of(tensor: Tensor) -> Callable[[Tensor], None]:
+    """What gives the tensor its present count back, once it holds again, to the bit, what it holds now; no other one.
 
     A file may be saved, or a model be looked at, between a forward pass and its backward pass.
     """
     if tensor.is_inference():  # it has none
-        return lambda: None
+        return lambda _: None
     kept = _unsafe_preserve_version_counter(tensor)
-    return lambda: kept.__exit__(None, None, None)
+    return lambda given: kept.__exit__(None, None, None) if given is tensor else None

@@ -17,7 +17,7 @@ from lightning_hiercomm.nodes.versions import version_of
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.mean import Average
-from lightning_hiercomm.schemes.health.verification import print_of
+from lightning_hiercomm.schemes.health.verification import plain, print_of
 
 
 @dataclass
@@ -26,13 +26,13 @@ class _Own:
 
     Attributes:
         values: This rank's own.
-        restore_version: Makes autograd take the tensor for unchanged, once it holds ``values`` again.
+        restore_version: Makes autograd take the tensor for unchanged, if it is the one that held them.
         agreed: Of a buffer, what the module got. A module may write to its buffers while it is looked at (the best
             score so far): what is there then is its own from now on.
     """
 
     values: Tensor
-    restore_version: Callable[[], None]
+    restore_version: Callable[[Tensor], None]
     agreed: Tensor | None = None
 
     def put_back(self, tensor: Tensor) -> None:
@@ -40,7 +40,7 @@ class _Own:
         values = self.now(tensor)
         if values is not tensor:
             tensor.copy_(values)
-            self.restore_version()
+            self.restore_version(tensor)
 
     def now(self, tensor: Tensor) -> Tensor:
         """The rank's own, after whatever was written to the tensor meanwhile."""
@@ -50,7 +50,7 @@ class _Own:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return plain(tensor).contiguous().view(-1).view(torch.uint8)
 
 
 class AgreedModel:
@@ -146,9 +146,10 @@ class AgreedModel:
     def _remember_own(self) -> None:
         """Before any scheme agrees, for two may train one parameter."""
         self._own = []
-        for replica, is_agreed in ((scheme.replica, scheme.is_agreed) for scheme in self._schemes):
-            versions = map(version_of, replica.tensors)
-            self._own.append(None if is_agreed else [*map(_Own, replica.snapshot(), versions)])
+        for scheme in self._schemes:
+            versions = [version_of(tensor) for tensor in scheme.replica.tensors]
+            own = None if scheme.is_agreed else [*map(_Own, scheme.replica.snapshot(), versions)]
+            self._own.append(own)
 
     def _agree(self) -> None:
         for scheme, owns in zip(self._schemes, self._own, strict=True):

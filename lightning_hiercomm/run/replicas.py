@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
-from lightning_hiercomm.nodes.buffers import homes_of_buffers, names_of_directions
+from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.shards import reshard, share_out, shares_of
-from lightning_hiercomm.schemes.health.verification import print_of
+from lightning_hiercomm.schemes.health.verification import plain, print_of
 
 _BUFFERS_IN_A_SUM = 2**16
 """Whether something is finite is seen by its sum, of which all buffers may be a part."""
@@ -267,17 +267,12 @@ def _nothing(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
     return kind if isinstance(kind, Tensor) else torch.empty_like(share, dtype=kind)
 
 
-def is_of_numbers(tensor: Tensor) -> bool:
-    """Whether a mean can be made of it that is no rounding: it is floating or complex, no count and no mask."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def has_mean(buffer: Tensor) -> bool:
     """Whether it is of such, and so far from infinity that two of them can be added, and all that is looked at."""
     if not is_of_numbers(buffer):
         return False
     if buffer.is_complex():
-        buffer = torch.view_as_real(buffer)
+        buffer = torch.view_as_real(plain(buffer))
     sizes, widest = buffer.double().abs(), torch.finfo(torch.promote_types(buffer.dtype, torch.float32)).max
     return bool((sizes <= torch.finfo(buffer.dtype).max / 2).all() and sizes.sum() <= widest / _BUFFERS_IN_A_SUM)
 

@@ -325,11 +325,15 @@ class TrainingRun:
         self.begin_from_module()
 
     @outside_autocast()
-    def schedules(self) -> list[dict[str, Any]]:
-        """The state that all replicas share, one per scheme; of a sharded module, for whole parameters. Collective."""
+    def schedules(self, together: bool = True) -> list[dict[str, Any]]:
+        """The state that all replicas share, one per scheme; of a sharded module, for whole parameters.
+
+        Args:
+            together: Whether the ranks can be asked for it: collective. Else it is what this rank has counted.
+        """
         if self._last_schedules is not None:
             return self._last_schedules
-        schedules = [scheme.schedule() for scheme in self.schemes]
+        schedules = [scheme.schedule() if together else scheme.counts() for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 held, node = schedule["outer"]["state"], self.topology.intra

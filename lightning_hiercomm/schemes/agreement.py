@@ -533,10 +533,13 @@ class RunningAgreement(RunningScheme[A]):
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
-        if self.outer is not None and parts[-1] == len(self._parts) - 1:
+        if self.outer is not None and self._ends_round(parts):
             if arriving is not None:
                 arriving.wait()
             self.outer.end_round()
+
+    def _ends_round(self, parts: Sequence[int]) -> bool:
+        return parts[-1] == len(self._parts) - 1
 
     def _take_turn(self) -> int:
         self.synchronizations += 1
@@ -594,11 +597,16 @@ class RunningAgreement(RunningScheme[A]):
         relative = self._carrier.disagreement.relative()
         return values if relative is None else {**values, "disagreement": relative}
 
+    def counts(self) -> dict[str, Any]:
+        return {**super().counts(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
+
     def schedule(self) -> dict[str, Any]:
-        state = {**super().schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
+        state = super().schedule()
         if self._merge.keeps_agreed:
             self.settle()
             state["outer"] = self._outer_state()
+            # whoever drops what is in flight has got its outer steps all the same
+            state["rounds_in_flight"] = sum(self._ends_round(each.parts) for each in self._in_flight.exchanges)
         elif self._is_copied_with_agreed:
             self.settle()
             kept = self._kept_values()
@@ -745,5 +753,8 @@ class RunningAgreement(RunningScheme[A]):
                 self._keep_values(dict(zip(map(id, self._carried), state["last_agreed"], strict=True)))
         if "outer" in state:
             self._load_outer_state(state["outer"], with_values="carrier" not in state)
+            if self.outer is not None and "carrier" not in state:
+                for _ in range(state.get("rounds_in_flight", 0)):
+                    self.outer.end_round()
         if self.outer is not None and "outer_parts" in state:
             self.outer.load_part_states(state["outer_parts"])

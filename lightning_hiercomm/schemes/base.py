@@ -285,6 +285,10 @@ class RunningScheme(Generic[S]):
 
     def schedule(self) -> dict[str, Any]:
         """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective."""
+        return self.counts()
+
+    def counts(self) -> dict[str, Any]:
+        """Of :meth:`schedule` what this rank knows by itself, as primitives."""
         return {
             "scheme": type(self.config).__name__,
             "steps": self.steps,

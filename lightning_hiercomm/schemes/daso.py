@@ -429,9 +429,10 @@ class RunningDASO(RunningAgreement[DASO]):
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
-    def schedule(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, Any]:
         return {
-            **super().schedule(),
+            **super().counts(),
+            "given": [self.config.sync_every, self.config.staleness],
             "sync_every": self._period,
             "staleness": self.staleness,
             "plateau_best": self.plateau.best,
@@ -441,7 +442,9 @@ class RunningDASO(RunningAgreement[DASO]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._set_cycle(state["sync_every"], state["staleness"])
+        given = [self.config.sync_every, self.config.staleness]
+        if state.get("given", given) == given:  # else somebody wants others from here on
+            self._set_cycle(state["sync_every"], state["staleness"])
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]
         self._awaits_metric = state["awaits_metric"] and self.config.monitor is not None

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
 
-_COUNTS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch's optimizers: one of each for all of a parameter
+_OF_ALL = frozenset({"mu_product", "eta", "mu"})  # of NAdam and ASGD, which have one of each for a whole parameter
 _NEED_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
 
 
@@ -50,7 +50,9 @@ def releases_gradients(optimizer: Optimizer) -> bool:
 
 def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether a value of an optimizer's state has one number per element of the parameter."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape and name not in _COUNTS
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+        return False
+    return value.dim() > 0 or name not in _OF_ALL
 
 
 def keep_state_here(optimizer: Optimizer, parameter: Tensor) -> None:

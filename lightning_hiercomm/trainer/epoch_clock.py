@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -112,13 +113,41 @@ def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
 def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
     epochs, steps = length_as_given(trainer)
-    per_epoch = steps_of_epoch(trainer)
-    if not 0 < per_epoch < math.inf:
+    if not 0 < steps_of_epoch(trainer) < math.inf:
         return epochs, steps
-    whole = math.ceil(per_epoch)
     if steps is not None and trainer.lightning_module.automatic_optimization:
-        needed = math.ceil(steps / whole)
+        needed = _epochs_of(trainer, steps)
         epochs = needed if epochs is None else min(epochs, needed)
     if epochs is not None:
-        steps = epochs * whole if steps is None else min(steps, epochs * whole)
+        most = _steps_of(trainer, epochs)
+        steps = most if steps is None else min(steps, most)
     return epochs, steps
+
+
+def _steps_of(trainer: pl.Trainer, epochs: int) -> int:
+    """Optimizer steps of so many epochs."""
+    factors = _accumulation(trainer)
+    changes = [epoch for epoch in sorted(factors) if epoch < epochs]
+    ends = [*changes[1:], epochs]
+    return sum(
+        (end - begin) * math.ceil(trainer.num_training_batches / factors[begin])
+        for begin, end in zip(changes, ends, strict=True)
+    )
+
+
+def _epochs_of(trainer: pl.Trainer, steps: int) -> int:
+    """Epochs after which so many optimizer steps have been taken."""
+    factors = _accumulation(trainer)
+    last = max(factors)
+    before = _steps_of(trainer, last)
+    if before >= steps:
+        return next(epochs for epochs in range(1, last + 1) if _steps_of(trainer, epochs) >= steps)
+    return last + math.ceil((steps - before) / math.ceil(trainer.num_training_batches / factors[last]))
+
+
+def _accumulation(trainer: pl.Trainer) -> dict[int, int]:
+    """Over how many batches gradients are accumulated, from which epoch on."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
+        if isinstance(callback, GradientAccumulationScheduler):
+            return {0: 1, **callback.scheduling}
+    return {0: trainer.accumulate_grad_batches}

@@ -388,7 +388,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 continue
             gradients = self._run_with(module).gradients
             # those of embeddings, by what all ranks see alike: a rank may have no gradient
-            sparse = {id(layer.weight) for layer in module.modules() if getattr(layer, "sparse", False)}
+            embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
+            sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
             for parameter in thawed:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)

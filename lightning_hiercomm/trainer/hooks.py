@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from lightning_hiercomm._lightning.saves import (
 from lightning_hiercomm._lightning.trainer import (
     exception_of_tuner,
     is_interrupted,
+    is_of_tuner,
     put_callback_first,
     raw_optimizer,
     remove_callback,
@@ -204,7 +206,11 @@ class HierarchicalHooks(Reports):
             self._begin_equal()
             self._run.begin_from_module()
         if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
-            steps = trainer.max_steps if trainer.max_steps >= 0 else None
+            # Lightning counts the steps of all together, each scheme those of its own: as if they took turns
+            steps = math.ceil(trainer.max_steps / max(1, len(self.schemes))) if trainer.max_steps >= 0 else None
+        if steps is not None and not any(scheme.steps for scheme in self.schemes):
+            # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
+            steps = max(0, steps - trainer.global_step // max(1, len(self.schemes)))
         self._run.begin(epochs, steps)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -212,6 +218,12 @@ class HierarchicalHooks(Reports):
             self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
         self._run.follow_thawed()
         self._checkpoints.restore_random_state()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._may_communicate and self._run.has_begun and self._module.trainer.training:
+            self._checkpoints.restore_random_state()  # what is drawn for the batch is drawn from here on
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,8 +327,10 @@ class HierarchicalHooks(Reports):
             return  # another node does
         io = self.checkpoint_io
         with contextlib.ExitStack() as beside:
-            if checkpoints.with_replicas and together:
-                mid_epoch = not self._module.trainer.is_last_batch
+            looks = is_of_tuner(filepath) and self._elastic_node is None
+            if (checkpoints.with_replicas or looks) and together:
+                # what a tuner saves it restores before the epoch's loader draws a seed
+                mid_epoch = not self._module.trainer.is_last_batch and not looks
                 beside.enter_context(
                     checkpoints.companions(
                         checkpoint,

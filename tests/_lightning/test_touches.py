@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import re
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.batch_size_scaling import _scale_batch_size
+from lightning.pytorch.tuner.lr_finder import _lr_find
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,6 +60,7 @@ from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
     exception_of_tuner,
     is_interrupted,
+    is_of_tuner,
     join_train_batches,
     leave_train_dataloaders_alone,
     mark_means_of_a_step,
@@ -546,11 +550,21 @@ def test_a_tensor_can_get_back_the_version_that_a_backward_pass_asks_for():
         weight.copy_(weight + 1).copy_(torch.ones(2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward(retain_graph=True)
-    restore()
+    restore(weight.clone())  # no other tensor gets it
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(retain_graph=True)
+    restore(weight)
     out.backward()
     assert weight.grad.tolist() == [2.0, 2.0]
     with torch.inference_mode():
-        version_of(torch.ones(1))()
+        version_of(torch.ones(1))(torch.ones(1))
+
+
+def test_files_of_tuners_have_names_by_which_they_are_known():
+    for tuner in (_lr_find, _scale_batch_size):
+        (name,) = re.findall(r'f"(\.\w+)\{uuid', inspect.getsource(tuner))
+        assert is_of_tuner(f"/some/where/{name}1234.ckpt")
+    assert not is_of_tuner("/.lr_find_/last.ckpt")
 
 
 def test_lightning_refuses_to_run_a_notebook_again_and_asks_its_own_flag(monkeypatch):

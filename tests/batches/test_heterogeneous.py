@@ -291,6 +291,26 @@ def test_a_resumed_run_keeps_its_division_and_measures_nothing(clock):
     assert on_ranks([[0, 1, 2]], work) == [divide(192, COSTS)] * 3
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "sizes"),
+    [
+        ({"speeds": [3, 1]}, {"speeds": [3, 1]}, [72, 24]),
+        ({"speeds": [3, 1]}, {}, [72, 24]),
+        ({"speeds": [3, 1]}, {"speeds": [1, 1]}, [48, 48]),
+        ({"speeds": [3, 1]}, {"speeds": [3, 1], "max_batch_size": [48, 96]}, [48, 48]),
+    ],
+)
+def test_a_resumed_run_keeps_to_the_limits_and_speeds_that_it_is_given(before, now, sizes):
+    def work(rank, topology):
+        first, second = HeterogeneousBatches(96, **before), HeterogeneousBatches(96, **now)
+        first.bind(topology, topology.meter, harness.place.device)
+        second.load_state_dict(first.state_dict())
+        second.bind(topology, topology.meter, harness.place.device)
+        return second.division.sizes
+
+    assert on_ranks([[0], [1]], work) == [sizes] * 2
+
+
 def test_another_number_of_ranks_measures_anew():
     def work(rank, topology):
         batches = HeterogeneousBatches(96)
@@ -303,7 +323,8 @@ def test_another_number_of_ranks_measures_anew():
 
 def test_state_is_made_of_primitives():
     state = on_ranks([[0], [1]], lambda rank, topology: bound(topology, 8, [3, 1]).state_dict())[0]
-    assert json.loads(json.dumps(state)) == state == {"sizes": [6, 2], "costs": [[0.0, 0.0], [3.0, 1.0]]}
+    assert json.loads(json.dumps(state)) == state
+    assert state == {"sizes": [6, 2], "costs": [[0.0, 0.0], [3.0, 1.0]], "speeds": [3, 1]}
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------

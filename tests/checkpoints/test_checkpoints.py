@@ -89,6 +89,30 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
     assert [message.startswith(expected) for message in told] == [True] * (before != after)
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
+    """``OnExceptionCheckpoint`` does; whoever waits for the others there waits until they are ended."""
+
+    def work(run):
+        train(run, 0, 5)
+        checkpoint = {"global_step": 5}
+        if run.topology.rank == 0:
+            Checkpoints().add_to(checkpoint, run, None, together=False)
+        return checkpoint
+
+    alone, _ = on_two_nodes(scheme(name), work)
+    (schedule,) = alone["hiercomm"]["schemes"]
+    assert schedule["steps"] == 5
+
+    def resumed(run):
+        checkpoints = Checkpoints()
+        checkpoints.take(alone, "saved.ckpt", None)
+        checkpoints.restore(run, DurableCheckpointIO())
+        return run.schemes[0].steps
+
+    assert on_two_nodes(scheme(name), resumed) == [5, 5]
+
+
 def test_a_scheme_finds_its_own_schedule_again():
     checkpoint = saved_by("daso")
     (schedule,) = checkpoint["hiercomm"]["schemes"]

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -36,6 +37,8 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Context
 from lightning_hiercomm.schemes.gradients import Untouched
 
@@ -768,6 +771,33 @@ def test_the_random_streams_of_all_gpus_go_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     set_random_state(state)  # a resume without a GPU
     assert put_back == own
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (PeriodicAveraging(4, gradients="none"), PeriodicAveraging(4)),
+        (DiLoCo(4, fragments=["layers.0"]), DiLoCo(4, fragments=["layers.3"])),
+        (StepsDelay(2, 2), StepsDelay(2, 2, shard_on="parameters")),
+    ],
+    ids=repr,
+)
+def test_what_other_arguments_have_made_of_the_model_is_refused(saved, now):
+    def work(topology):
+        module = Net()
+        optimizer = module.configure_optimizers()["optimizer"]
+        runs = [TrainingRun(scheme, Replicas(module, [optimizer]), topology) for scheme in (saved, now)]
+        first, second = (run.schemes for run in runs)
+        said = companion_state("1", topology, module, [optimizer], first, runs[0].gradients, {}, False) | {"path": "it"}
+        check_companion(said, module, first)
+        with pytest.raises(ValueError, match=r"it was saved with .* but this run has"):
+            check_companion(said, module, second)
+        del said["parts"]  # as of earlier versions
+        check_companion(said, module, second)
+        for run in runs:
+            run.close(timeout=5.0)
+
+    on_ranks(work, [[0, 1], [2, 3]])
 
 
 def test_other_settings_are_refused(fit, tmp_path):

@@ -23,6 +23,8 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from problems import Normalized, Quadratic, same_bits
 
+from lightning_hiercomm import PeriodicAveraging
+
 
 class Epochs(Quadratic):
     """Reports the epochs it trained."""
@@ -174,6 +176,43 @@ def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_
     plain = fit_on_ranks(Ignore)
     for name, expected in plain[0]["state_dict"].items():
         torch.testing.assert_close(found[0]["state_dict"][name], expected)
+
+
+class LooksAgain(LearningRateFinder):
+    """As Lightning's documentation does it: the finder looks once more in mid-run; it changes nothing here."""
+
+    def on_fit_start(self, *_):
+        """Not then."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class OwnMomentum(LearningRate):
+    """Each rank has gradients of its own; ``report`` is what its optimizer remembers in the end."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.global_rank)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+    def on_fit_end(self):
+        self.report = [state["momentum_buffer"].tolist() for state in self.trainer.optimizers[0].state.values()]
+
+
+def test_a_finder_that_looks_in_mid_run_leaves_every_rank_as_it_was(fit):
+    def trained(callbacks):
+        strategy = {"scheme": PeriodicAveraging(3, at_epoch_end=False)}
+        arguments = {"max_epochs": 2, "enable_checkpointing": True}
+        return fit(OwnMomentum(), strategy, callbacks=callbacks, **arguments)
+
+    finder = LooksAgain(min_lr=1e-4, max_lr=0.5, num_training_steps=10, update_attr=False)
+    for undisturbed, found in zip(trained([]), trained([finder]), strict=True):
+        assert found["report"] == undisturbed["report"]
+        for name, value in undisturbed["state_dict"].items():
+            assert torch.equal(found["state_dict"][name], value), name
 
 
 @pytest.mark.feature("LearningRateFinder")

@@ -173,15 +173,20 @@ AS_PUBLISHED = {
 
 
 class Dropped(Net):
-    """Dropout, momentum, BatchNorm, and samples that depend on rank and step only."""
+    """Dropout, noise that comes with the batch, momentum, BatchNorm; samples depend on rank and step only."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.BatchNorm1d(6)
 
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.noise = torch.randn(4, 6)
+        return batch
+
     def training_step(self, batch, batch_idx):
         generator = torch.Generator().manual_seed(10 * self.trainer.global_step + self.global_rank)
-        x = torch.nn.functional.dropout(self.norm(torch.randn(4, 6, generator=generator)))
+        x = torch.randn(4, 6, generator=generator) + 0.1 * self.noise
+        x = torch.nn.functional.dropout(self.norm(x))
         return torch.nn.functional.cross_entropy(self.layers(x), torch.arange(4) % 3)
 
     def configure_optimizers(self):

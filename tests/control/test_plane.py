@@ -132,13 +132,32 @@ def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
     for plane in planes[:2]:
         plane.go_on()
     assert not any(planes[0].should_stop() for _ in range(4))
+    star.lose_hub()  # while one is still on its way
     assert stopping_batches(planes[2:], begun[2:]) == [11]
     planes[2].go_on()
-    star.lose_hub()
     planes[1].request_stop()  # the new hub hears of nothing but that
     wait_until(lambda: all(plane.stop_requested for plane in planes))
     assert not any(plane.requeue_requested for plane in planes)
     assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
+
+
+def test_a_hub_that_is_lost_while_all_save_asks_nobody_to_save_again(star):
+    planes, begun = star(2), (3, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    planes[0].request_requeue()
+    wait_until(lambda: all(plane.requeue_requested for plane in planes))
+    assert stopping_batches(planes, begun) == [7, 7]
+    star.lose_hub()
+    time.sleep(0.5)  # until all have told the new one what they had told the old one
+    for plane in planes:
+        plane.go_on()
+    assert not any(plane.should_stop() for plane in planes for _ in range(20))
+    planes[1].request_requeue()  # of that it was told by the other already
+    assert not any(plane.should_stop() for plane in planes for _ in range(20))
+    planes[1].request_requeue()
+    wait_until(lambda: all(plane.requeue_requested for plane in planes))
+    assert stopping_batches(planes, (47, 47)) == [48, 48]
 
 
 def test_who_is_to_stop_while_ranks_are_on_their_way_to_be_queued_again_does_both(star):

@@ -202,6 +202,7 @@ def test_the_end_of_a_run_averages_numbers_and_leaves_counts_to_their_ranks():
         module.phase = nn.Parameter(torch.tensor([1j * topology.rank], device=place.device), requires_grad=False)
         module.count = nn.Parameter(torch.tensor([5 + topology.rank], device=place.device), requires_grad=False)
         module.register_buffer("spectrum", torch.zeros(1, dtype=torch.complex128, device=place.device))
+        module.register_buffer("turned", torch.tensor([1j], device=place.device).conj())
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
         with begun(TrainingRun(PeriodicAveraging(1), Replicas(module, optimizers), topology)) as run:
             module.phase.data += 1j * topology.rank

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, steps
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader
 
@@ -689,6 +689,42 @@ def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, e
     length = {"max_epochs": -1, **length}
     (report, *_) = fit(Phases(), {"scheme": "daso"}, limit_val_batches=0, **length)
     assert report["report"] == expected
+
+
+class TwoInTurn(Phases):
+    """Two optimizers step by hand in every batch; ``report`` is the phase of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.y = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        for optimizer, parameter in zip(self.optimizers(), (self.x, self.y), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(parameter.square().sum())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in (self.x, self.y)]
+
+    def on_train_batch_end(self, *_):
+        self.report.append(self.trainer.strategy.schemes[0].phase)
+
+
+@pytest.mark.borrows
+def test_the_length_of_a_run_of_two_optimizers_is_half_of_what_lightning_counts(fit):
+    (report, *_) = fit(TwoInTurn(), {"scheme": "daso"}, limit_val_batches=0, max_epochs=-1, max_steps=16)
+    assert report["report"] == ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2
+
+
+@pytest.mark.borrows
+def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
+    scheme = DASO(2, 1, warmup_epochs=0, cooldown_steps=4)
+    callbacks = [GradientAccumulationScheduler({1: 4})]  # 8 batches an epoch: 8 steps, and then 2 and 2
+    (report, *_) = fit(Phases(), {"scheme": scheme}, limit_val_batches=0, max_epochs=3, callbacks=callbacks)
+    phases = [phase for batch, phase in enumerate(report["report"]) if batch < 8 or batch % 4 == 3]
+    assert phases == ["cycling"] * 8 + ["cool-down"] * 4
 
 
 @pytest.mark.parametrize("exchange", ["rotating", "sharded"])

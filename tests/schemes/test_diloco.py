@@ -325,6 +325,28 @@ def test_asking_for_the_agreed_model_at_every_step_changes_nothing(on_nodes, sch
     assert all(torch.equal(one, other) for one, other in zip(asked, left_alone, strict=True))
 
 
+def test_an_outer_scheduler_counts_a_period_whose_exchange_is_in_flight_in_a_file(on_nodes):
+    scheme = DiLoCo(4, partial(SGD, lr=0.5), staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
+    saved = {}
+
+    def first(rank):
+        for _ in range(5):  # sent after the fourth step, merged after the sixth
+            rank.train()
+        saved[rank.rank] = rank.scheme.schedule()
+        for _ in range(5):
+            rank.train()
+        return rank.scheme.scalars()["outer_lr"]
+
+    def resumed(rank):
+        rank.scheme.load_state_dict(reloaded(saved[rank.rank]))
+        rank.scheme.begin_run(1, None)
+        for _ in range(5):
+            rank.train()
+        return rank.scheme.scalars()["outer_lr"]
+
+    assert on_nodes(first, scheme) == on_nodes(resumed, scheme) == [0.125] * 2
+
+
 @pytest.mark.parametrize(("fragments", "staleness", "keep_local"), [(1, 0, 0.0), (1, 3, 0.0), (2, 2, 0.5)])
 def test_the_agreed_model_is_the_mean_of_the_nodes_present_parameters(on_nodes, fragments, staleness, keep_local):
     scheme, steps = DiLoCo(6, fragments=fragments, staleness=staleness, keep_local=keep_local), 15

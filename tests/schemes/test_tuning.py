@@ -260,6 +260,26 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
     assert on_nodes(resumed, PeriodicAveraging(7)) == [7, 7]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [((8, 2), (4, 1)), ((4, 0), (4, 0)), ((8, 4), (8, 4))], ids=["the same", "others", "a later"]
+)
+def test_daso_goes_on_with_what_a_checkpoint_has_halved_unless_it_is_given_other_numbers(given, expected):
+    def saved(rank):
+        rank.scheme._set_cycle(4, 1)
+        return rank.scheme.schedule()
+
+    def daso(sync_every, staleness):
+        return DASO(sync_every, staleness, warmup_epochs=0, cooldown_epochs=0)
+
+    schedule = on_nodes(saved, daso(8, 2))[0]
+
+    def resumed(rank):
+        rank.scheme.load_state_dict(schedule)
+        return rank.scheme.period, rank.scheme.staleness
+
+    assert on_nodes(resumed, daso(*given)) == [expected] * 2
+
+
 def test_it_is_said_once_what_was_chosen(caplog):
     with caplog.at_level(logging.INFO, "lightning_hiercomm"):
         train(timed(PeriodicAveraging, wait=1.0)("auto"), 22)

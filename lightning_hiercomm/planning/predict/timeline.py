@@ -115,11 +115,13 @@ class Timeline:
     def _run_undisturbed(self) -> None:
         """In one pass: nothing slows a task down, and what it waits for was added before it."""
         free = dict.fromkeys(self._lanes, 0.0)
-        for lane, task in self._added:
+        for place, (lane, task) in enumerate(self._added):
             task.start = max(free[lane], *(other.end for other in task.after)) if task.after else free[lane]
             if task.start == _NEVER:
-                stuck = dict.fromkeys(name for name, left in self._added if left.end == _NEVER)
-                raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
+                before = {id(other) for _, other in self._added[:place]}
+                if not before.issuperset(map(id, task.after)):
+                    stuck = dict.fromkeys(name for name, left in self._added if id(left) not in before)
+                    raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
             task.free = free[lane] = task.start + task.seconds
             task.end = task.free + task.delay
 

@@ -22,6 +22,7 @@ from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wide_sum import is_short, send_parts
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
+from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
@@ -459,7 +460,7 @@ def average_optimizer_state(optimizer: Optimizer, replica: Replica, topology: To
         (index, name): tensor
         for index, parameter in enumerate(replica.parameters)
         for name, tensor in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.shape == parameter.shape
+        if isinstance(tensor, Tensor) and is_of_numbers(tensor) and tensor.shape == parameter.shape
     }
     digest = hashlib.blake2b(repr(list(held)).encode(), digest_size=8).digest()
     if len(set(topology.world.all_gather_object(digest))) > 1:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -95,7 +96,7 @@ def begin_state_anew(optimizer: Optimizer) -> None:
     """Set the state of every parameter for which it is not finite to zero, as it was at the beginning."""
     for state in optimizer.state.values():
         held = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
-        tensors = [value for value in held.values() if value.is_floating_point()]
+        tensors = [value for value in held.values() if is_of_numbers(value)]
         if any(not bool(value.isfinite().all()) for value in tensors):
             for value in tensors:  # the number of steps among them, or Adam's next ones would be six times too long
                 value.zero_()

@@ -12,6 +12,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 
 _ROW = 1024
+_ROWS_IN_CACHE, _ROWS_ELSEWHERE = 64, 8192
 VerifyReplicas = Literal["off", "warn", "raise"]
 
 
@@ -19,30 +20,40 @@ class ReplicasDiffer(RuntimeError):
     """Ranks that train together hold different parameters."""
 
 
-def print_of(tensor: Tensor) -> Tensor:
-    """64 bits of all values of a tensor, and of their places: an int64 scalar, in two reads of the tensor.
+def plain(tensor: Tensor) -> Tensor:
+    """Its values as they are: of a lazy conjugate or negative nobody sees the bits."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
-    They differ, almost surely, whenever one value does, or values are elsewhere (a row that was rolled, the class of a
-    one-hot vector).
+
+def print_of(tensor: Tensor) -> Tensor:
+    """64 bits of all values of a tensor, and of their places: an int64 scalar, in one read of the tensor.
+
+    They differ, almost surely, whenever a value does, or values are elsewhere (a row that was rolled, the classes of
+    one-hot vectors).
     """
-    flat = tensor.detach().contiguous().view(-1)
+    flat = plain(tensor).contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     octets = flat.view(torch.uint8)
     whole = octets.numel() // 8 * 8
     words, rest = octets[:whole].view(torch.int64), octets[whole:]
-    in_rows = words.numel() // _ROW * _ROW
-    table = words[:in_rows].view(-1, _ROW)
-    sums = (table.sum(0), table.sum(1)) if in_rows else ()
-    return _mixed(torch.cat([*sums, words[in_rows:], rest]))
+    rows = words.numel() // _ROW
+    sums = torch.zeros(_ROW * (rows > 0), dtype=torch.int64, device=words.device)
+    weights = _scrambled(torch.arange(rows, device=words.device))[:, None] | 1
+    at_once = _ROWS_IN_CACHE if words.device.type == "cpu" else _ROWS_ELSEWHERE
+    table = words[: rows * _ROW].view(rows, _ROW)
+    for own, weight in zip(table.split(at_once), weights.split(at_once), strict=True) if rows else ():
+        # what is in the upper bits alone, as of 1.0, would not outlive a product of 64 bits
+        sums += ((own ^ (own >> 32)) * weight).sum(0)
+    return _scrambled(torch.cat([sums, words[rows * _ROW :], rest])).sum()
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """A sum of numbers, each scrambled with its place, by the finalizer of SplitMix64 (Steele and others, 2014)."""
-    scrambled = numbers + torch.arange(1, numbers.numel() + 1, device=numbers.device) * -0x61C8864680B583EB
-    scrambled = (scrambled ^ (scrambled >> 30)) * -0x40A7B892E31B1A47
-    scrambled = (scrambled ^ (scrambled >> 27)) * -0x6B2FB644ECCEEE15
-    return (scrambled ^ (scrambled >> 31)).sum()
+def _scrambled(numbers: Tensor) -> Tensor:
+    """Numbers and their places in 64 bits each, much as by the finalizer of SplitMix64 (Steele and others, 2014)."""
+    mixed = numbers + torch.arange(1, numbers.numel() + 1, device=numbers.device) * -0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return mixed ^ (mixed >> 31)
 
 
 @torch.no_grad()

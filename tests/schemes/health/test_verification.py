@@ -116,5 +116,9 @@ def test_prints_of_views_and_of_other_memory_formats():
         one_hot = torch.eye(1, 1024 * 8 // dtype.itemsize * 2 + 5, dtype=dtype, device=place.device)[0]
         prints = {int(print_of(one_hot.roll(at))) for at in range(0, one_hot.numel(), 7)}
         assert len(prints) == len(range(0, one_hot.numel(), 7))
+    table = torch.eye(2, 1024, dtype=torch.float64, device=place.device)
+    assert int(print_of(table)) != int(print_of(table.flip(0)))
+    turned = torch.randn(3, dtype=torch.complex64, device=place.device)
+    assert int(print_of(turned.conj())) == int(print_of(turned.conj().resolve_conj())) != int(print_of(turned))
     assert int(print_of(torch.empty(0, device=place.device))) == 0
     assert int(print_of(torch.tensor(1.0, device=place.device))) != 0
