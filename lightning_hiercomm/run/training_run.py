@@ -333,7 +333,7 @@ class TrainingRun:
         """
         if self._last_schedules is not None:
             return self._last_schedules
-        schedules = [scheme.schedule() if together else scheme.counts() for scheme in self.schemes]
+        schedules = [scheme.schedule() if together else scheme.own_schedule() for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 held, node = schedule["outer"]["state"], self.topology.intra

@@ -597,8 +597,8 @@ class RunningAgreement(RunningScheme[A]):
         relative = self._carrier.disagreement.relative()
         return values if relative is None else {**values, "disagreement": relative}
 
-    def counts(self) -> dict[str, Any]:
-        return {**super().counts(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
+    def own_schedule(self) -> dict[str, Any]:
+        return {**super().own_schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
 
     def schedule(self) -> dict[str, Any]:
         state = super().schedule()

@@ -285,9 +285,9 @@ class RunningScheme(Generic[S]):
 
     def schedule(self) -> dict[str, Any]:
         """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective."""
-        return self.counts()
+        return self.own_schedule()
 
-    def counts(self) -> dict[str, Any]:
+    def own_schedule(self) -> dict[str, Any]:
         """Of :meth:`schedule` what this rank knows by itself, as primitives."""
         return {
             "scheme": type(self.config).__name__,

@@ -131,7 +131,7 @@ def _steps_of(trainer: pl.Trainer, epochs: int) -> int:
     ends = [*changes[1:], epochs]
     return sum(
         (end - begin) * math.ceil(trainer.num_training_batches / factors[begin])
-        for begin, end in zip(changes, ends, strict=True)
+        for begin, end in zip(changes, ends, strict=False)  # of no epochs there is no change
     )
 
 

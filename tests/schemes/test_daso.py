@@ -700,10 +700,10 @@ class TwoInTurn(Phases):
         self.y = torch.nn.Parameter(torch.zeros(1))
 
     def training_step(self, batch, batch_idx):
-        for optimizer, parameter in zip(self.optimizers(), (self.x, self.y), strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(parameter.square().sum())
+        self.manual_backward(self.x.square().sum() + self.y.square().sum())
+        for optimizer in self.optimizers():
             optimizer.step()
+            optimizer.zero_grad()
 
     def configure_optimizers(self):
         return [torch.optim.SGD([parameter], lr=0.1) for parameter in (self.x, self.y)]

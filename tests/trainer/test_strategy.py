@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -505,8 +506,9 @@ class AskedToEnd(pl.Callback):
         if self.began == [0] and batch_idx == 3 + 2 * trainer.global_rank:
             os.kill(os.getpid(), signal.SIGUSR2)
         if self.began == [0] and batch_idx == 8:  # on a busy machine the news may be slower than batches are
+            plane, saved = trainer.strategy._control.plane, Path(trainer.default_root_dir) / "hpc_ckpt_1.ckpt"
             deadline = time.monotonic() + 30
-            while not trainer.strategy._control.plane.requeue_requested and time.monotonic() < deadline:
+            while not plane.requeue_requested and not saved.exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
 
 
