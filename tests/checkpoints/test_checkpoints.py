@@ -21,12 +21,12 @@ from lightning_hiercomm.schemes import SCHEMES, Scheme
 ARGUMENTS = {"daso": {"sync_every": 4, "warmup_epochs": 0, "cooldown_epochs": 0}, "diloco": {"sync_every": 2}}
 
 
-def on_two_nodes(scheme: Scheme, work):
-    """``work(run)`` on two nodes of one rank, with a run that is set up."""
+def on_two_nodes(scheme: Scheme, work, nodes=((0,), (1,))):
+    """``work(run)`` on two nodes, of one rank by default, with a run that is set up."""
 
     def body(rank, world):
         meter = Meter()
-        topology = Topology([[0], [1]], rank, world.connect(rank, meter), meter)
+        topology = Topology(nodes, rank, world.connect(rank, meter), meter)
         module = nn.Linear(3, 2)
         nn.init.constant_(module.weight, 0.5)
         nn.init.zeros_(module.bias)
@@ -37,7 +37,7 @@ def on_two_nodes(scheme: Scheme, work):
         finally:
             run.close(timeout=5.0)
 
-    return ThreadWorld(2).run(body)
+    return ThreadWorld(sum(map(len, nodes)), timeout=5.0).run(body)
 
 
 def train(run: TrainingRun, epoch: int, steps: int) -> None:
@@ -100,7 +100,7 @@ def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
             Checkpoints().add_to(checkpoint, run, None, together=False)
         return checkpoint
 
-    alone, _ = on_two_nodes(scheme(name), work)
+    alone, *_ = on_two_nodes(scheme(name), work, ((0, 1), (2, 3)))
     (schedule,) = alone["hiercomm"]["schemes"]
     assert schedule["steps"] == 5
 

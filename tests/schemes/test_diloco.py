@@ -330,7 +330,7 @@ def test_an_outer_scheduler_counts_a_period_whose_exchange_is_in_flight_in_a_fil
     saved = {}
 
     def first(rank):
-        for _ in range(5):  # sent after the fourth step, merged after the sixth
+        for _ in range(7):  # sent after the sixth step, to be merged after the eighth
             rank.train()
         saved[rank.rank] = rank.scheme.schedule()
         for _ in range(5):
@@ -344,7 +344,7 @@ def test_an_outer_scheduler_counts_a_period_whose_exchange_is_in_flight_in_a_fil
             rank.train()
         return rank.scheme.scalars()["outer_lr"]
 
-    assert on_nodes(first, scheme) == on_nodes(resumed, scheme) == [0.125] * 2
+    assert on_nodes(first, scheme) == on_nodes(resumed, scheme) == [0.0625] * 2
 
 
 @pytest.mark.parametrize(("fragments", "staleness", "keep_local"), [(1, 0, 0.0), (1, 3, 0.0), (2, 2, 0.5)])
