@@ -567,6 +567,7 @@ def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(silent, accident)
     assert float(HANG) <= seconds < SOON
 
 
+@pytest.mark.long("a step lasts longer than the four seconds of silence that are asked about")
 def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(silent):
     launch, _, output = silent("sleep")
     _check_trained(launch, 40, output)

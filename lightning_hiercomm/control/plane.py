@@ -55,7 +55,8 @@ class ControlPlane:
     Collectives cannot report a failure: whoever waits for a dead peer waits for the backend's timeout, half an hour by
     default, and schemes that agree rarely would not even ask. Here the kernel closes a dead process's connection at
     once, and every other rank learns its number. The same star lets all ranks stop at one common batch after a SIGTERM
-    that only some received, without a collective per step.
+    that only some received, without a collective per step; or come to one, save, and train on, when SLURM says that the
+    time is nearly up.
 
     A rank that learns of a failure raises at its next batch. If it is stuck in a collective it is ended after
     ``grace`` seconds.

@@ -65,7 +65,7 @@ class Replica:
         self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
         self.buckets_of_buffers = _buckets_of_buffers(self.buffers, bucket_bytes)
         # of others there are no memory formats
-        self._in_rows = [p for p in self.parameters if p.dim() in (4, 5) and p.is_contiguous()]
+        self._contiguous = [p for p in self.parameters if p.dim() in (4, 5) and p.is_contiguous()]
 
     def of_ranks_that_differ(self) -> Replica:
         """The same tensors, where every rank of a node trains parameters of its own."""
@@ -131,7 +131,7 @@ class Replica:
 
         They are cut into pieces that are views only of what is contiguous.
         """
-        for parameter in self._in_rows:
+        for parameter in self._contiguous:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
                 warnings.warn(_LATE_FORMAT, stacklevel=2)
