@@ -67,9 +67,10 @@ class Checkpoints:
             run: Of it.
             batches: Of the run.
             together: Whether the ranks can be asked for it.
-            is_own: Whether the checkpoint's parameters are this rank's own, not the agreed ones.
+            is_own: Whether the checkpoint's parameters are this rank's own, not the agreed ones; then those of its node
+                can be asked.
         """
-        state: dict[str, Any] = {"schemes": run.schedules(together), "trained": run.trained()}
+        state: dict[str, Any] = {"schemes": run.schedules(together or is_own), "trained": run.trained()}
         if is_own:
             unagreed = [{"unagreed_steps": scheme.unagreed_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]

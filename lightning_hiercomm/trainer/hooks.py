@@ -208,7 +208,7 @@ class HierarchicalHooks(Reports):
         if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
             # Lightning counts the steps of all together, each scheme those of its own: as if they took turns
             steps = math.ceil(trainer.max_steps / max(1, len(self.schemes))) if trainer.max_steps >= 0 else None
-        if steps is not None and not any(scheme.steps for scheme in self.schemes):
+        if steps is not None and not self._topology.may_grow and not any(scheme.steps for scheme in self.schemes):
             # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
             steps = max(0, steps - trainer.global_step // max(1, len(self.schemes)))
         self._run.begin(epochs, steps)

@@ -397,7 +397,7 @@ def test_a_checkpoint_keeps_the_division(fit, tmp_path):
 
     fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=[Save()])
     saved = torch.load(path, weights_only=True)["hiercomm"]["batches"]
-    assert saved == {"sizes": [8, 4], "costs": [[0.0, 0.0], [2.0, 1.0]]}
+    assert saved == {"sizes": [8, 4], "costs": [[0.0, 0.0], [2.0, 1.0]], "speeds": [2, 1]}
     resumed = {"batches": HeterogeneousBatches(12)}
     reports = fit(Net(), resumed, devices=2, max_epochs=2, fit_arguments={"ckpt_path": path})
     assert [report["report"] for report in reports] == [[8] * 4, [4] * 4]
