@@ -539,7 +539,7 @@ class RunningAgreement(RunningScheme[A]):
             self.outer.end_round()
 
     def _ends_round(self, parts: Sequence[int]) -> bool:
-        return parts[-1] == len(self._parts) - 1
+        return bool(parts) and parts[-1] == len(self._parts) - 1
 
     def _take_turn(self) -> int:
         self.synchronizations += 1
