@@ -14,9 +14,10 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 @pytest.mark.long("three launches of which a rank is lost, and what it leaves is looked for")
-@pytest.mark.parametrize("runs", [3, pytest.param(24, marks=[pytest.mark.alone, pytest.mark.nightly])])
+@pytest.mark.parametrize("runs", [3, pytest.param(24, marks=pytest.mark.nightly)])
 def test_random_faults_end_every_run_in_time_with_the_rank_named_and_nothing_left(capsys, tmp_path, runs):
     cases = [*faults.drawn(runs, seed=1)]
     done = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
