@@ -21,8 +21,7 @@ from lightning_hiercomm.planning.measure.steps import StepTimes
 from lightning_hiercomm.planning.measure.stopwatch import IN_FLIGHT, Share
 
 SIZE = 2**20
-"""Bytes of the tensors that are all-reduced meanwhile, unless a rank's share of the model is smaller: what large
-messages take beside training says little about small ones."""
+"""Bytes of the tensors that are all-reduced meanwhile."""
 
 _LEAST_MOVES = 4
 _MOST = 10.0  # beyond that it was not measured, but disturbed
@@ -36,16 +35,15 @@ class Traffic:
     Args:
         group: Between the nodes, used by nobody else meanwhile. None: this rank is in none.
         device: Of this rank.
-        size: Bytes of each.
 
     Attributes:
         moves: How many there were.
         seconds: That they took together.
     """
 
-    def __init__(self, group: Communicator | None, device: torch.device, size: int = SIZE) -> None:
+    def __init__(self, group: Communicator | None, device: torch.device) -> None:
         self._group = group
-        self._tensors = [torch.zeros(size // 4, device=device) for _ in range(IN_FLIGHT)]
+        self._tensors = [torch.zeros(SIZE // 4, device=device) for _ in range(IN_FLIGHT)]
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hiercomm-traffic", daemon=True)
         self.moves = 0
@@ -99,9 +97,8 @@ def measure_beside(
         workload: A step with nothing beside it, on processors of its own.
         share: Of the processors.
     """
-    size = size_of_messages(workload, share)
     world.barrier()
-    with Traffic(group, device, size) as traffic:
+    with Traffic(group, device) as traffic:
         step = train()
     everyone: list[tuple[float, int, float]] = world.all_gather_object((step.seconds, traffic.moves, traffic.seconds))
     steps = max(seconds for seconds, _, _ in everyone)
@@ -109,26 +106,20 @@ def measure_beside(
     if share.processors is None or not moving:
         return Beside()
     each = max(seconds / moves for moves, seconds in moving)
-    return derived(alone, size, each, steps, workload, share)
+    return derived(alone, each, steps, workload, share)
 
 
-def size_of_messages(workload: Workload, share: Share) -> int:
-    """Bytes of the messages that the ranks of a node send for this model: each carries its share of it."""
-    return max(4, min(SIZE, int(workload.model_bytes / share.ranks)))
-
-
-def derived(alone: Curve, size: int, each: float, steps: float, workload: Workload, share: Share) -> Beside:
+def derived(alone: Curve, each: float, steps: float, workload: Workload, share: Share) -> Beside:
     """What follows from a step, and a move, that took so long beside each other.
 
     Args:
         alone: What such moves cost with nothing beside them.
-        size: Bytes of their tensors.
-        each: Seconds of a move of such a tensor beside training.
+        each: Seconds of a move of ``SIZE`` bytes beside training.
         steps: Seconds of a step beside such moves.
         workload: A step with nothing beside it, on processors of its own.
         share: Of the processors: they are busy all the time, or this would not be asked.
     """
-    sent = sent_bytes("all_reduce", alone.members, size)
+    sent = sent_bytes("all_reduce", alone.members, SIZE)
     later = each - alone.seconds(sent, 1)
     assert share.processors is not None
     trained = share.ranks * workload.threads * workload.seconds / steps

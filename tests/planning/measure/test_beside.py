@@ -9,7 +9,7 @@ import torch
 
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.planning.cluster import Beside, Cluster, Curve, Link, Workload
-from lightning_hiercomm.planning.measure.beside import SIZE, Traffic, derived, measure_beside, size_of_messages
+from lightning_hiercomm.planning.measure.beside import SIZE, Traffic, derived, measure_beside
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.steps import StepTimes
 from lightning_hiercomm.planning.measure.stopwatch import Share
@@ -37,28 +37,18 @@ def test_traffic_goes_on_until_the_first_member_has_had_enough():
 
 def test_what_was_lost_is_divided_between_moves():
     # two ranks on one processor train at 0.25 s a step, so they use 0.8 of it; a move takes 0.03 s
-    beside = derived(ALONE, SIZE, 0.03, 0.25, WORKLOAD, Share(1.0, 2))
+    beside = derived(ALONE, 0.03, 0.25, WORKLOAD, Share(1.0, 2))
     assert beside.later == pytest.approx(0.01)
     assert beside.work == pytest.approx(0.2 / 2 * 0.03 / 0.001)
 
 
-def test_messages_of_a_small_model_are_as_large_as_a_ranks_share_of_it():
-    small = Workload(1e5, 0.03, 0.07, threads=1.0)
-    assert size_of_messages(small, Share(1.0, 2)) == 2e5
-    assert size_of_messages(WORKLOAD, Share(1.0, 2)) == SIZE
-
-    billed = ALONE.processor_seconds(size_of_messages(small, Share(1.0, 2)), 1)
-    beside = derived(ALONE, 200_000, 0.01, 0.25, small, Share(1.0, 2))
-    assert beside.work == pytest.approx(0.2 / 2 * 0.01 / billed)
-
-
 def test_nothing_gets_better_beside_something_else():
-    assert derived(ALONE, SIZE, 0.01, 0.2, WORKLOAD, Share(1.0, 2)) == Beside(0.0, 1.0)
+    assert derived(ALONE, 0.01, 0.2, WORKLOAD, Share(1.0, 2)) == Beside(0.0, 1.0)
 
 
 def test_moves_that_took_all_processors_by_themselves_were_billed_in_full():
     crowded = Curve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.002, 0.002)))
-    assert derived(crowded, SIZE, 0.102, 0.25, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(0.1), 1.0)
+    assert derived(crowded, 0.102, 0.25, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(0.1), 1.0)
 
 
 def test_what_has_nothing_beside_it_waits_for_no_turn_even_if_it_wants_more_processors_than_there_are():
@@ -69,7 +59,7 @@ def test_what_has_nothing_beside_it_waits_for_no_turn_even_if_it_wants_more_proc
 
 
 def test_work_that_only_a_disturbance_explains_is_not_believed():
-    assert derived(ALONE, SIZE, 1.02, 9.0, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(1.0), 10.0)
+    assert derived(ALONE, 1.02, 9.0, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(1.0), 10.0)
 
 
 def test_all_ranks_find_the_same():
