@@ -195,9 +195,8 @@ def _quote(page: str) -> str:
 
 @cache
 def _predictions(probes: str, percent: str) -> str:
-    """How many were within so many percent: of the first probe, or of the mean of all; or by the first, of a file."""
-    is_file = probes not in ("first", "all")
-    rows = _predicted(probes if is_file else "prediction", only_first=is_file or probes == "first")
+    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out."""
+    rows = _held_out_rows() if probes == "held-out" else _predicted("prediction", only_first=probes == "first")
     return f"{sum(abs(row.ratio - 1) <= float(percent) / 100 for row in rows)} of {len(rows)}"
 
 

@@ -150,11 +150,10 @@ def check_companion(state: Mapping[str, Any], module: nn.Module, schemes: Sequen
     if saved != own:
         other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
-    if state["layouts"] != _layouts(schemes):
-        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {_layouts(schemes)}. {_REMEDY}")
-    parts = _parts(schemes)
-    if state.get("parts", parts) != parts:  # earlier files do not say
-        raise ValueError(f"{path} was saved with {state['parts']}, but this run has {parts}. {_REMEDY}")
+    for name, here in (("layouts", _layouts(schemes)), ("parts", _parts(schemes))):
+        there = state.get(name, here)  # earlier files say nothing of parts
+        if there != here:
+            raise ValueError(f"{path} was saved with {there}, but this run has {here}. {_REMEDY}")
 
 
 @torch.no_grad()

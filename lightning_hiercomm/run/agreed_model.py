@@ -147,9 +147,9 @@ class AgreedModel:
         """Before any scheme agrees, for two may train one parameter."""
         self._own = []
         for scheme in self._schemes:
-            versions = [version_of(tensor) for tensor in scheme.replica.tensors]
-            own = None if scheme.is_agreed else [*map(_Own, scheme.replica.snapshot(), versions)]
-            self._own.append(own)
+            replica = scheme.replica
+            versions = () if scheme.is_agreed else [version_of(tensor) for tensor in replica.tensors]
+            self._own.append(None if scheme.is_agreed else [*map(_Own, replica.snapshot(), versions)])
 
     def _agree(self) -> None:
         for scheme, owns in zip(self._schemes, self._own, strict=True):

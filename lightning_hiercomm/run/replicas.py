@@ -268,7 +268,7 @@ def _nothing(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
 
 
 def has_mean(buffer: Tensor) -> bool:
-    """Whether it is of such, and so far from infinity that two of them can be added, and all that is looked at."""
+    """Whether it is of numbers, so far from infinity that two of them can be added, and all that is looked at."""
     if not is_of_numbers(buffer):
         return False
     if buffer.is_complex():

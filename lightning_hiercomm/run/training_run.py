@@ -329,11 +329,17 @@ class TrainingRun:
         """The state that all replicas share, one per scheme; of a sharded module, for whole parameters.
 
         Args:
-            together: Whether the ranks can be asked for it: collective. Else it is what this rank has counted.
+            together: Whether the ranks can be asked for it: collective. Else it is what this rank knows.
         """
         if self._last_schedules is not None:
             return self._last_schedules
-        schedules = [scheme.schedule() if together else scheme.own_schedule() for scheme in self.schemes]
+        schedules = []
+        for scheme in self.schemes:
+            scheme.may_ask = together
+            try:
+                schedules.append(scheme.schedule())
+            finally:
+                scheme.may_ask = True
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 held, node = schedule["outer"]["state"], self.topology.intra

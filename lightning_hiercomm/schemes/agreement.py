@@ -597,11 +597,10 @@ class RunningAgreement(RunningScheme[A]):
         relative = self._carrier.disagreement.relative()
         return values if relative is None else {**values, "disagreement": relative}
 
-    def own_schedule(self) -> dict[str, Any]:
-        return {**super().own_schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
-
     def schedule(self) -> dict[str, Any]:
-        state = super().schedule()
+        state = {**super().schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
+        if not self.may_ask:
+            return state
         if self._merge.keeps_agreed:
             self.settle()
             state["outer"] = self._outer_state()

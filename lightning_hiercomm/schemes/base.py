@@ -152,6 +152,7 @@ class RunningScheme(Generic[S]):
         epoch: Epochs begun before this one.
         unagreed_steps: Steps since the nodes last held the same parameters.
         agreements: How often they came to do so.
+        may_ask: Whether :meth:`schedule` may ask other ranks.
     """
 
     phase: str = "training"
@@ -172,6 +173,7 @@ class RunningScheme(Generic[S]):
         self.epoch = 0
         self.unagreed_steps = 0
         self.agreements = 0
+        self.may_ask = True
         self._backgrounds: list[Background] = []
 
     # ---- life of a run -------------------------------------------------------------------------------------------
@@ -284,11 +286,10 @@ class RunningScheme(Generic[S]):
         return {}
 
     def schedule(self) -> dict[str, Any]:
-        """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective."""
-        return self.own_schedule()
+        """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective.
 
-    def own_schedule(self) -> dict[str, Any]:
-        """Of :meth:`schedule` what this rank knows by itself, as primitives."""
+        Not :attr:`may_ask`: without what only others know; a rank that is alone with an error saves the rest.
+        """
         return {
             "scheme": type(self.config).__name__,
             "steps": self.steps,

@@ -429,9 +429,9 @@ class RunningDASO(RunningAgreement[DASO]):
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
-    def own_schedule(self) -> dict[str, Any]:
+    def schedule(self) -> dict[str, Any]:
         return {
-            **super().own_schedule(),
+            **super().schedule(),
             "given": [self.config.sync_every, self.config.staleness],
             "sync_every": self._period,
             "staleness": self.staleness,

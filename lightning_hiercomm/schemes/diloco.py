@@ -122,8 +122,8 @@ class RunningDiLoCo(RunningAgreement[DiLoCo]):
         super().__init__(config, context)
         self._keep_local = config.outer.keep_local
 
-    def own_schedule(self) -> dict[str, Any]:
-        return {**super().own_schedule(), "kept_late": self._keep_local if self.staleness else None}
+    def schedule(self) -> dict[str, Any]:
+        return {**super().schedule(), "kept_late": self._keep_local if self.staleness else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kept = state.get("kept_late", 0.0)  # it was the default of files that do not say so

@@ -205,19 +205,20 @@ class HierarchicalHooks(Reports):
         if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
             self._begin_equal()
             self._run.begin_from_module()
+        optimizers = max(1, len(self.schemes))
         if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
             # Lightning counts the steps of all together, each scheme those of its own: as if they took turns
-            steps = math.ceil(trainer.max_steps / max(1, len(self.schemes))) if trainer.max_steps >= 0 else None
+            steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
         if steps is not None and not self._topology.may_grow and not any(scheme.steps for scheme in self.schemes):
             # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
-            steps = max(0, steps - trainer.global_step // max(1, len(self.schemes)))
+            steps = max(0, steps - trainer.global_step // optimizers)
         self._run.begin(epochs, steps)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
             self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
         self._run.follow_thawed()
-        self._checkpoints.restore_random_state()
+        self._checkpoints.restore_random_state()  # a step that takes the loader itself moves no batch to the device
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

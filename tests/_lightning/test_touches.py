@@ -143,9 +143,7 @@ def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
 
 def test_slurms_signal_saves_where_all_ranks_are_and_not_where_it_comes(monkeypatch, tmp_path):
     saved = []
-    monkeypatch.setattr(
-        "lightning.pytorch.trainer.connectors.signal_connector.call", lambda command: saved.append(command)
-    )
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", saved.append)
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: saved.append(path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = trainer(plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], default_root_dir=tmp_path)

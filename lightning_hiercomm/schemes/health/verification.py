@@ -37,15 +37,20 @@ def print_of(tensor: Tensor) -> Tensor:
     octets = flat.view(torch.uint8)
     whole = octets.numel() // 8 * 8
     words, rest = octets[:whole].view(torch.int64), octets[whole:]
-    rows = words.numel() // _ROW
-    sums = torch.zeros(_ROW * (rows > 0), dtype=torch.int64, device=words.device)
-    weights = _scrambled(torch.arange(rows, device=words.device))[:, None] | 1
-    at_once = _ROWS_IN_CACHE if words.device.type == "cpu" else _ROWS_ELSEWHERE
-    table = words[: rows * _ROW].view(rows, _ROW)
-    for own, weight in zip(table.split(at_once), weights.split(at_once), strict=True) if rows else ():
+    in_rows = words.numel() // _ROW * _ROW
+    sums = [_sum_of_rows(words[:in_rows].view(-1, _ROW))] if in_rows else []
+    return _scrambled(torch.cat([*sums, words[in_rows:], rest])).sum()
+
+
+def _sum_of_rows(table: Tensor) -> Tensor:
+    """Of words, each row with a weight of its own."""
+    weights = _scrambled(torch.arange(len(table), device=table.device))[:, None] | 1
+    at_once = _ROWS_IN_CACHE if table.device.type == "cpu" else _ROWS_ELSEWHERE
+    total = table.new_zeros(_ROW)
+    for rows, weight in zip(table.split(at_once), weights.split(at_once), strict=True):
         # what is in the upper bits alone, as of 1.0, would not outlive a product of 64 bits
-        sums += ((own ^ (own >> 32)) * weight).sum(0)
-    return _scrambled(torch.cat([sums, words[rows * _ROW :], rest])).sum()
+        total += ((rows ^ (rows >> 32)) * weight).sum(0)
+    return total
 
 
 def _scrambled(numbers: Tensor) -> Tensor:

@@ -246,7 +246,8 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on, optimiz
             p.grad = torch.full_like(p, 1.5)
         alone.step()
     expected = torch.cat([p.detach().flatten() for p in whole]).tolist()
-    assert results[0] == pytest.approx(expected, abs=1e-9)  # NAdam's float32 becomes float64 where torch loads it
+    near = 1e-9 if optimizer is torch.optim.NAdam else 1e-12  # its float32 becomes float64 where torch loads it
+    assert results[0] == pytest.approx(expected, abs=near)
 
 
 @pytest.mark.parametrize("rule", ["glu", "sgd", "dc_asgd"])
