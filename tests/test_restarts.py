@@ -99,9 +99,12 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize(("times", "epochs", "ranks"), [(2, 3, 1), pytest.param(5, 5, 2, marks=pytest.mark.nightly)])
 def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
     short = f"--trainer.max_epochs={epochs}", f"--trainer.limit_train_batches={STEPS_AN_EPOCH}"
-    undisturbed = accuracy(*train("undisturbed", *short, "--trainer.callbacks.times=0", ranks=ranks))
     began = time.monotonic()
-    disturbed = accuracy(*train("disturbed", *short, f"--trainer.callbacks.times={times}", ranks=ranks))
+    both = [
+        train(folder, *short, f"--trainer.callbacks.times={kills}", ranks=ranks)
+        for folder, kills in (("undisturbed", 0), ("disturbed", times))
+    ]
+    undisturbed, disturbed = (accuracy(*agents) for agents in both)
     starts, kills = (written(tmp_path / "disturbed", name) for name in ("start", "kill"))
     print(f"{time.monotonic() - began:.0f} s; kills {kills}; starts {starts}; accuracy {disturbed} and {undisturbed}")
     assert len(kills) == times

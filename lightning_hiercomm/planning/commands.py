@@ -196,8 +196,8 @@ def simulate(arguments: argparse.Namespace) -> int:
     if (arguments.preset is None) == (arguments.scheme is None):
         raise PlanningError("give either --preset, a paper's question, or --scheme, what you want to compare")
     preset = PRESETS[arguments.preset or "003"]
-    site = _site(arguments, preset.site)
     experiments, picture = _experiments(arguments, preset), _picture(arguments)
+    site = _site(arguments, preset.site, nodes=max(experiment.nodes for experiment in experiments))
     done = []
     for index, experiment in enumerate(experiments, 1):
         curve = run_one(experiment, site)
@@ -277,7 +277,7 @@ def _scheme_of(arguments: argparse.Namespace) -> Callable[[str], Scheme]:
     return make
 
 
-def _site(arguments: argparse.Namespace, site: Site) -> Site:
+def _site(arguments: argparse.Namespace, site: Site, nodes: int) -> Site:
     """Whose clock: the preset's, or that of a profile, with what the flags say in its place."""
     cluster, workload = site.cluster, site.workload
     if arguments.profile is not None:
@@ -285,7 +285,7 @@ def _site(arguments: argparse.Namespace, site: Site) -> Site:
             profile = Profile.read(Path(arguments.profile))
         except ProfileError as error:
             raise PlanningError(str(error)) from error
-        cluster, workload = profile.cluster, profile.workload
+        cluster, workload = _with_network(profile.cluster, nodes, arguments), profile.workload
     if arguments.inter is not None:
         factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
         cluster = replace(cluster, inter=cluster.inter.faster(factor))
@@ -354,10 +354,7 @@ def _changed(profile: Profile, arguments: argparse.Namespace) -> tuple[Cluster, 
                 f"--ranks-per-node {arguments.ranks_per_node}: the profile is of nodes of {cluster.ranks_per_node}"
                 " ranks; probe nodes of that size"
             )
-        if cluster.nodes == 1 and (arguments.nodes or 1) > 1:
-            if arguments.inter is None:
-                raise ValueError("--nodes: the profile is of one node and knows no network: give --inter, too")
-            cluster = replace(cluster, inter=Link(1.0, 50e-6, cluster.inter.algorithm))
+        cluster = _with_network(cluster, arguments.nodes or 1, arguments)
         if arguments.nodes is not None and arguments.nodes != cluster.nodes:
             cluster = replace(cluster, nodes=arguments.nodes, world=None)
         if arguments.inter is not None:
@@ -379,6 +376,15 @@ def _changed(profile: Profile, arguments: argparse.Namespace) -> tuple[Cluster, 
     except ValueError as error:
         raise PlanningError(str(error)) from error
     return cluster, workload
+
+
+def _with_network(cluster: Cluster, nodes: int, arguments: argparse.Namespace) -> Cluster:
+    """What a probe of one node can't know, for as many: a link, whose bandwidth ``--inter`` says."""
+    if cluster.nodes > 1 or nodes == 1:
+        return cluster
+    if arguments.inter is None:
+        raise PlanningError("--nodes: the profile is of one node and knows no network: give --inter, too")
+    return replace(cluster, inter=Link(1.0, 50e-6, cluster.inter.algorithm))
 
 
 def _read(flag: str, reader: Callable[[str], T], text: str) -> T:

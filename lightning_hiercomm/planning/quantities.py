@@ -32,13 +32,14 @@ _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)\s*(/s)?\s*", r
 
 
 def bandwidth(text: str) -> float:
-    """``"10gbit"``, ``"300gbyte"``, ``"10Gb/s"``, ``"10Gbps"``, ``"300GB/s"``, as bytes per second.
+    """``"10gbit"``, ``"300gbyte"``, ``"10Gb/s"``, ``"10Gbps"``, ``"300GB/s"``, ``"300GBps"``, as bytes per second.
 
     Raises:
         ValueError: For anything else, or if it is not positive.
     """
     number, unit, _ = _parts(text, "a bandwidth such as 10gbit or 300gbyte")
-    units = {"bit": 1 / 8, "byte": 1.0, "bps": 1 / 8, "b": 1.0 if unit.endswith("B") else 1 / 8}
+    short = 1.0 if unit.endswith(("B", "Bps")) else 1 / 8
+    units = {"bit": 1 / 8, "byte": 1.0, "bps": short, "b": short}
     prefix, per_unit = _split(unit, units, text, "10gbit or 300gbyte")
     return number * prefix * per_unit
 

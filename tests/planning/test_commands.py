@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 
 import pytest
@@ -79,6 +81,16 @@ def test_with_the_life_of_a_node_a_plan_says_what_is_kept_and_what_it_costs(caps
 def test_where_nodes_seldom_die_or_are_back_at_once_restarts_may_do(capsys):
     assert run(*FLAGS, "--inter", "100tbit", "--mtbf", "3000d", "--restart-time", "1s", "--checkpoint-time", "1ms") == 0
     assert "Take AllReduce() and restarts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mtbf", ["2h", "20min"])
+def test_of_two_ways_to_live_with_lost_nodes_each_has_its_own_price(mtbf, capsys):
+    slow_to_notice = "--mtbf", mtbf, "--restart-time", "1s", "--checkpoint-time", "0.01s", "--dead-after", "60s"
+    model = "--params", "100m", "--step-time", "1s", "--inter", "1gbit", "--nodes", "2", "--ranks-per-node", "8"
+    assert run(*model, *slow_to_notice, "--price", "2", "--json") == 0
+    values = json.loads(capsys.readouterr().out)
+    took, other = re.findall(r"and cost ([\d.]+) instead of ([\d.]+)\.", values["advice"])[0]
+    assert float(took) <= float(other)  # one price per node and hour, and it is the faster way
 
 
 def test_json_says_the_same_of_every_setting_and_the_advice(capsys):
@@ -224,3 +236,11 @@ def test_a_profile_of_one_node_needs_to_be_told_of_a_network(tmp_path, capsys):
     assert run("--profile", path, "--nodes", "8") == 2
     assert "give --inter, too" in capsys.readouterr().err
     assert plan_of(capsys, "--profile", path, "--nodes", "8", "--inter", "10gbit")["nodes"] == 8
+    simulated = ["simulate", "--scheme", "periodic", "--epochs", "0.01", "--profile", path]
+    assert program.main(simulated) == 2  # of four nodes
+    assert "give --inter, too" in capsys.readouterr().err
+    link = ["--inter", "100mbit", "--params", "1e6", "--step-time", "1ms"]
+    assert program.main([*simulated, *link, "--scheme-args", '{"sync_every": 1}', "--json"]) == 0
+    *_, own = json.loads(capsys.readouterr().out)
+    least = own["steps"] * own["inter_bytes_per_step"] / 12.5e6
+    assert least <= own["points"][-1]["seconds"] < math.inf

@@ -16,6 +16,7 @@ from lightning_hiercomm.planning import quantities
         ("10Gbit/s", 1.25e9),
         ("10Gb/s", 1.25e9),
         ("10Gbps", 1.25e9),
+        ("10GBps", 1e10),
         ("300gbyte", 3e11),
         ("300GB/s", 3e11),
         ("1e2 mbit", 1.25e7),

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+import time
 
 sys.path[:] = filter(None, sys.path)  # the package in the folder where tests run is not the one they test
 for name in (
@@ -23,4 +24,6 @@ lightning_environment.find_free_network_port = importlib.import_module("ports").
 # torchrun's agents look for the name of each caller, for a record that nobody reads here, among all of these modules
 rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 rendezvous.get_method_name = lambda depth=2: "unknown"  # type: ignore[attr-defined]
+# and only once a second whether all have come
+rendezvous._delay = lambda seconds: time.sleep(0.05)  # type: ignore[attr-defined]
 gc.freeze()  # so that no fork has to copy it

@@ -128,9 +128,8 @@ def candidates(
         wires: What may travel between nodes.
     """
     yield Candidate(None)
-    for wire in wires:
-        if wire is not None and not Payload.named(wire, workload).narrows:
-            continue
+    # what would not be narrower than the parameters is what travels as it is
+    for wire in dict.fromkeys(wire if Payload.named(wire, workload).narrows else None for wire in wires):
         for kind, arguments in _settings(cluster, workload):
             adds = wire not in ("int8", "int4")
             if adds or kind in (PeriodicAveraging, DASO, DiLoCo, Gossip):

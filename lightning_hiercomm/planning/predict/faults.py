@@ -279,14 +279,13 @@ def advice(plan: Plan, faults: Faults) -> str:
     assert elastic.elastic_goodput is not None
     seconds = 1000 * row.prediction.seconds / elastic.elastic_goodput
     slower = 1000 * plan.chosen.prediction.seconds / stays.restarts_goodput if stays.restarts_goodput else math.inf
-    both = f"{_shown(min(seconds, slower))} instead of {_shown(max(seconds, slower))}"
-    costs = sorted((elastic.elastic_cost or 0.0, stays.restarts_cost), reverse=slower < seconds)
-    paid = (
-        f", and cost {shown_price(costs[0])} instead of {shown_price(costs[1])}"
-        if faults.price or faults.egress
-        else ""
-    )
+    ways = [(seconds, elastic.elastic_cost or 0.0), (slower, stays.restarts_cost)]
     is_elastic = seconds <= slower
+    (least, its_cost), (most, other_cost) = ways if is_elastic else ways[::-1]
+    both = f"{_shown(least)} instead of {_shown(most)}"
+    paid = f", and cost {shown_price(its_cost)} instead of {shown_price(other_cost)}"
+    if not (faults.price or faults.egress):
+        paid = ""
     take = f"Take elastic nodes with {_name(row)}" if is_elastic else f"Take {_name(plan.chosen)} and restarts"
     return f"{said} {take}: the samples of 1,000 undisturbed steps take {both}{paid}."
 

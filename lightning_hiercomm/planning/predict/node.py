@@ -192,8 +192,10 @@ class Node:
         cost = link.cost("all_reduce", cluster.ranks, size)
         if cluster.nodes > 1:
             self.inter_bytes += piece.messages * cost.bytes
-        else:
-            cost = cluster.intra.cost("all_reduce", cluster.ranks, size)
+        if cluster.nodes == 1 or (cluster.world is None and cluster.ranks_per_node > 1):
+            inside = cluster.intra.cost("all_reduce", cluster.ranks, size)
+            # a ring is as slow as its slowest link; what was measured of the world was measured of all of them
+            cost = inside if cluster.nodes == 1 else max(cost, inside, key=lambda each: each.seconds)
         return self._move("link", cost, piece, cluster.ranks_per_node, [ready])
 
     def _move(self, lane: str, cost: Cost, piece: Piece, ranks: int, after: Iterable[Task]) -> Task:

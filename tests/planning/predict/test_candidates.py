@@ -194,3 +194,8 @@ def test_a_recommended_steps_delay_says_how_long_its_warm_up_is():
     assert "warmup_steps=100" in phases(delayed.candidate, on(1.25e9, nodes=4), MODEL)
     plain = next(row for row in rows if row.candidate.kind is PeriodicAveraging)
     assert phases(plain.candidate, on(1.25e9, nodes=4), MODEL) == ""
+
+
+def test_a_wire_that_narrows_nothing_leaves_every_scheme_with_parameters_as_they_are():
+    workload = Workload.of_step(1e9, 0.4, dtype="bfloat16")
+    assert list(candidates(on(1e9), workload, ("bfloat16",))) == list(candidates(on(1e9), workload, (None,)))

@@ -33,6 +33,13 @@ def test_a_blocking_agreement_adds_its_time_over_its_period(fast_cluster, gigaby
         assert predicted.inter_bytes == pytest.approx(GB / period)
 
 
+def test_a_ring_over_all_ranks_is_as_slow_as_its_slowest_link(gigabyte):
+    for intra, inter in ((0.1, 1.0), (1.0, 0.1)):
+        cluster = Cluster(2, 2, Link(intra * GB), Link(inter * GB))
+        on_the_link = 2 * 3 / 4 / 0.1  # a gigabyte, of which each rank sends so much; some of it beside backward
+        assert predict(None, cluster, gigabyte).seconds > on_the_link
+
+
 @pytest.mark.parametrize(
     ("bandwidth", "staleness", "seconds"),
     [
