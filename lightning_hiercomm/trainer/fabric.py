@@ -33,7 +33,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.agreed_model import AgreedModel
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
@@ -168,7 +168,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._runs: list[TrainingRun] = []
         self._without_optimizer: list[nn.Module] = []
         self._without_ddp: list[nn.Module] = []
-        self._once_frozen: list[tuple[nn.Module, nn.Module, list[nn.Parameter]]] = []
+        self._in_ddp: list[tuple[nn.Module, nn.Module, dict[int, nn.Parameter]]] = []
         self._losses: list[Tensor] = []
         self._losses_have_stepped = False
         self._has_begun = False
@@ -364,7 +364,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
             self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
             wrapped = in_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs, topology.num_nodes > 1)
             register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
-        self._once_frozen.append((module, wrapped, [p for p in module.parameters() if not p.requires_grad]))
+        self._in_ddp.append((module, wrapped, {id(p): p for p in module.parameters() if p.requires_grad}))
         return wrapped
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -376,27 +376,29 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 self._losses, self._losses_have_stepped = [], False
             self._losses.append(tensor.detach())
         super().backward(tensor, module, *args, **kwargs)
-        self._reduce_thawed()
+        self._reduce_late()
         self._look_for_unused_parameters()
 
     @outside_autocast()
-    def _reduce_thawed(self) -> None:
-        """Average gradients of parameters that were frozen when DDP was made, and which it therefore does not know."""
-        for module, wrapped, frozen in self._once_frozen:
-            thawed = [p for p in frozen if p.requires_grad]
-            if not thawed or not getattr(wrapped, "require_backward_grad_sync", True):
+    def _reduce_late(self) -> None:
+        """Average gradients of parameters that were frozen, or not there, when DDP was made: it does not know them."""
+        for module, wrapped, known in self._in_ddp:
+            optimizers = [optimizer for run in self._runs if run.module is module for optimizer in run.optimizers]
+            trained = [parameter for optimizer in optimizers for parameter in trained_by(optimizer)]
+            late = [parameter for parameter in dict.fromkeys(trained) if id(parameter) not in known]
+            if not late or not getattr(wrapped, "require_backward_grad_sync", True):
                 continue
             gradients = self._run_with(module).gradients
             # those of embeddings, by what all ranks see alike: a rank may have no gradient
             embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
             sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
-            for parameter in thawed:
+            for parameter in late:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 if id(parameter) in sparse:
                     own = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
                     parameter.grad = gradients.reduce_sparse(own)
-            held = [(p, p.grad) for p in thawed if p.grad is not None and id(p) not in sparse]
+            held = [(p, p.grad) for p in late if p.grad is not None and id(p) not in sparse]
             owners = {id(gradient): p for p, gradient in held}
             for place, bucket in enumerate(Replica([gradient for _, gradient in held]).buckets):
                 gradients.note_contents(-2 - place, ((owners[id(each.tensor)], each.start) for each in bucket.pieces))

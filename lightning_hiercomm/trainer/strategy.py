@@ -37,6 +37,7 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
@@ -183,6 +184,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             )
         )
         self._frozen: list[torch.nn.Parameter] = []
+        self._known: dict[int, torch.nn.Parameter] = {}
         self._last_bucket: Mark | None = None
         self._expects_all_used = False
 
@@ -231,7 +233,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
-        self._frozen = [p for p in self._module.parameters() if not p.requires_grad]
+        self._known = {id(parameter): parameter for parameter in self._module.parameters()}
+        self._frozen = [p for p in self._known.values() if not p.requires_grad]
         if self._gradients_cross_ranks():
             super().configure_ddp()
         else:
@@ -252,7 +255,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if any(p.requires_grad for p in self._frozen):  # DDP ignores what was frozen when it was made
+        trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
+        # DDP ignores what was frozen, or not there, when it was made
+        if any(p.requires_grad for p in self._frozen) or any(id(p) not in self._known for p in trained):
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()

@@ -282,11 +282,32 @@ def thawing(fabric, strategy, folder):
     torch.save([*seen, (module.weight.item(), module.bias.item())], folder / f"{fabric.global_rank}.pt")
 
 
+def growing(fabric, strategy, folder):
+    """A bias comes after three steps; every rank has a target of its own for weight + bias."""
+    module = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(module.weight)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    target, seen = float(fabric.global_rank), []
+    for step in range(6):
+        if step == 3:
+            module.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            optimizer.add_param_group({"params": [module.bias]})
+        fabric.backward(0.5 * (model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight - target).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((module.weight.item(), 0.0 if step < 3 else module.bias.item()))
+    strategy.finish()
+    torch.save([*seen, (module.weight.item(), module.bias.item())], folder / f"{fabric.global_rank}.pt")
+
+
 @pytest.mark.parametrize(
     "scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(1, gradients="none")], ids=repr
 )
-def test_parameters_thawed_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(scheme, tmp_path):
-    launched(scheme, thawing, tmp_path)
+@pytest.mark.parametrize("program", [thawing, growing])
+def test_parameters_thawed_or_added_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(
+    scheme, program, tmp_path
+):
+    launched(scheme, program, tmp_path)
     weight, bias, expected = 1.0, 0.0, []
     for step in range(6):  # of all ranks the mean, whose targets' mean is 1.5
         gradient = weight + bias - 1.5

@@ -472,6 +472,46 @@ def test_parameters_thawed_in_mid_run_agree_too(fit):
         assert torch.equal(report["state_dict"]["frozen.weight"], reports[0]["state_dict"]["frozen.weight"])
 
 
+@pytest.mark.parametrize("how", ["added", "replaced"])
+def test_parameters_that_come_in_mid_run_get_the_mean_of_all_gradients(fit, how):
+    class Growing(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.values = torch.nn.ParameterList([torch.zeros(1)])
+            self.report = []
+
+        def training_step(self, batch, batch_idx):
+            return 0.5 * sum((value - self.global_rank).square().sum() for value in self.values)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                new = torch.nn.Parameter(torch.full((1,), 8.0))
+                if how == "added":
+                    self.values.append(new)
+                    self.optimizers().add_param_group({"params": [new], "lr": 0.5})
+                else:
+                    self.values[0] = new
+                    self.optimizers().param_groups[0]["params"] = [new]
+
+        def on_train_batch_end(self, *_):
+            self.report.append([value.item() for value in self.values])
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.zeros(6, 1))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    reports = fit(Growing(), {"scheme": AllReduce(), "ranks_per_node": 2}, max_epochs=1, use_distributed_sampler=False)
+    old, new, expected = 0.0, 8.0, []
+    for step in range(6):  # the mean of all ranks' targets is 1.5
+        old = old - 0.5 * (old - 1.5)
+        if step >= 2:
+            new = new - 0.5 * (new - 1.5)
+        expected.append([old] if step < 2 else [old, new] if how == "added" else [new])
+    assert [report["report"] for report in reports] == [expected] * 4
+
+
 def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
     class Mixed(Net):
         def __init__(self):
