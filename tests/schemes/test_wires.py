@@ -180,3 +180,21 @@ def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, scheme, wire, nod
     arrived = on_nodes(work, scheme, nodes, shapes=SEVENS, wire=wire)[0]
     a_round = 2 * 0.1 * gradient.abs().max() * len(nodes) * 2
     assert (arrived - exact).abs().max() <= 2 * a_round / (127 if wire == "int8" else 7)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("scheme", ["periodic", "daso, waiting", "diloco", "gossip"])
+def test_float_buffers_travel_as_they_are(on_nodes, scheme, wire):
+    """A variance or a counter beside a larger number must not be rounded by what is right for that."""
+
+    def work(rank):
+        (buffer,) = rank.scheme.replica.buffers
+        for step in range(8):
+            buffer.copy_(torch.tensor([0.01 * 0.5**step, 50.0 + rank.node, step + 1.0]))
+            rank.train(0.0, last=step == 7)
+        rank.scheme.end_epoch(torch.tensor(1.0))
+        rank.scheme.finish()
+        return buffer
+
+    for buffer in on_nodes(work, SCHEMES[scheme], THREE, wire=wire, buffer=torch.zeros(3)):
+        torch.testing.assert_close(buffer, torch.tensor([0.01 * 0.5**7, 51.0, 8.0]), rtol=1e-6, atol=0)

@@ -52,7 +52,7 @@ class LaneSum:
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
             weights: Of everyone's parts, by node, as this rank knows them. With them what has 16 bits and travels as it
                 is is summed by a :class:`WideSum`. None: all are 1, and it is summed in its own type, as gradients are.
-            keeps_equal: Whether the mean of equal numbers of 32 bits has to be those, too.
+            keeps_equal: Whether the mean of equal numbers has to be those, too: they travel as they are.
 
         Returns:
             A function that waits, and leaves the sum in ``part``.
@@ -60,7 +60,7 @@ class LaneSum:
         if self._lane is None or self._wide is None:
             return _nothing
         weight = 1.0 if weights is None else weights[self._lane.rank]
-        if not self._codec.narrows(part.dtype):
+        if keeps_equal or not self._codec.narrows(part.dtype):
             if weights is not None and (keeps_equal or is_short(part.dtype)):
                 return self._wide.launch(part, weights)
             return self._lane.all_reduce(part, waiting=waiting, weight=weight).wait

@@ -273,7 +273,8 @@ class Average(Carrier):
         assert self._land is not None
         if self._mark is None or not part.numel():
             part.copy_(self._land(index, anchor, part))
-        elif streams.has(part.device):  # it takes the way zero, and so does not wait to know
+        elif streams.has(part.device) and self.on_nonfinite != "skip":
+            # it takes the way zero, and so does not wait to know: the run ends if nothing finite has arrived
             mark = part[0] * -0.0
             part.copy_(self._land(index, anchor, torch.where(mark.isnan(), 0.0, part)))
             put_mark(mark.abs().neg(), part)
@@ -347,19 +348,21 @@ class Average(Carrier):
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
         part = way.part(flat)
-        has_anchor = self._land is not None or (self.wire.compresses(flat.dtype) and bool(self.anchors))
+        # what is a counter or a variance among float buffers must not be rounded by what lies beside it
+        is_narrowed = self.wire.compresses(flat.dtype) and not self.buckets[index].keeps_equal
+        has_anchor = self._land is not None or (is_narrowed and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
         if averaged_in_node is not None:
             averaged_in_node()
         sent = sample(part[: self.buckets[index].numel])
         if anchor is not None:
             part.sub_(anchor[: part.numel()])
-        feedback = self._feedback[index] if self._feedback else None
+        feedback = self._feedback[index] if self._feedback and is_narrowed else None
         arrive = self._sum.launch(part, feedback, waiting, way.of_nodes, self.buckets[index].keeps_equal)
 
         def complete() -> None:
             arrive()
-            if self._mark is not None and self.wire.compresses(flat.dtype):
+            if self._mark is not None and is_narrowed:
                 put_mark(mark_of([part]), part)  # all numbers were finite, but perhaps too large for the wire
             arrived = sample(part[: self.buckets[index].numel])
             if anchor is not None:

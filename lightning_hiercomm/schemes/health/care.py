@@ -257,6 +257,16 @@ class Care:
             total = sum(weights[rank] for rank in healthy)
             return [weight / total if rank in healthy else 0.0 for rank, weight in enumerate(weights)]
 
+        places = {id(bucket): index for index, bucket in zip(void, buckets, strict=True)}
+
+        def take_agreed(bucket: Bucket, agreed: Tensor) -> None:
+            own = bucket.pack()
+            bucket.unpack(agreed)
+            spoilt.restart([places[id(bucket)]])  # from what is agreed, not from what each node makes of it
+            if not is_sick:  # whoever is has nothing of its own to keep
+                bucket.unpack(own)
+                take(bucket, agreed)
+
         if buckets:  # of a sharded model, it may be that only other ranks have some
             mean = Average(
                 self.replica,
@@ -267,8 +277,7 @@ class Care:
             )
             if land is not None:
                 mean.anchors = [spoilt.anchors[index] for index in void]
-            mean(step, take=take)
-            spoilt.restart(void)
+            mean(step, take=take_agreed)
         self.nonfinite += 1
         return is_sick
 

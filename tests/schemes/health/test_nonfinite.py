@@ -22,6 +22,7 @@ from lightning_hiercomm.schemes import (
     OuterOptimizer,
     PeriodicAveraging,
     RandomPermutation,
+    Replace,
     Ring,
     Scheme,
     StepsDelay,
@@ -215,6 +216,39 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
         expected -= 0.7 * (second + 0.9 * velocity)
         torch.testing.assert_close(with_sick[0][0], torch.full_like(with_sick[0][0], expected))
         torch.testing.assert_close(with_sick[0][1], torch.full_like(with_sick[0][1], velocity))
+
+
+@pytest.mark.parametrize("optimizer", [None, partial(Adam, lr=0.5)], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_outer_optimizer_takes_one_step_where_a_node_falls_sick_and_looking_would_mean_to_wait(
+    pretended, staleness, optimizer
+):
+    def work(rank: Rank, victim: int) -> list[float]:  # all nodes go the same way, so nobody is missed
+        return [rank.train(math.nan if step == 3 and rank.rank == victim else -1.0).item() for step in range(6)]
+
+    scheme = with_policy(Agreement(2, merge=OuterOptimizer(optimizer), staleness=staleness), "skip")
+    healthy, with_sick = (
+        on_nodes(partial(work, victim=victim), scheme, THREE, start=0.0, inner=partial(SGD, lr=1.0))
+        for victim in (-1, 2)
+    )
+    assert with_sick[0] == pytest.approx(healthy[0])
+    assert with_sick[2][-1] == pytest.approx(healthy[2][-1])
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+def test_whoever_was_sick_keeps_nothing_of_its_own_and_nodes_that_keep_some_still_come_together(wire):
+    def work(rank: Rank) -> list[float]:
+        rank.train(math.nan if rank.rank == 2 else -rank.rank)
+        first = rank.values.item()
+        for _ in range(20):
+            rank.train(0.0)
+        return [first, rank.values.item()]
+
+    scheme = with_policy(Agreement(1, merge=Replace(keep_local=0.5)), "skip")
+    seen = on_nodes(work, scheme, THREE, start=10.0, wire=wire, dtype=torch.float64, inner=partial(SGD, lr=1.0))
+    healthy_mean = (10 + 11) / 2
+    assert [first for first, _ in seen] == pytest.approx([(10 + 10.5) / 2, (11 + 10.5) / 2, healthy_mean])
+    assert [last for _, last in seen] == pytest.approx([healthy_mean] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("scheme", AGREEING)
