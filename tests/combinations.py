@@ -860,7 +860,7 @@ class Averaging(Reference):
         nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
         if len(nodes) == 1:
             return nodes
-        sends = _GRAPHS[self.through]().send_to(len(self.nodes), step - 1, part)
+        sends = _GRAPHS[self.through]().send_to(len(self.nodes), step // (self.when[1] or 1), part)
         return {n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes}
 
     def arrive(self, part: int, means: Vectors) -> Vectors:

@@ -289,6 +289,8 @@ class RunningAgreement(RunningScheme[A]):
                 wire,
                 self._land,
                 look=lambda leaving: self.care.look(leaving, self.steps),
+                # by steps, a graph that goes round might come by the same of its turns at every agreement
+                turn=lambda step: 1 + step // (self.period or 1),
             )
         carrier = RotatingAverage if through == "rotating" else Average
         return carrier(

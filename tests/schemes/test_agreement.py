@@ -206,7 +206,7 @@ def noloco(nodes, steps, *, every, graph, outer, lengths=(23,), staleness=0):
             sent, sent_at = [own.clone() for own in x], t
         if t % every == 0 and sent is not None:
             for s, part in enumerate(slices):
-                send_to = graph.send_to(count, sent_at - 1, s)
+                send_to = graph.send_to(count, sent_at // every, s)  # its next turn each time
                 for node in range(count):
                     met = [node, *(peer for peer in range(count) if node in send_to[peer])]
                     anchor = anchors[node][s]
@@ -234,6 +234,17 @@ def test_gossip_with_an_outer_optimizer_is_noloco(on_nodes, nodes, outer, graph,
     arguments = {"shapes": SEVENS, "dtype": torch.float64, "bucket_bytes": bucket_bytes}
     expected = noloco(nodes, 11, every=3, graph=graph, outer=outer, lengths=lengths, staleness=staleness)
     assert_follows(on_nodes(towards(11), scheme, nodes, **arguments), nodes, expected)
+
+
+@pytest.mark.parametrize("when", [2, 4, Staggered(4), Staggered(8)], ids=repr)
+def test_a_graph_takes_its_next_turn_at_each_agreement(on_nodes, when):
+    """Or, agreeing every second step, nodes would know only those two places away."""
+    what = 2 if isinstance(when, Staggered) else 1
+    scheme = Agreement(when, what=what, through=DirectedExponential())
+    ends = [trace[-1] for trace in on_nodes(towards(96), scheme, FOUR, shapes=SEVENS)]
+    wishes = [target_of(rank) for rank in range(4)]
+    apart, alone = ((each[0] + each[2] - each[1] - each[3]).norm() for each in (ends, wishes))
+    assert apart < 0.5 * alone
 
 
 def test_a_sum_of_all_peers_is_diloco(on_nodes):

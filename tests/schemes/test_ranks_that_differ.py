@@ -54,7 +54,7 @@ def plainly(nodes, weights, through, staleness, gradients):
         of_node = [mean(sent, ranks) for ranks in nodes]
         if len(nodes) == 1:
             return [of_node[0]] * len(sent)
-        peers = through.send_to(len(nodes), round_ - 1, 0)
+        peers = through.send_to(len(nodes), round_ // PERIOD, 0)
         means = []
         for node in range(len(nodes)):
             sources = [node, *(other for other, to in enumerate(peers) if node in to)]

@@ -289,6 +289,7 @@ class PeerMean(Carrier):
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
         look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.health.care.Care.look`.
+        turn: Says which turn of the graph it is after so many optimizer steps, from 1.
     """
 
     def __init__(
@@ -301,6 +302,7 @@ class PeerMean(Carrier):
         wire: Wire,
         land: Land | None = None,
         look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
+        turn: Callable[[int], int] = lambda step: step,
     ) -> None:
         self.buckets = buckets
         self.topology = topology
@@ -309,9 +311,10 @@ class PeerMean(Carrier):
         self._background = background
         self._land = land
         self._look = look
+        self._turn_after = turn
         self._sick: bool | None = None
         self.disagreement = self._peers.disagreement
-        self._step = 0
+        self._turn = 0
         self.anchor()
 
     def anchor(self) -> None:
@@ -319,7 +322,7 @@ class PeerMean(Carrier):
             self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
 
     def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
-        self._step = step
+        self._turn = self._turn_after(step)
         leaving = self.buckets if only is None else [self.buckets[index] for index in only]
         # ranks that train alone agree first: it is nodes that the graph knows
         average_in_node([bucket for bucket in leaving if not bucket.equal_in_node], self.topology)
@@ -330,7 +333,7 @@ class PeerMean(Carrier):
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
     ) -> Move:
-        self._check(self._peers.round(self._step, index))
+        self._check(self._peers.round(self._turn, index))
         bucket = self.buckets[index]
         is_needed = self._peers.carries(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
@@ -346,7 +349,7 @@ class PeerMean(Carrier):
                 mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        move = self._peers.start(index, self._step, equal_weights, background, land, self._sick)
+        move = self._peers.start(index, self._turn, equal_weights, background, land, self._sick)
         return Move(index, move.flat, own, move.arrived) if keep_sent else move
 
     def __call__(
