@@ -83,6 +83,8 @@ class EpochOrder:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. Lightning calls it before each."""
         self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):  # within a batch sampler, nobody else would tell it
+            self.sampler.set_epoch(epoch)
 
     def indices(self) -> Sequence[Any]:
         """All of the epoch's indices."""

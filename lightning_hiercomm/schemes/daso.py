@@ -253,7 +253,9 @@ class RunningDASO(RunningAgreement[DASO]):
         """Who carries what training does not wait for."""
         if self.is_alone or self.config.narrow_phases == "all":
             return self._carrier
-        return self._carrier_of(self.replica.buckets_of_parameters, Wire())
+        carrier = self._carrier_of(self.replica.buckets_of_parameters, Wire())
+        carrier.disagreement = self._carrier.disagreement  # a person watches whoever has carried last
+        return carrier
 
     @property
     def _carrier_beside_training(self) -> Carrier:

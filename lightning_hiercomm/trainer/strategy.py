@@ -297,8 +297,12 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             loss = closure()
             if not isinstance(loss, Tensor):
                 return loss
-            common = loss.detach().clone().view(1)
-            self._run.gradients.reduce(common, index=-1).wait()
+            # and by numbers that nothing rounds, or none would seem to change any more
+            common, topology = loss.detach().clone().view(1), self._topology
+            if self.scheme.gradients == "node":
+                topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
+            else:
+                topology.world.all_reduce(common, weight=topology.rank_weight).wait()
             return common.view(())
 
         return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,6 +18,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -240,3 +242,30 @@ def test_a_sampler_that_promises_too_much_is_named():
     (loader,) = divided(DataLoader(Numbers(8), sampler=Boastful(range(8))), [4])
     with pytest.raises(ValueError, match="Boastful promised 20 indices by its length but gave 8"):
         list(loader)
+
+
+@pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
+def test_a_sampler_that_wants_to_know_the_epoch_is_told(where):
+    class Epochs(Sampler):
+        epoch = 0
+
+        def __len__(self):
+            return 4
+
+        def __iter__(self):
+            return iter([(index + self.epoch) % 4 for index in range(4)])
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    how = (
+        {"sampler": Epochs(), "batch_size": 4}
+        if where == "sampler"
+        else {"batch_sampler": BatchSampler(Epochs(), 4, False)}
+    )
+    divided = divide_dataloader(DataLoader(range(4), **how), Division(0, [2, 2]), 0, False)
+    seen = []
+    for epoch in range(2):
+        _set_sampler_epoch(divided, epoch)  # as Lightning does
+        seen += [batch.tolist() for batch in divided]
+    assert seen == [[0, 1], [1, 2]]

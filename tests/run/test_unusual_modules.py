@@ -87,6 +87,34 @@ def test_nodes_that_evaluate_the_loss_unequally_often_agree(fit, scheme):
     assert (counts[0] == counts[2]) == (scheme.gradients == "world")
 
 
+class Told(torch.optim.SGD):
+    """Must have a closure, and remembers what it returns."""
+
+    def step(self, closure):
+        self.told = [*getattr(self, "told", ()), closure().item()]
+        super().step()
+
+
+class Telling(Quadratic):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.report = [*(self.report or ()), loss.item()]
+        return loss
+
+    def on_train_end(self):
+        self.report = self.report, self.trainer.optimizers[0].told
+
+    def configure_optimizers(self):
+        return Told(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+def test_no_wire_rounds_the_loss_by_which_an_optimizer_decides(fit, wire):
+    reports = [report["report"] for report in fit(Telling(), {"scheme": AllReduce(), "wire_dtype": wire})]
+    for own, told in zip(zip(*(own for own, _ in reports), strict=True), reports[0][1], strict=True):
+        assert told == pytest.approx(sum(own) / len(own), rel=1e-6)
+
+
 class PartlyUsed(Quadratic):
     def training_step(self, batch, batch_idx):
         return self.loss(batch[0], self.head)

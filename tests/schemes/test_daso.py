@@ -588,6 +588,23 @@ def test_buffers_agree_when_nodes_wait_and_stay_alone_while_they_do_not():
     assert on_four_ranks(work, cycling()(), buffer=torch.zeros(1)) == [(rank, 1.5) for rank in range(4)]
 
 
+@pytest.mark.parametrize("narrow_phases", ["all", "blocking"])
+def test_how_far_nodes_are_apart_is_seen_in_every_phase(narrow_phases):
+    def work(rank):
+        seen = []
+        for epoch in range(3):
+            rank.scheme.begin_epoch(epoch, {})
+            for step in range(6):
+                rank.train(float(rank.rank + 1) * (epoch + 1), last=step == 5)
+            rank.scheme.settle()
+            seen.append(rank.scheme.scalars()["disagreement"])
+            rank.scheme.end_epoch(torch.tensor(1.0))
+        return seen
+
+    scheme = DASO(2, 1, warmup_epochs=1, cooldown_epochs=0, adapt=False, narrow_phases=narrow_phases)
+    assert len(set(on_four_ranks(work, scheme, wire="bfloat16", epochs=3)[0])) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

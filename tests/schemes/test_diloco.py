@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import reloaded
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from lightning_hiercomm.schemes import Agreement, AllReduce, DiLoCo, OuterOptimizer, PeriodicAveraging
 
@@ -467,8 +467,9 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
         DiLoCo(5, outer_scheduler=partial(StepLR, step_size=1, gamma=0.9)),
         DiLoCo(6, partial(Adam, lr=0.05), fragments=2, staleness=2, keep_local=0.5),
         DiLoCo(6, fragments=3, staleness=1, gradients="none"),
+        DiLoCo(5, outer_scheduler=partial(OneCycleLR, max_lr=1.0, total_steps=9)),
     ],
-    ids=["at once", "streaming", "every rank alone"],
+    ids=["at once", "streaming", "every rank alone", "a momentum that moves"],
 )
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0, 1), (2,), (3,))], ids=str)
 def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, scheme, wire, nodes):

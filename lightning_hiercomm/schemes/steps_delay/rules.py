@@ -28,7 +28,7 @@ class LocalUpdate:
         learning_rate: The server's, from the param group.
         local_learning_rate: ``local_lr_scale`` times that.
         momentum: From the param group; 0 if it has none.
-        dampening: From the param group; 0 if it has none.
+        dampening: From the param group; 0 if it has none, or no momentum, without which torch does not dampen.
         weight_decay: From the param group; 0 if it has none.
         delay: k.
         alpha: Weight of the local gradient in GLU.

@@ -184,7 +184,7 @@ class StepsDelay(Scheme):
             return self.local_lr_scale
         if self.rule is glu:
             kept = 1.0 - float(group.get("momentum", 0.0))
-            return (1.0 - float(group.get("dampening", 0.0))) / (kept * (self.alpha + self.beta))
+            return (1.0 - _dampening_of(group)) / (kept * (self.alpha + self.beta))
         return 0.25 if self.rule is sgd else 1.0
 
 
@@ -427,7 +427,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             "learning_rate": learning_rate,
             "local_learning_rate": self.config.local_scale(group) * learning_rate,
             "momentum": float(group.get("momentum", 0.0)),
-            "dampening": float(group.get("dampening", 0.0)),
+            "dampening": _dampening_of(group),
             "weight_decay": float(group.get("weight_decay", 0.0)),
             "delay": self.config.delay,
             "alpha": self.config.alpha,
@@ -608,3 +608,8 @@ def _cut(whole: Mapping[str, Tensor], parts: Sequence[Bucket]) -> list[dict[str,
     lengths = [part.numel for part in parts]
     tensors = {name: values.split(lengths) if values.dim() else [values] * len(parts) for name, values in whole.items()}
     return [{name: values[place].clone() for name, values in tensors.items()} for place in range(len(parts))]
+
+
+def _dampening_of(group: Mapping[str, Any]) -> float:
+    """Of a param group: torch dampens what goes into a momentum, and nothing where there is none."""
+    return float(group.get("dampening", 0.0)) if group.get("momentum") else 0.0

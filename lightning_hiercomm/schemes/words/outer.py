@@ -182,10 +182,11 @@ class RunningOuterOptimizer:
         self._begin(runs, self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
-        learning_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
         return {
-            "learning_rates": learning_rates,
+            "learning_rates": [float(group["lr"]) for group in groups],
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scheduled": [] if self._scheduler is None else list(map(_numbers_of, groups)),
         }
 
     def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
@@ -225,6 +226,8 @@ class RunningOuterOptimizer:
         scheduler = None if make_scheduler is None else make_scheduler(optimizer)
         for group, learning_rate in zip(optimizer.param_groups, schedule.get("learning_rates", ()), strict=False):
             group["lr"] = learning_rate
+        for group, numbers in zip(optimizer.param_groups, schedule.get("scheduled", ()), strict=False):
+            group.update(numbers)
         if scheduler is not None and schedule.get("scheduler") is not None:
             scheduler.load_state_dict(schedule["scheduler"])
         return of_buckets, optimizer, scheduler
@@ -308,6 +311,11 @@ class RunningOuterOptimizer:
                 offset += run.numel
             states.append(own)
         return states
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scheduler may move: the learning rate, and the momentum in cyclic ones."""
+    return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 
 def _first_carried(carrier: Carrier, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -641,3 +642,16 @@ def test_an_optimizer_that_releases_gradients_is_refused():
             scheme.build(Context(Replica(parameters), topology, optimizer))
 
     on_ranks(work, ((0,), (1,)))
+
+
+def test_without_momentum_nothing_is_dampened_neither_by_torch_nor_by_the_local_rule(on_nodes):
+    def work(rank):
+        return [rank.train(1.0).item() for _ in range(8)], rank.agreed().item()
+
+    def dampened_by(dampening):
+        return functools.partial(torch.optim.SGD, lr=0.1, dampening=dampening)
+
+    plain, dampened = (
+        on_nodes(work, StepsDelay(2, warmup_steps=0), ((0,), (1,)), start=0.0, inner=dampened_by(d)) for d in (0.0, 1.0)
+    )
+    assert plain == dampened
