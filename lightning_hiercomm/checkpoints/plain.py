@@ -70,7 +70,11 @@ class Checkpoints:
             is_own: Whether the checkpoint's parameters are this rank's own, not the agreed ones; then those of its node
                 can be asked.
         """
-        state: dict[str, Any] = {"schemes": run.schedules(together or is_own), "trained": run.trained()}
+        state: dict[str, Any] = {
+            "schemes": run.schedules(together or is_own),
+            "trained": run.trained(),
+            "without_mean": sorted(run.replicas.without_mean),
+        }
         if is_own:
             unagreed = [{"unagreed_steps": scheme.unagreed_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
@@ -291,6 +295,7 @@ class Checkpoints:
         Raises:
             ValueError: If what was saved does not fit this run.
         """
+        run.go_on_without_mean(self._loaded.get("without_mean"))
         with run.training(self.trained):
             companion, self._companion = self._companion, None
             if companion is not None:

@@ -46,6 +46,7 @@ class Replicas:
 
     Attributes:
         directions: Names of buffers that are unit vectors.
+        without_mean: Names of these, and of buffers that had no mean when the run began.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Replicas:
         # decided once, by name: later, ranks might decide differently
         named = module.named_buffers(remove_duplicate=False)
         self.directions = names_of_directions(module)
-        self._without_mean = {name for name, buffer in named if not has_mean(local(buffer))} | self.directions
+        self.without_mean = {name for name, buffer in named if not has_mean(local(buffer))} | self.directions
 
     def check_names(self) -> None:
         """See that the module has what ``average_buffers`` names.
@@ -145,7 +146,7 @@ class Replicas:
         for name, given in self.module.named_buffers():
             buffer = local(given)
             is_late = id(buffer) not in held and id(buffer) in lasting
-            if (name in self._without_mean or is_late) and is_of_numbers(buffer) and buffer.numel():
+            if (name in self.without_mean or is_late) and is_of_numbers(buffer) and buffer.numel():
                 found += [buffer] if is_whole(given) and self._may_agree(name) else []
         return found
 
@@ -228,7 +229,7 @@ class Replicas:
     def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
         """Float buffers that have a mean, with their names; of DTensors those of which every rank holds all."""
         named = self.module.named_buffers(remove_duplicate=False)
-        floats = [(name, b) for name, b in named if is_of_numbers(b) and name not in self._without_mean]
+        floats = [(name, b) for name, b in named if is_of_numbers(b) and name not in self.without_mean]
         return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_agree(name)]
 
     def _may_agree(self, name: str) -> bool:

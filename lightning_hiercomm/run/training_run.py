@@ -143,6 +143,16 @@ class TrainingRun:
         for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
             scheme.follow(self.replicas.of(optimizer))
 
+    def go_on_without_mean(self, names: Collection[str] | None) -> None:
+        """Take from a file which buffers had no mean when its run began; those here have been read from it already.
+
+        Args:
+            names: Of the buffers; None if the file does not say.
+        """
+        if names is not None and self.replicas.without_mean != {*names}:
+            self.replicas.without_mean = {*names}
+            self.begin_from_module()
+
     def trained(self) -> list[str]:
         """Names of the parameters that the schemes train at the moment."""
         known = {id(tensor) for scheme in self.schemes for tensor in scheme.replica.parameters}

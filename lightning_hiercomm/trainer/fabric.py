@@ -179,6 +179,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._steps_of_epoch: int | None = None
         self._loaded: list[list[dict[str, Any]]] = []
         self._loaded_trained: list[list[str] | None] = []
+        self._loaded_without_mean: list[list[str] | None] = []
         self._loaded_losses: list[dict[str, Any]] = []
         self._loaded_epoch: tuple[int, bool] = 0, False
 
@@ -496,7 +497,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     def _load_schedules(self) -> None:
         goes_on = self._has_begun and self._epoch_is_open and self._length[0] is not None
-        for run, schedules, trained in zip(self._runs, self._loaded, self._loaded_trained, strict=True):
+        known = zip(self._loaded, self._loaded_trained, self._loaded_without_mean, strict=True)
+        for run, (schedules, trained, without_mean) in zip(self._runs, known, strict=True):
+            run.go_on_without_mean(without_mean)
             where = [(scheme.epoch, scheme.step_in_epoch) for scheme in run.schemes]
             with run.training(trained):
                 run.load_schedules(schedules)
@@ -514,6 +517,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         return {
             "schedules": [run.schedules() for run in self._runs],
             "trained": [run.trained() for run in self._runs],
+            "without_mean": [sorted(run.replicas.without_mean) for run in self._runs],
             "losses": [run.mean_loss_so_far() for run in self._runs],
             "epoch": (self._epoch, self._epoch_is_open),
         }
@@ -521,7 +525,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well."""
         self._loaded = list(state["schedules"])
-        self._loaded_trained = list(state.get("trained") or [None] * len(self._loaded))
+        unknown = [None] * len(self._loaded)
+        self._loaded_trained = list(state.get("trained") or unknown)
+        self._loaded_without_mean = list(state.get("without_mean") or unknown)
         self._loaded_losses = list(state.get("losses", []))
         self._loaded_epoch = tuple(state.get("epoch", (0, False)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -236,6 +237,43 @@ def test_a_resume_after_parameters_were_thawed_is_bit_identical(borrow):
             assert steps == 2 * 2 * STEPS
             if replicas:
                 assert resumed == whole[2 * STEPS :], name
+
+
+class Best(Net):
+    """Keeps its best loss, which begins at infinity and so has no mean in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("best", torch.tensor(math.inf))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx) + self.global_rank
+        self.best.copy_(torch.minimum(self.best, loss.detach()))
+        return loss
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.report.append(self.best.item())
+
+
+def _resumed_with_best(folder):
+    reports = []
+    for number, wire in enumerate((None, "int8")):
+        path = folder / f"{number}.ckpt"
+        whole, resumed = Best(), Best()
+        for module in (whole, resumed):
+            arguments = {"ranks_per_node": 1, "wire_dtype": wire, "checkpoint_replicas": True}
+            callbacks = [SaveAfter(2 * STEPS, path)] if module is whole else []
+            strategy = HierarchicalStrategy(PeriodicAveraging(2), **arguments)
+            trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks)
+            trainer.fit(module, ckpt_path=None if module is whole else path)
+        reports.append((whole.report[2 * STEPS :], resumed.report))
+    return reports
+
+
+def test_a_buffer_without_mean_when_the_run_began_has_none_after_a_resume_either(borrow):
+    for reports in borrow(_resumed_with_best, ranks=2):
+        for whole, resumed in reports:
+            assert resumed == whole
 
 
 class Shares(Net):
