@@ -34,9 +34,9 @@ def train(tmp_path: Path) -> Iterator[Train]:
     def start(folder: str, *arguments: str, nodes: str = "2", ranks: int = 2) -> list[ForkedPython]:
         where, port = tmp_path / folder, free_port()
         where.mkdir()
-        # a node that is lost is missed after ten seconds, and nobody waits long for it to come back; for less, a busy
-        # machine would lose one that is there
-        impatient = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=10"
+        # a node that is lost is missed after ten seconds, for less, a busy machine would lose one that is there; and
+        # nobody waits long for it to come back
+        impatient = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=10"
         mine = []
         for agent in range(2):
             mine.append(

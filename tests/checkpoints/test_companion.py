@@ -117,7 +117,14 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("name", list(schemes()))
+# by night what the same scheme shows by day with another wire, or with more in flight
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("all_reduce", "gossip", "diloco_int4", "periodic")))
+        for name in schemes()
+    ],
+)
 def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
     """With a narrow wire, whose last agreed values and what it keeps back are state, too.
 

@@ -63,6 +63,7 @@ BY_NIGHT = [
     ("periodic", "clipped by value"),
     ("periodic", "accumulated"),
     ("periodic", "bf16-true"),
+    ("diloco", "int8"),
 ]
 """Beside another of its kind that the day runs."""
 ALL = [

@@ -52,10 +52,11 @@ SAME = {
     ),
     "SSD-SGD": (lambda: Delayed(3, 0.25), lambda: StepsDelay(3, 12)),
 }
+LIKE_ANOTHER = {"averages at epoch ends", "DASO, delta, B = S", "SGP", "a ring", "DiLoCo"}
 
 
 @pytest.mark.long("a run of 40 steps by the scheme itself beside the three that are trained at once")
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LIKE_ANOTHER)) for n in SAME])
 def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]
     found = train(ARENA, ours(), [(0.3, 1), (0.02, 2), (0.02, 3)])
