@@ -357,7 +357,7 @@ def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
 @pytest.fixture(scope="session")
 def compiler() -> None:
     """Import torch's compiler: once, and not in every rank that is forked afterwards."""
-    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch._inductor.compile_fx")  # all of it
     gc.collect()
     gc.freeze()
 
