@@ -333,7 +333,10 @@ def own_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload, paylo
 @own_bytes.register
 def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload) -> float:
     # each rank's part of every bucket that is on its way, which is all of them where the link is slow
-    return workload.model_bytes / cluster.ranks_per_node * (1 + (payload.ratio if payload.narrows else 0))
+    held = 1.0
+    if payload.narrows:
+        held += payload.ratio if payload.codec.adds else 2 * payload.ratio + 1  # with what encoding has kept back
+    return workload.model_bytes / cluster.ranks_per_node * held
 
 
 @own_bytes.register

@@ -54,7 +54,7 @@ def test_a_scheme_sends_what_is_predicted(name, nodes, ranks_per_node):
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", ["periodic", "daso, sharded", "gossip", "diloco, streaming"])
+@pytest.mark.parametrize("name", ["all_reduce", "periodic", "daso, sharded", "gossip", "diloco, streaming"])
 def test_narrow_payloads_are_as_small_as_is_predicted(name, wire):
     check(SCHEMES[name], 3, 2, wire)
 
