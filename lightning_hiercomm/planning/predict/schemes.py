@@ -28,6 +28,7 @@ from lightning_hiercomm.schemes import (
     Gossip,
     Graph,
     OuterOptimizer,
+    RandomPermutation,
     Replace,
     Ring,
     Scheme,
@@ -42,6 +43,8 @@ _LOCAL_RULE = 2.0  # two terms of GLU, likewise
 _SERVER_STEP = 3.0
 _LOOK = 0.5  # at what leaves, whether it is finite: it is only read
 _OF_TWO = 1.5  # a sum or difference with what is there already: two are read
+
+_STEPS_COUNTED = 24  # whole rounds of most graphs that go round
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,20 @@ def _out_degree(graph: Graph, nodes: int) -> int:
     return round(sum(map(len, graph.send_to(few, 0, 0))) / few)
 
 
+def _share_in_node(graph: Graph, cluster: Cluster) -> float:
+    """Of what ranks send that gossip by themselves, the part that stays in their node, on average."""
+    ranks, on_node = cluster.ranks, cluster.ranks_per_node
+    if isinstance(graph, Full | RandomPermutation):  # all others are alike
+        return (on_node - 1) / (ranks - 1)
+    stays = [
+        rank // on_node == peer // on_node
+        for step in range(_STEPS_COUNTED)
+        for rank, peers in enumerate(graph.send_to(ranks, step, 0))
+        for peer in peers
+    ]
+    return sum(stays) / len(stays)
+
+
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
     sections = _sections(node.workload.model_bytes)
@@ -289,6 +306,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     copies = 1 if scheme.hierarchical else node.lanes  # of the model that leave a node: one per node, or per rank
     members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
     peers = _out_degree(scheme.graph, members)
+    inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
     pieces = buckets(model_bytes, size)
     in_flight: list[tuple[Piece, Task]] = []
@@ -305,8 +323,10 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
         for piece in pieces:
             part = piece.bytes * copies / node.lanes
             packed = node.passes(part, 1 + payload.passes / 2)
-            sent = node.inter("exchange", piece.scaled(copies * payload.ratio * peers), [packed], copies)
-            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", [sent])
+            sent = [node.inter("exchange", piece.scaled(copies * payload.ratio * (peers - inside)), [packed], copies)]
+            if inside:
+                sent.append(node.intra("exchange", piece.scaled(payload.ratio * inside), [packed]))
+            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", sent)
             shared = node.intra("broadcast", piece, [changed], "inbound") if scheme.hierarchical else changed
             in_flight.append((piece, shared))
         if not scheme.overlap:
