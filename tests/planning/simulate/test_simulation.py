@@ -12,8 +12,9 @@ import torch
 from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.simulate.curves import table
 from lightning_hiercomm.planning.simulate.presets import PRESETS
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, schedule, simulate
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
 from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
@@ -269,6 +270,34 @@ def test_everything_is_there_as_json(capsys):
 def test_seeds_are_one_row_with_their_spread(capsys):
     assert main([*SHORT, "--seeds", "2"]) == 0
     assert capsys.readouterr().out.count(" % +-") == 2
+
+
+def test_a_run_that_diverges_is_a_row_of_the_table_and_the_others_go_on(tmp_path, capsys):
+    explode = [
+        "simulate",
+        "--scheme",
+        "steps_delay",
+        "--scheme-args",
+        '{"warmup_steps": 0, "local_lr_scale": 1e9}',
+        *SHORT[3:],
+    ]
+    assert main([*explode, "--nodes", "2", "3", "--plot", str(tmp_path / "it.png")]) == 0
+    shown = capsys.readouterr()
+    assert [": diverged" in line for line in shown.err.splitlines()] == [False, True, False, True]
+    assert [row.count("diverged") for row in shown.out.splitlines()[2:]] == [0, 1, 0, 1]
+    assert main([*explode, "--json"]) == 0
+    usual, lost = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (usual["diverged"], lost["diverged"]) == (False, True)
+    assert lost["inter_bytes_per_step"] is None
+
+
+def test_seeds_that_diverge_are_left_out_of_a_rows_mean_and_counted():
+    whole = experiment(AllReduce(), steps=10)
+    good = Curve(whole, [Point(5, 1.0, 0.5, 2.0), Point(10, 2.0, 0.75, 1.0)], 8.0, 0.1)
+    lost = Curve(whole, [Point(5, 1.0, 0.25, 3.0), Point(10, 2.0, 0.1, math.nan)], 8.0, 0.1)
+    *_, row = table([good, lost, Curve(whole, [], math.nan, 0.1)]).splitlines()
+    assert "75.0 %, 2 of 3 diverged" in row
+    assert "nan" not in row
 
 
 def test_the_picture_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, check_pictures):
