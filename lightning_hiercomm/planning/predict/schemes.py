@@ -28,6 +28,7 @@ from lightning_hiercomm.schemes import (
     Gossip,
     Graph,
     OuterOptimizer,
+    PeriodicAveraging,
     RandomPermutation,
     Replace,
     Ring,
@@ -136,18 +137,22 @@ def _(scheme: Agreement, node: Node, payload: Payload, steps: int) -> None:
     if scheme.is_exact_beside_training:
         payload = Payload(AsIs(), payload.dtype)
     exchange = _Exchange(scheme, node, payload, parts)
+    in_node = scheme.node_sync_every if isinstance(scheme, PeriodicAveraging) else None
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
     for step in range(1, steps + 1):
         leaving = scheme.leaving(step, parts)
         arrived = arrives.pop(step, ())
         quiet += 1
-        if not leaving and not arrived and step < steps:
+        averages_in_node = in_node is not None and step % in_node == 0
+        if not (leaving or arrived or averages_in_node) and step < steps:
             continue
         node.train(quiet, exchange.gradients)
         quiet = 0
         if leaving and not scheme.staleness:
             exchange.agree_now(leaving)
+        elif averages_in_node:
+            exchange.agree_in_node()
         else:
             exchange.turn(arrived, leaving)
         if leaving and scheme.staleness:
@@ -186,6 +191,14 @@ class _Exchange:
                     finish()
         while in_flight:
             finish()
+
+    def agree_in_node(self) -> None:
+        """Average over the node, and wait for it."""
+        node = self._node
+        for piece in self._pieces:
+            packed = node.passes(piece.bytes)
+            node.wait(node.intra("all_reduce", piece, [packed]))
+            node.passes(piece.bytes)
 
     def turn(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
         """Merge bucket by bucket; the next leave when the last are still on the link."""

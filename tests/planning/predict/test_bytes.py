@@ -30,6 +30,8 @@ NUMEL = 2**17
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(4),
+    "periodic, every rank by itself": lambda: PeriodicAveraging(4, gradients="none"),
+    "periodic, averaged in the node": lambda: PeriodicAveraging(4, gradients="none", node_sync_every=1),
     "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
     "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -158,6 +159,25 @@ def test_the_clock_goes_as_the_cost_model_says(scheme, seconds):
     curve = simulate(experiment(scheme), SITE)
     assert curve.points[-1].seconds == pytest.approx(seconds, rel=0.05)
     assert curve.points[0].seconds < curve.points[-1].seconds
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kilobytes"),
+    [
+        (PeriodicAveraging(12), 12 + 0.5),  # of gradients, in each step; then a rank has half of what is agreed on
+        (PeriodicAveraging(12, gradients="none"), 1),  # of parameters, in an agreement
+        (PeriodicAveraging(12, gradients="none", node_sync_every=4), 1 + 2),
+        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"), 12 + 0.5),
+        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, exchange="sharded", gradients="none"), 1),
+        (DASO(12, 0, warmup_steps=12, cooldown_epochs=0, gradients="none"), 12),
+    ],
+    ids=repr,
+)
+def test_the_clock_knows_what_a_scheme_does_inside_the_node(scheme, kilobytes):
+    slow_inside = replace(SITE, cluster=Cluster(2, 2, Link(1e3), Link(math.inf)))
+    curve = simulate(experiment(scheme, ranks_per_node=2), replace(slow_inside, workload=Workload.of_step(250, 1e-6)))
+    # two ranks send each other a kilobyte in a second
+    assert curve.points[-1].seconds == pytest.approx(kilobytes, abs=0.01)
 
 
 @pytest.mark.parametrize(
