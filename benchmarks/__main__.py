@@ -319,8 +319,8 @@ def accuracy_command(arguments: argparse.Namespace) -> None:
         for seed in range(arguments.seeds)
         for key in arguments.rows
     ]
-    setting = f"{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.mbit:g}mbit"
-    for _, results, note in _session(arguments, jobs, [arguments.mbit]):
+    for mbit, results, note in _session(arguments, jobs, [arguments.mbit]):
+        setting = _setting_name(arguments, mbit)
         runs: dict[str, list[list[dict[str, float]]]] = {}
         for job in jobs:
             if not results[job.id][0].error:
@@ -351,8 +351,13 @@ def timeline_command(arguments: argparse.Namespace) -> None:
         found = {
             job.row: [record.to_dict() for record in results[job.id]] for job in jobs if not results[job.id][0].error
         }
-        name = f"timeline-{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.mbit:g}mbit.png"
+        name = f"timeline-{_setting_name(arguments, mbit)}.png"
         plots.timeline(found, arguments.show, mbit, arguments.out / name)
+
+
+def _setting_name(arguments: argparse.Namespace, mbit: float | None) -> str:
+    rate = "unlimited" if mbit is None else f"{mbit:g}mbit"
+    return f"{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{rate}"
 
 
 def auto_command(arguments: argparse.Namespace) -> None:
@@ -372,8 +377,9 @@ def auto_command(arguments: argparse.Namespace) -> None:
 def prediction_command(arguments: argparse.Namespace) -> None:
     """Probe, predict and measure every layout at every rate."""
     path = arguments.out / "prediction.json"
+    rates = arguments.mbit if why_no_namespaces() is None else [0.0]
     for nodes, ranks in arguments.layouts if not arguments.stored else ():
-        for mbit in arguments.mbit:
+        for mbit in rates:
             workload = arguments.workload or prediction.workload_for(mbit)
             keys = ("probe", *arguments.rows)
             steps = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -78,10 +78,32 @@ def _tuned(arena: str, *contenders: str) -> str:
     return difference(known[one].judged, known[other].judged).text()
 
 
-def _across(one: str, other: str, contender: str) -> str:
-    """How much better a contender is in one arena than in another, whose seeds are the same."""
-    found = (tuned.load(tuned.COMPARISONS[arena], RESULTS / "tuned")[contender].judged for arena in (one, other))
+def _across(one: str, other: str, contender: str, baseline: str | None = None) -> str:
+    """How much better a contender is in one arena than in another, whose seeds are the same.
+
+    With a baseline: how much better it is against the baseline of the one arena than against that of the other.
+    """
+    found = []
+    for arena in (one, other):
+        known = tuned.load(tuned.COMPARISONS[arena], RESULTS / "tuned")
+        judged = known[contender].judged
+        found.append(judged if baseline is None else _less(judged, known[baseline].judged))
     return difference(*found).text()
+
+
+def _less(judged: Mapping[int, float | None], baseline: Mapping[int, float | None]) -> dict[int, float | None]:
+    """By seed; None of one of which either diverged."""
+    return {
+        seed: None if value is None or (other := baseline[seed]) is None else value - other
+        for seed, value in judged.items()
+    }
+
+
+def _diverged(arena: str, contender: str, rate: str) -> str:
+    """How many of the runs that tuned a contender at a rate diverged."""
+    climb = tuned.load(tuned.COMPARISONS[arena], RESULTS / "tuned")[contender]
+    (runs,) = (runs for rung, runs in climb.tuning.items() if f"{tuned.rate_of(rung):.3g}" == rate)
+    return f"{sum(accuracy is None for accuracy in runs.values())} of {len(runs)}"
 
 
 def table_of(comparison: tuned.Comparison, known: dict[str, tuned.Climb]) -> str:
@@ -164,11 +186,14 @@ def _scaling(what: str, *only: str) -> str:
     return f"{math.ceil(100 * max(above))} %"
 
 
-def _memory() -> str:
-    """Of each scheme, how many models more than DDP it takes at its peaks."""
+def _memory(*only: str) -> str:
+    """How many models more than DDP a scheme takes at a peak; without either, all of them as a table."""
     stored = json.loads((RESULTS / "memory.json").read_text())
     rows, model = stored["rows"], stored["model_bytes"]
     baseline = rows.pop("ddp")
+    if only:
+        name, when = only
+        return f"{(rows[name][when] - baseline[when]) / model:+.2f}"
     lines = [f"| scheme | {' | '.join(baseline)} |", "|---|" + "--:|" * len(baseline)]
     for name, peaks in rows.items():
         extra = [f"{(peaks[when] - base) / model:+.2f}" for when, base in baseline.items()]
@@ -227,6 +252,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "audit": _audit,
     "tuned": _tuned,
     "across": _across,
+    "diverged": _diverged,
     "papers": _papers,
     "model": _model,
     "speed": _speed,

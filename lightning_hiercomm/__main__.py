@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--plot", metavar="FILE.png", help="also draw it")
 
     simulate = commands.add_parser(
-        "simulate", help="train up to 512 replicas on this machine, and see what a scheme costs in accuracy"
+        "simulate", help="train up to 4096 replicas on this machine, and see what a scheme costs in accuracy"
     )
     simulate.add_argument("--preset", help="a paper's question: 000, 001, 002, 003 or diloco")
     simulate.add_argument("--scheme", nargs="+", metavar="NAME", help="without --preset: these, beside all_reduce")

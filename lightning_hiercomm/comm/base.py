@@ -156,6 +156,10 @@ class Communicator(ABC):
         rank: World rank of this member.
         tier: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``; what the meter files it under.
         meter: Counts this rank's traffic.
+
+    Attributes:
+        in_node: Group ranks that live on this rank's node where most do not: what is sent to them is no traffic between
+            nodes, and filed under ``"intra"``.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, tier: str, meter: Meter) -> None:
@@ -164,6 +168,7 @@ class Communicator(ABC):
         self.size = len(self.ranks)
         self.tier = tier
         self.meter = meter
+        self.in_node: frozenset[int] = frozenset()
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False, weight: float = 1.0) -> Handle:
         """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place.
@@ -248,8 +253,9 @@ class Communicator(ABC):
         receive = [(buffer, peer) for buffer, peer in receive if buffer.numel()]
         if not send and not receive:
             return finished
-        for tensor, _ in send:
-            self._count(_bytes(tensor))
+        self._check_awaited()
+        for tensor, peer in send:
+            self.meter.count("intra" if peer in self.in_node else self.tier, _bytes(tensor))
         return self._watched(self._exchange(send, receive))
 
     def expect_exchanges(self) -> None:

@@ -209,7 +209,9 @@ class Topology:
 
     def ranks_as_nodes(self) -> Topology:
         """The same ranks with the same weights, each as a node of its own. Collective; closed together with this."""
-        return self._sibling([[rank] for rank in range(self.world_size)])
+        flat = self._sibling([[rank] for rank in range(self.world_size)])
+        self._require(flat.inter).in_node = frozenset(self.nodes[self.node])
+        return flat
 
     def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
         # what was given, for shares divided by their sum once more may have another last bit

@@ -215,7 +215,7 @@ class Workload:
         forward: Seconds of the forward pass, and of everything else before the backward pass.
         backward: Seconds of the backward pass.
         update: Seconds of the optimizer's step.
-        dtype: Of the parameters: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        dtype: Of the parameters: ``"float64"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         state_per_parameter: Numbers that the optimizer keeps per parameter: 2 of Adam, 1 of SGD with momentum.
         threads: Processor cores that a rank's step keeps busy; 0 where a GPU does the work.
         averaging: Seconds that a step computes longer if gradients go to other ranks, beside the moves themselves:
@@ -263,4 +263,4 @@ class Workload:
         return self.forward + self.backward + self.update
 
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -25,10 +25,11 @@ from lightning_hiercomm.planning.predict.candidates import plan as make_plan
 from lightning_hiercomm.planning.predict.faults import Faults, advice
 from lightning_hiercomm.planning.simulate import curves
 from lightning_hiercomm.planning.simulate.presets import PRESETS, Preset, Setting
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
 from lightning_hiercomm.planning.simulate.tasks import TASKS
 from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 T = TypeVar("T")
 
@@ -200,12 +201,15 @@ def simulate(arguments: argparse.Namespace) -> int:
     site = _site(arguments, preset.site, nodes=max(experiment.nodes for experiment in experiments))
     done = []
     for index, experiment in enumerate(experiments, 1):
-        curve = run_one(experiment, site)
+        curve = _curve(experiment, site)
         done.append(curve)
-        end = curve.points[-1]
+        found = "diverged"
+        if not curve.has_diverged:
+            end = curve.points[-1]
+            found = f"{end.accuracy:.1%}, loss {end.loss:.3f}"
         print(
             f"[{index} of {len(experiments)}, {curve.took:.1f} s] {experiment.replicas} replicas, {experiment.label}:"
-            f" {end.accuracy:.1%}, loss {end.loss:.3f}",
+            f" {found}",
             file=sys.stderr,
             flush=True,
         )
@@ -219,6 +223,15 @@ def simulate(arguments: argparse.Namespace) -> int:
         print(f"{preset.question}\n{preset.source}\n")
     print(curves.table(done))
     return 0
+
+
+def _curve(experiment: Experiment, site: Site) -> Curve:
+    """What comes out of an experiment; one that diverges is a result, and not the end of the others."""
+    began = time.perf_counter()
+    try:
+        return run_one(experiment, site)
+    except NonfiniteError:
+        return Curve(experiment, [], math.nan, time.perf_counter() - began)
 
 
 def _experiments(arguments: argparse.Namespace, preset: Preset) -> list[Experiment]:

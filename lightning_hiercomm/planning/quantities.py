@@ -105,20 +105,30 @@ def _split(unit: str, units: dict[str, float], text: str, such_as: str) -> tuple
 
 def shown_bytes(value: float) -> str:
     """For people: ``"1.3 GB"``."""
+    value = _rounded(value)  # before its unit is chosen, or there would be 1,000 of a smaller one
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
-            return f"{value / factor:.3g} {prefix}B"
+            return f"{_three_digits(value / factor)} {prefix}B"
     return f"{value:.3g} B"
 
 
 def shown_seconds(value: float) -> str:
     """For people: ``"12.5 ms"``."""
+    value = _rounded(value)
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= factor:
-            return f"{value / factor:.3g} {unit}"
+            return f"{_three_digits(value / factor)} {unit}"
     return f"{value * 1e9:.3g} ns" if value else "0 s"
 
 
 def shown_price(value: float) -> str:
     """For people: ``"27,300"``, ``"0.123"``."""
-    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+    return _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    return f"{_rounded(value):,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")

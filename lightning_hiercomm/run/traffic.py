@@ -50,13 +50,14 @@ def summed_over(group: Communicator, meter: Meter, values: dict[str, float], dev
 
 
 def ddp_inter_bytes(topology: Topology, schemes: Sequence[RunningScheme[Scheme]], steps: float) -> float:
-    """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps.
+    """Bytes that ring DDP would have sent in ``steps`` optimizer steps out of the nodes whose bytes are summed.
 
     A ring all-reduce over R ranks in node order sends ``2 (R - 1) / R`` of the gradients over each of its M links
-    between nodes.
+    between nodes. All nodes are summed over; of those that come and go, each counts for itself.
     """
     if topology.num_nodes == 1 or not schemes:
         return 0.0
     gradients = sum(scheme.replica.whole_bytes for scheme in schemes)
     ranks = topology.world_size
-    return 2 * (ranks - 1) / ranks * gradients / len(schemes) * topology.num_nodes * steps
+    links = 1 if topology.may_grow else topology.num_nodes
+    return 2 * (ranks - 1) / ranks * gradients / len(schemes) * links * steps

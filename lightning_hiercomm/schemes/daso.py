@@ -210,7 +210,11 @@ class DASO(Agreement):
         return iter(())  # it counts from the start of an epoch
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
-        return PeriodicAveraging(1)  # of warm-up
+        return PeriodicAveraging(1, gradients=self._alone_or_not)  # of warm-up
+
+    @property
+    def _alone_or_not(self) -> Literal["node", "none"]:
+        return "none" if self.gradients == "none" else "node"
 
     def leaving(self, step: int, parts: int) -> Sequence[int]:
         return range(parts) if (step - 1) % (self.period or 1) == 0 else ()
@@ -238,10 +242,17 @@ class RunningDASO(RunningAgreement[DASO]):
         self._has_missed_a_loss = False
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
-        if self.phase != "cycling":
-            return PeriodicAveraging(1)
         config = self.config
-        return DASO(self._period, self.staleness, exchange=config.exchange, narrow_phases=config.narrow_phases)
+        if self.phase != "cycling":
+            return config.next_step(steps_of_epoch)
+        return DASO(
+            self._period,
+            self.staleness,
+            merge="delta" if config.merging.needs_sent else "eq1",
+            exchange=config.exchange,
+            gradients=config._alone_or_not,
+            narrow_phases=config.narrow_phases,
+        )
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

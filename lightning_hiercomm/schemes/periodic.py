@@ -106,7 +106,8 @@ class PeriodicAveraging(Agreement):
             return self
         agreements = math.ceil(steps_of_epoch / (self.period or steps_of_epoch))
         gradients: Literal["node", "none"] = "none" if self.gradients == "none" else "node"
-        return PeriodicAveraging(max(1, round(steps_of_epoch / agreements)), gradients=gradients)
+        every = max(1, round(steps_of_epoch / agreements))
+        return PeriodicAveraging(every, gradients=gradients, node_sync_every=self.node_sync_every)
 
 
 class RunningPeriodicAveraging(RunningAgreement[PeriodicAveraging]):

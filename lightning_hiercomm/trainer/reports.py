@@ -79,5 +79,5 @@ class Reports(StrategyState):
         return [] if self._elastic_node is None else self._elastic_node.history()
 
     def ddp_inter_bytes(self, steps: float) -> float:
-        """Bytes that ring DDP would have sent out of all nodes together in ``steps`` optimizer steps."""
+        """Bytes that ring DDP would have sent in ``steps`` steps out of all nodes, with ``elastic`` out of this one."""
         return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)

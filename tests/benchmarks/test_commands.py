@@ -70,3 +70,35 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, monkeypatch, 
     assert run("--resume") == ["periodic"]
     assert run("--since", "2021-01-01") == ["ddp"]
     assert run("--resume", "--repetitions", "3") == ["link", "ddp", "periodic", "hand"]
+
+
+def without_rates(monkeypatch):
+    """Sessions of a machine without network namespaces: whatever rates are asked for, there is none."""
+
+    def session(arguments, jobs, rates):
+        evaluated = [{"step": 1.0, "seconds": 2.0, "bytes": 3.0, "accuracy": 0.5, "loss": 1.0}]
+        return [(None, {job.id: [Record(job.id, 0, 0, evaluations=evaluated)] for job in jobs}, "loopback")]
+
+    monkeypatch.setattr(commands, "_session", session)
+    monkeypatch.setattr(commands, "why_no_namespaces", lambda: "not here")
+
+
+def test_accuracy_over_a_network_without_rates_is_not_stored_as_of_one(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    without_rates(monkeypatch)
+    arguments = make_parser().parse_args(["accuracy", "--rows", "ddp", "--mbit", "500", "--out", str(tmp_path)])
+    arguments.command(arguments)
+    assert [path.stem for path in tmp_path.glob("*.json")] == ["accuracy-digits-2x2-unlimited"]
+
+
+def test_predictions_over_a_network_without_rates_are_made_and_stored_once_for_none(tmp_path, monkeypatch):
+    without_rates(monkeypatch)
+    stored = []
+    fakes = {"save": lambda found, path: stored.extend(found), "load": lambda path: [], "compare": lambda found: []}
+    fakes |= {"setting_of": lambda jobs, results, nodes, ranks, mbit, note: mbit, "table": lambda rows: ""}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(commands.prediction, name, fake)
+    argv = ["prediction", "--layouts", "2x2", "--mbit", "100", "500", "--rows", "ddp", "--out", str(tmp_path)]
+    arguments = make_parser().parse_args(argv)
+    arguments.command(arguments)
+    assert stored == [0.0]

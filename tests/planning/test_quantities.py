@@ -72,7 +72,11 @@ def test_what_makes_no_sense_is_named(reader, text, message):
     [
         (quantities.shown_bytes(1.34e9), "1.34 GB"),
         (quantities.shown_bytes(12), "12 B"),
+        (quantities.shown_bytes(9.996e8), "1 GB"),
+        (quantities.shown_bytes(1.2345e16), "12,300 TB"),
         (quantities.shown_seconds(0.0125), "12.5 ms"),
+        (quantities.shown_seconds(0.99951), "1 s"),
+        (quantities.shown_seconds(12345), "12,300 s"),
         (quantities.shown_seconds(0), "0 s"),
         (quantities.shown_seconds(2e-8), "20 ns"),
     ],

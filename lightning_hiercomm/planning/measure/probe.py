@@ -139,10 +139,15 @@ def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Wor
         slowest.forward * shorter,
         slowest.backward * shorter,
         slowest.update * shorter,
-        "bfloat16" if slowest.bytes_per_parameter < 3 else "float32",
+        _like(slowest.bytes_per_parameter),
         slowest.state_per_parameter,
         timing.processor_seconds / timing.seconds if device.type == "cpu" else 0.0,
     )
+
+
+def _like(bytes_per_parameter: float) -> str:
+    """The type that is nearest; where several are mixed, it is on average."""
+    return "bfloat16" if bytes_per_parameter < 3 else "float32" if bytes_per_parameter < 6 else "float64"
 
 
 def _mean(first: Workload, second: Workload) -> Workload:

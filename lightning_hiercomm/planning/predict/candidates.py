@@ -112,8 +112,9 @@ class Plan:
     def left_out(self) -> dict[str, str]:
         """Schemes that are in no row, each with the reason."""
         found = {row.candidate.kind for row in self.rows}
-        reasons = {AllReduce: _NEEDS_SUMS, StepsDelay: _MADE_FOR_SGD if _keeps_more(self.workload) else _NEEDS_SUMS}
-        return {kind.__name__: reason for kind, reason in reasons.items() if kind not in found}
+        if StepsDelay in found:
+            return {}
+        return {StepsDelay.__name__: _MADE_FOR_SGD if _keeps_more(self.workload) else _NEEDS_SUMS}
 
 
 def candidates(
@@ -131,8 +132,7 @@ def candidates(
     # what would not be narrower than the parameters is what travels as it is
     for wire in dict.fromkeys(wire if Payload.named(wire, workload).narrows else None for wire in wires):
         for kind, arguments in _settings(cluster, workload):
-            adds = wire not in ("int8", "int4")
-            if adds or kind in (PeriodicAveraging, DASO, DiLoCo, Gossip):
+            if kind is not StepsDelay or wire not in ("int8", "int4"):
                 yield Candidate(kind, arguments, wire)
 
 
@@ -224,23 +224,26 @@ def _best(rows: Sequence[Row], name: str, target: float) -> Row:
 def _reason(chosen: Row, rows: Sequence[Row], target: float) -> str:
     more = f"{max(0.0, chosen.overhead):.1%} more than on one node alone"
     took = f"a step takes {shown_seconds(chosen.prediction.seconds)}, {more}"
+    ddp, wire = rows[0], chosen.candidate.wire_dtype
     if chosen.overhead > target:
+        fastest = "Nothing comes below {:.0%} here; this is the fastest"
+        if ddp.prediction.seconds < chosen.prediction.seconds:
+            fastest = "No scheme comes below {:.0%} here; this is the fastest of them, and DDP would take "
+            fastest += shown_seconds(ddp.prediction.seconds)
         return (
-            f"{took}. Nothing comes below {target:.0%} here; this is the fastest. Fewer agreements, a narrower"
-            " wire_dtype or larger batches would help."
+            f"{took}. {fastest.format(target)}. Fewer agreements, a narrower wire_dtype or larger batches would help."
         )
     if chosen.candidate.kind is AllReduce:
-        return f"{took}, so there is no need to train apart: this trains exactly as DDP does."
+        as_ddp = "this trains exactly as DDP does" if wire is None else f"this is DDP with gradients sent as {wire}"
+        return f"{took}, so there is no need to train apart: {as_ddp}."
     apart = f"nodes are at most {chosen.drift:g} steps apart" if chosen.drift else "nodes never differ"
-    others = f"DDP would take {shown_seconds(rows[0].prediction.seconds)}"
-    if any(row.candidate.kind is AllReduce for row in rows):
-        all_reduce = _best(rows, AllReduce.__name__, target)  # as in the table
-        wire = all_reduce.candidate.wire_dtype
-        others = (
-            f"AllReduce would take {shown_seconds(all_reduce.prediction.seconds)}"
-            f"{f' with wire_dtype={wire!r}' if wire else ''} ({all_reduce.overhead:+.0%}), DDP"
-            f" {shown_seconds(rows[0].prediction.seconds)}"
-        )
+    all_reduce = _best(rows, AllReduce.__name__, target)  # as in the table
+    wire = all_reduce.candidate.wire_dtype
+    others = (
+        f"AllReduce would take {shown_seconds(all_reduce.prediction.seconds)}"
+        f"{f' with wire_dtype={wire!r}' if wire else ''} ({all_reduce.overhead:+.0%}), DDP"
+        f" {shown_seconds(ddp.prediction.seconds)}"
+    )
     return f"{took}, and {apart}, the fewest of all settings below {target:.0%}. {others}."
 
 

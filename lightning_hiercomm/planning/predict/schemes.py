@@ -28,6 +28,8 @@ from lightning_hiercomm.schemes import (
     Gossip,
     Graph,
     OuterOptimizer,
+    PeriodicAveraging,
+    RandomPermutation,
     Replace,
     Ring,
     Scheme,
@@ -42,6 +44,8 @@ _LOCAL_RULE = 2.0  # two terms of GLU, likewise
 _SERVER_STEP = 3.0
 _LOOK = 0.5  # at what leaves, whether it is finite: it is only read
 _OF_TWO = 1.5  # a sum or difference with what is there already: two are read
+
+_STEPS_COUNTED = 24  # whole rounds of most graphs that go round
 
 
 @dataclass(frozen=True)
@@ -133,18 +137,22 @@ def _(scheme: Agreement, node: Node, payload: Payload, steps: int) -> None:
     if scheme.is_exact_beside_training:
         payload = Payload(AsIs(), payload.dtype)
     exchange = _Exchange(scheme, node, payload, parts)
+    in_node = scheme.node_sync_every if isinstance(scheme, PeriodicAveraging) else None
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
     for step in range(1, steps + 1):
         leaving = scheme.leaving(step, parts)
         arrived = arrives.pop(step, ())
         quiet += 1
-        if not leaving and not arrived and step < steps:
+        averages_in_node = in_node is not None and step % in_node == 0
+        if not (leaving or arrived or averages_in_node) and step < steps:
             continue
         node.train(quiet, exchange.gradients)
         quiet = 0
         if leaving and not scheme.staleness:
             exchange.agree_now(leaving)
+        elif averages_in_node:
+            exchange.agree_in_node()
         else:
             exchange.turn(arrived, leaving)
         if leaving and scheme.staleness:
@@ -183,6 +191,14 @@ class _Exchange:
                     finish()
         while in_flight:
             finish()
+
+    def agree_in_node(self) -> None:
+        """Average over the node, and wait for it."""
+        node = self._node
+        for piece in self._pieces:
+            packed = node.passes(piece.bytes)
+            node.wait(node.intra("all_reduce", piece, [packed]))
+            node.passes(piece.bytes)
 
     def turn(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
         """Merge bucket by bucket; the next leave when the last are still on the link."""
@@ -249,6 +265,20 @@ def _out_degree(graph: Graph, nodes: int) -> int:
     return round(sum(map(len, graph.send_to(few, 0, 0))) / few)
 
 
+def _share_in_node(graph: Graph, cluster: Cluster) -> float:
+    """Of what ranks send that gossip by themselves, the part that stays in their node, on average."""
+    ranks, on_node = cluster.ranks, cluster.ranks_per_node
+    if isinstance(graph, Full | RandomPermutation):  # all others are alike
+        return (on_node - 1) / (ranks - 1)
+    stays = [
+        rank // on_node == peer // on_node
+        for step in range(_STEPS_COUNTED)
+        for rank, peers in enumerate(graph.send_to(ranks, step, 0))
+        for peer in peers
+    ]
+    return sum(stays) / len(stays)
+
+
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
     sections = _sections(node.workload.model_bytes)
@@ -289,6 +319,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     copies = 1 if scheme.hierarchical else node.lanes  # of the model that leave a node: one per node, or per rank
     members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
     peers = _out_degree(scheme.graph, members)
+    inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
     pieces = buckets(model_bytes, size)
     in_flight: list[tuple[Piece, Task]] = []
@@ -305,8 +336,10 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
         for piece in pieces:
             part = piece.bytes * copies / node.lanes
             packed = node.passes(part, 1 + payload.passes / 2)
-            sent = node.inter("exchange", piece.scaled(copies * payload.ratio * peers), [packed], copies)
-            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", [sent])
+            sent = [node.inter("exchange", piece.scaled(copies * payload.ratio * (peers - inside)), [packed], copies)]
+            if inside:
+                sent.append(node.intra("exchange", piece.scaled(payload.ratio * inside), [packed]))
+            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", sent)
             shared = node.intra("broadcast", piece, [changed], "inbound") if scheme.hierarchical else changed
             in_flight.append((piece, shared))
         if not scheme.overlap:
@@ -333,7 +366,10 @@ def own_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload, paylo
 @own_bytes.register
 def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload) -> float:
     # each rank's part of every bucket that is on its way, which is all of them where the link is slow
-    return workload.model_bytes / cluster.ranks_per_node * (1 + (payload.ratio if payload.narrows else 0))
+    held = 1.0
+    if payload.narrows:
+        held += payload.ratio if payload.codec.adds else 2 * payload.ratio + 1  # with what encoding has kept back
+    return workload.model_bytes / cluster.ranks_per_node * held
 
 
 @own_bytes.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -28,14 +29,17 @@ _COLUMNS = (
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """One line per experiment, the mean over its seeds; each number of replicas begins with the one to compare with.
+    """One line per experiment, the mean over those of its seeds that did not diverge.
+
+    Each number of replicas begins with the experiment to compare with.
 
     "to the first row's best": the predicted time until the accuracy was first as high as the first row's highest.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
     for _, group in groupby(grouped(curves), key=lambda runs: runs[0].experiment.replicas):
         rows = list(group)
-        target = fmean(run.best.accuracy for run in rows[0])
+        best = [run.best.accuracy for run in rows[0] if not run.has_diverged]
+        target = fmean(best) if best else math.nan  # which nobody reaches
         lines += [_cells(runs, target) for runs in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
@@ -59,21 +63,28 @@ def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
 
 
 def _cells(runs: list[Curve], target: float) -> tuple[str, ...]:
-    experiment, ends = runs[0].experiment, [run.points[-1] for run in runs]
-    accuracies = [100 * end.accuracy for end in ends]
-    spread = f" +-{(max(accuracies) - min(accuracies)) / 2:.1f}" if len(runs) > 1 else ""
-    reached = [point for run in runs if (point := run.first_to_reach(target)) is not None]
-    return (
+    experiment, ended = runs[0].experiment, [run for run in runs if not run.has_diverged]
+    names = (
         str(experiment.replicas),
         str(experiment.batch * experiment.replicas),
         experiment.label,
         str(experiment.steps),
+    )
+    if not ended:
+        return (*names, "-", "-", "diverged", *["-"] * 3)
+    ends = [run.points[-1] for run in ended]
+    accuracies = [100 * end.accuracy for end in ends]
+    spread = f" +-{(max(accuracies) - min(accuracies)) / 2:.1f}" if len(ended) > 1 else ""
+    lost = f", {len(runs) - len(ended)} of {len(runs)} diverged" if len(ended) < len(runs) else ""
+    reached = [point for run in ended if (point := run.first_to_reach(target)) is not None]
+    return (
+        *names,
         shown_seconds(ends[0].seconds / experiment.steps),
         shown_seconds(ends[0].seconds),
-        f"{fmean(accuracies):.1f} %{spread}",
-        f"{100 * fmean(run.best.accuracy for run in runs):.1f} %",
+        f"{fmean(accuracies):.1f} %{spread}{lost}",
+        f"{100 * fmean(run.best.accuracy for run in ended):.1f} %",
         f"{fmean(end.loss for end in ends):.3f}",
-        shown_seconds(fmean(point.seconds for point in reached)) if len(reached) == len(runs) else "-",
+        shown_seconds(fmean(point.seconds for point in reached)) if len(reached) == len(ended) else "-",
     )
 
 
@@ -91,8 +102,9 @@ def to_dict(curves: Iterable[Curve]) -> list[dict[str, Any]]:
             "wire_dtype": curve.experiment.wire_dtype,
             "seed": curve.experiment.seed,
             "steps": curve.experiment.steps,
-            "points": [asdict(point) for point in curve.points],
-            "inter_bytes_per_step": curve.inter_bytes,
+            "diverged": curve.has_diverged,
+            "points": [asdict(point) for point in curve.points if math.isfinite(point.loss)],
+            "inter_bytes_per_step": curve.inter_bytes if math.isfinite(curve.inter_bytes) else None,
             "took": curve.took,
         }
         for curve in curves

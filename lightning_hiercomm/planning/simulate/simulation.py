@@ -145,7 +145,8 @@ class Curve:
     Attributes:
         experiment: Which.
         points: In the order of steps; the last one is the end of the run.
-        inter_bytes: That a node of the simulation sent to others per step, on average.
+        inter_bytes: That a node of the simulation sent to others per step, on average; not a number, of a run that was
+            given up.
         took: Seconds on this machine.
         parameters: Of the agreed model in the end.
     """
@@ -155,6 +156,11 @@ class Curve:
     inter_bytes: float
     took: float
     parameters: list[Tensor] = field(repr=False, default_factory=list)
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether what it trained became NaN or infinite; where a scheme noticed, the run was given up."""
+        return not self.points or not all(math.isfinite(point.loss) for point in self.points)
 
     @property
     def best(self) -> Point:
@@ -202,6 +208,7 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
 
     Raises:
         PlanningError: If the scheme does not go with the rest.
+        NonfiniteError: If the scheme finds that parameters are NaN or infinite.
     """
     began = time.perf_counter()
     initial = experiment.task.model(experiment.seed)  # here: threads share one random number generator

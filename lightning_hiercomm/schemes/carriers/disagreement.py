@@ -14,7 +14,8 @@ _SAMPLES = 4096
 class Disagreement:
     """The relative distance of this node's parameters from others', as of the last exchange of every bucket.
 
-    It looks at no more than 4096 elements of a bucket and sends nothing::
+    It looks at no more than 4096 elements of a bucket, each of which stands for as many as were passed over, and sends
+    nothing::
 
         sqrt(share * sum over buckets of ||own - others'||^2 / sum over buckets of ||others'||^2)
 
@@ -27,19 +28,20 @@ class Disagreement:
         self._squares: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
 
     @torch.no_grad()
-    def compare(self, index: int, own: Tensor, others: Tensor) -> None:
+    def compare(self, index: int, own: Tensor, others: Tensor, of: int) -> None:
         """Note how far apart two samples of a bucket are, in place of what was noted of it before.
 
         Args:
             index: Of the bucket.
             own: What :func:`sample` took of this node's values when they were sent.
             others: The same elements of what arrived.
+            of: How many elements were sampled.
         """
         if not own.numel():  # others carry this bucket, this time or always
             return
         wide = arithmetic_dtype(own.dtype)
         difference = own.to(wide) - others.to(wide)
-        squares = torch.stack([difference.square().sum(), others.to(wide).square().sum()])
+        squares = torch.stack([difference.square().sum(), others.to(wide).square().sum()]) * (of / own.numel())
         streams.keep_here(own, others)  # sampled on training's stream, compared on another
         self._squares[index] = squares, _event(squares)
 

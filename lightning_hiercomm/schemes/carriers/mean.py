@@ -354,7 +354,8 @@ class Average(Carrier):
         anchor = self.anchors[index] if has_anchor else None
         if averaged_in_node is not None:
             averaged_in_node()
-        sent = sample(part[: self.buckets[index].numel])
+        numel = min(part.numel(), self.buckets[index].numel)
+        sent = sample(part[:numel])
         if anchor is not None:
             part.sub_(anchor[: part.numel()])
         feedback = self._feedback[index] if self._feedback and is_narrowed else None
@@ -364,10 +365,10 @@ class Average(Carrier):
             arrive()
             if self._mark is not None and is_narrowed:
                 put_mark(mark_of([part]), part)  # all numbers were finite, but perhaps too large for the wire
-            arrived = sample(part[: self.buckets[index].numel])
+            arrived = sample(part[:numel])
             if anchor is not None:
-                arrived.add_(sample(anchor[: part.numel()][: self.buckets[index].numel]))
-            self.disagreement.compare(index, sent, arrived)
+                arrived.add_(sample(anchor[:numel]))
+            self.disagreement.compare(index, sent, arrived, numel)
             if anchor is not None and self._land is not None:
                 self._land_in(index, anchor, part, landed)
             elif anchor is not None:

@@ -263,9 +263,8 @@ class _Mixing:
     def _compare(self, own: Tensor, theirs: Tensor) -> None:
         """Note how far apart this node's and a peer's parameters are."""
         peer = self.round.receive_from[self.node][0]
-        self.peers.disagreement.compare(
-            self.index, sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
-        )
+        samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
+        self.peers.disagreement.compare(self.index, *samples, own.numel())
 
 
 def _subtract(theirs: Tensor, own: Tensor) -> Tensor:

@@ -417,7 +417,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                     part.unpack(weights)
             offset += part.numel
         if samples and arrived is not None:
-            self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]))
+            self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]), offset)
 
     def _rule_settings(self, section: Section) -> dict[str, Any]:
         """What the local rule gets besides tensors."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.measure.probe import _averaging, _mean, _slowest
+from lightning_hiercomm.planning.measure.probe import _averaging, _mean, _slowest, _workload
 from lightning_hiercomm.planning.measure.steps import StepTimes
+from lightning_hiercomm.planning.measure.stopwatch import Share
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
 
@@ -47,6 +49,18 @@ def test_on_nodes_of_one_rank_only_those_pay_for_averaging_whose_gradients_leave
 
 def test_a_step_that_was_timed_twice_takes_the_mean():
     assert _mean(Workload(1e6, 0.03, 0.07, 0.01), Workload(1e6, 0.05, 0.09, 0.03)) == Workload(1e6, 0.04, 0.08, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("each", "dtype", "whole"), [(2.0, "bfloat16", 2e6), (4.0, "float32", 4e6), (8.0, "float64", 8e6)]
+)
+def test_a_model_is_as_large_as_its_parameters_are(each, dtype, whole):
+    step = StepTimes(0.1, 0.1, 0.1, 0.1, 0.0, 1e6, each, 0.0)
+    found = _workload([step], Share(None, 1), torch.device("cpu"))
+    assert (found.dtype, found.model_bytes) == (dtype, whole)
+    for wire in (None, "bfloat16", "int8"):
+        sent = predict(PeriodicAveraging(1), Cluster(2, 1, INSTANT, INSTANT), found, wire).inter_bytes
+        assert sent == pytest.approx(whole * {None: 1, "bfloat16": 2 / each, "int8": 1 / each}[wire], rel=0.05)
 
 
 def test_a_module_that_cannot_be_averaged_is_probed_without():

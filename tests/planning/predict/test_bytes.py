@@ -15,11 +15,14 @@ from lightning_hiercomm.schemes import (
     Agreement,
     AllReduce,
     DiLoCo,
+    DirectedExponential,
     Every,
+    Full,
     Gossip,
     OuterOptimizer,
     PeriodicAveraging,
     RandomPermutation,
+    Ring,
     StepsDelay,
 )
 
@@ -27,13 +30,14 @@ NUMEL = 2**17
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(4),
+    "periodic, every rank by itself": lambda: PeriodicAveraging(4, gradients="none"),
+    "periodic, averaged in the node": lambda: PeriodicAveraging(4, gradients="none", node_sync_every=1),
     "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
     "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
     "gossip, overlapped": lambda: Gossip(overlap=True, segments=4),
-    "gossip, every rank by itself": lambda: Gossip(hierarchical=False),
     "sgp": lambda: Gossip("directed_exponential", segments=1),
     "diloco": lambda: DiLoCo(4),
     "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
@@ -54,7 +58,7 @@ def test_a_scheme_sends_what_is_predicted(name, nodes, ranks_per_node):
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", ["periodic", "daso, sharded", "gossip", "diloco, streaming"])
+@pytest.mark.parametrize("name", ["all_reduce", "periodic", "daso, sharded", "gossip", "diloco, streaming"])
 def test_narrow_payloads_are_as_small_as_is_predicted(name, wire):
     check(SCHEMES[name], 3, 2, wire)
 
@@ -62,6 +66,28 @@ def test_narrow_payloads_are_as_small_as_is_predicted(name, wire):
 @pytest.mark.parametrize("name", ["all_reduce", "steps_delay"])
 def test_gradients_are_cast(name):
     check(SCHEMES[name], 2, 2, "bfloat16")
+
+
+@pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
+def test_what_gossip_sends_to_ranks_of_the_same_node_is_not_sent_between_nodes(graph, nodes, ranks_per_node):
+    scheme, ranks, steps, segments = Gossip(graph, hierarchical=False), nodes * ranks_per_node, 6, 8
+    pairs = [
+        (rank // ranks_per_node, peer // ranks_per_node)
+        for step in range(steps, 2 * steps)
+        for segment in range(segments)
+        for rank, peers in enumerate(graph.send_to(ranks, step, segment))
+        for peer in peers
+    ]
+    crossing, size = sum(one != other for one, other in pairs), 4 * NUMEL / segments / nodes
+    inter, intra = metered(scheme, nodes, ranks_per_node, (steps, 2 * steps), None)
+    assert inter == pytest.approx(crossing * size, rel=5e-3)
+    assert intra == pytest.approx((len(pairs) - crossing) * size, rel=5e-3)
+    predicted = predict(scheme, on(nodes, ranks_per_node), Workload.of_step(NUMEL, 0.1)).inter_bytes
+    if isinstance(graph, RandomPermutation):  # which has drawn some peers more often than others
+        assert predicted == pytest.approx(ranks_per_node * 4 * NUMEL * (ranks - ranks_per_node) / (ranks - 1))
+    else:
+        assert predicted == pytest.approx(crossing * size / steps)
 
 
 def metered(scheme, nodes, ranks_per_node, steps, wire):

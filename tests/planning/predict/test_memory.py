@@ -18,7 +18,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.schemes import Payload, own_bytes, state_bytes
-from lightning_hiercomm.schemes import DASO, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 NUMEL = 2**18
 MODEL = 4 * NUMEL
@@ -96,6 +96,19 @@ def test_a_scheme_holds_what_is_predicted(name, wire):
         predicted -= in_flight
     # beside it, up to 4096 elements of each bucket in flight are kept to tell how far apart the nodes are
     assert most_held(scheme, wire) == pytest.approx(predicted, abs=0.02)
+
+
+def test_what_encoding_gradients_keeps_back_is_predicted():
+    def train(rank: Rank) -> float:
+        for _ in range(2):
+            rank.train()
+        return sum(storages(tensors_of(rank.gradients)).values()) / MODEL
+
+    held = max(on_nodes(train, AllReduce(), ((0, 1), (2, 3)), shapes={"a": NUMEL}, wire="int8", epochs=10))
+    payload, as_it_is = (Payload.named(wire, WORKLOAD) for wire in ("int8", None))
+    more = own_bytes(AllReduce(), CLUSTER, WORKLOAD, payload) - own_bytes(AllReduce(), CLUSTER, WORKLOAD, as_it_is)
+    sent_and_received = 2 * payload.ratio / 2  # of a rank's half of the model, while it is on its way
+    assert held == pytest.approx(more / MODEL - sent_and_received, abs=0.02)
 
 
 def test_a_rank_holds_model_gradients_state_and_the_schemes_own():

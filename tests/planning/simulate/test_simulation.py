@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -12,8 +13,9 @@ import torch
 from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.simulate.curves import table
 from lightning_hiercomm.planning.simulate.presets import PRESETS
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, schedule, simulate
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
 from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
@@ -160,6 +162,25 @@ def test_the_clock_goes_as_the_cost_model_says(scheme, seconds):
 
 
 @pytest.mark.parametrize(
+    ("scheme", "kilobytes"),
+    [
+        (PeriodicAveraging(12), 12 + 0.5),  # of gradients, in each step; then a rank has half of what is agreed on
+        (PeriodicAveraging(12, gradients="none"), 1),  # of parameters, in an agreement
+        (PeriodicAveraging(12, gradients="none", node_sync_every=4), 1 + 2),
+        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"), 12 + 0.5),
+        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, exchange="sharded", gradients="none"), 1),
+        (DASO(12, 0, warmup_steps=12, cooldown_epochs=0, gradients="none"), 12),
+    ],
+    ids=repr,
+)
+def test_the_clock_knows_what_a_scheme_does_inside_the_node(scheme, kilobytes):
+    slow_inside = replace(SITE, cluster=Cluster(2, 2, Link(1e3), Link(math.inf)))
+    curve = simulate(experiment(scheme, ranks_per_node=2), replace(slow_inside, workload=Workload.of_step(250, 1e-6)))
+    # two ranks send each other a kilobyte in a second
+    assert curve.points[-1].seconds == pytest.approx(kilobytes, abs=0.01)
+
+
+@pytest.mark.parametrize(
     ("others", "message"),
     [
         ({"nodes": 0}, "nodes 0: at least 1"),
@@ -269,6 +290,34 @@ def test_everything_is_there_as_json(capsys):
 def test_seeds_are_one_row_with_their_spread(capsys):
     assert main([*SHORT, "--seeds", "2"]) == 0
     assert capsys.readouterr().out.count(" % +-") == 2
+
+
+def test_a_run_that_diverges_is_a_row_of_the_table_and_the_others_go_on(tmp_path, capsys):
+    explode = [
+        "simulate",
+        "--scheme",
+        "steps_delay",
+        "--scheme-args",
+        '{"warmup_steps": 0, "local_lr_scale": 1e9}',
+        *SHORT[3:],
+    ]
+    assert main([*explode, "--nodes", "2", "3", "--plot", str(tmp_path / "it.png")]) == 0
+    shown = capsys.readouterr()
+    assert [": diverged" in line for line in shown.err.splitlines()] == [False, True, False, True]
+    assert [row.count("diverged") for row in shown.out.splitlines()[2:]] == [0, 1, 0, 1]
+    assert main([*explode, "--json"]) == 0
+    usual, lost = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (usual["diverged"], lost["diverged"]) == (False, True)
+    assert lost["inter_bytes_per_step"] is None
+
+
+def test_seeds_that_diverge_are_left_out_of_a_rows_mean_and_counted():
+    whole = experiment(AllReduce(), steps=10)
+    good = Curve(whole, [Point(5, 1.0, 0.5, 2.0), Point(10, 2.0, 0.75, 1.0)], 8.0, 0.1)
+    lost = Curve(whole, [Point(5, 1.0, 0.25, 3.0), Point(10, 2.0, 0.1, math.nan)], 8.0, 0.1)
+    *_, row = table([good, lost, Curve(whole, [], math.nan, 0.1)]).splitlines()
+    assert "75.0 %, 2 of 3 diverged" in row
+    assert "nan" not in row
 
 
 def test_the_picture_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, check_pictures):

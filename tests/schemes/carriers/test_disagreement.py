@@ -126,8 +126,19 @@ def test_a_sample_is_small_and_evenly_spaced():
     assert sample(torch.arange(2.0**20)).numel() == 4096
     assert sample(torch.empty(0)).numel() == 0
     one = Disagreement()
-    one.compare(0, *(torch.tensor([value], device=place.device) for value in (3.0, 4.0)))
-    one.compare(1, *(torch.empty(0, device=place.device) for _ in range(2)))
+    one.compare(0, *(torch.tensor([value], device=place.device) for value in (3.0, 4.0)), of=1)
+    one.compare(1, *(torch.empty(0, device=place.device) for _ in range(2)), of=0)
     assert one.relative() == 0.25
     one.forget()
     assert one.relative() is None
+
+
+def test_every_bucket_counts_by_its_size_and_not_by_its_sample():
+    generator = torch.Generator().manual_seed(0)
+    large, small = (torch.randn(numel, generator=generator).to(place.device) for numel in (2**20, 5000))
+    one, pairs = Disagreement(), [(1.001 * large, large), (1.3 * small, small)]
+    for index, (own, others) in enumerate(pairs):
+        one.compare(index, sample(own), sample(others), of=own.numel())
+    distance = sum(float((own - others).square().sum()) for own, others in pairs)
+    norm = sum(float(others.square().sum()) for _, others in pairs)
+    assert one.relative() == pytest.approx((distance / norm) ** 0.5, rel=0.05)
