@@ -794,8 +794,9 @@ class Averaging(Reference):
             self.when = ("epoch", args["sync_every"])
         self.is_alone = len(self.nodes) == 1 and (self.gradients_kind == "node" or len(self.nodes[0]) == 1)
         self.parts = self.pieces(self.what)
-        self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors]]] = []
+        self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors], int]] = []
         if not hasattr(self, "period"):
+            self.parts_sent = 0
             self.period, self.best, self.bad, self.outer_factor = self.when[1], math.inf, 0, 1.0
             self.outer: dict[int, dict[str, Tensor]] = {}  # what outer optimizers know, of all elements
         elif c.scheme == "daso":
@@ -851,7 +852,7 @@ class Averaging(Reference):
             return [p for p in range(parts) if step % period == (p + 1) * period // parts % period]
         return list(range(parts)) if (in_epoch if kind == "epoch" else step) % period == 0 else []
 
-    def means(self, values: Vectors, part: int, step: int) -> Vectors:
+    def means(self, values: Vectors, part: int) -> Vectors:
         """For every node: with whom it takes the mean of a part."""
         cut = {r: v[self.parts[part]] for r, v in values.items()}
         if self.through not in _GRAPHS:
@@ -860,7 +861,7 @@ class Averaging(Reference):
         nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
         if len(nodes) == 1:
             return nodes
-        sends = _GRAPHS[self.through]().send_to(len(self.nodes), step // (self.when[1] or 1), part)
+        sends = _GRAPHS[self.through]().send_to(len(self.nodes), self.parts_sent // len(self.parts), part)
         return {n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes}
 
     def arrive(self, part: int, means: Vectors) -> Vectors:
@@ -885,10 +886,11 @@ class Averaging(Reference):
         """And wait for it."""
         self.nodes_meet(parts)
         for part in parts:
-            arrived = self.arrive(part, self.means(self.x, part, step))
+            arrived = self.arrive(part, self.means(self.x, part))
             x = self.x
             keep = self.keep
             self.write(part, {r: keep * x[r][self.parts[part]] + (1 - keep) * arrived[self.node_of[r]] for r in x})
+        self.parts_sent += len(parts)
         self.end_round(parts)
         is_all = len(parts) == len(self.parts)
         if is_all and self.c.state and not keep and self.through not in _GRAPHS:
@@ -912,19 +914,22 @@ class Averaging(Reference):
         # one at a time: where a new epoch counts anew, the old one's last is merged before it is due
         for exchange in [e for e in self.flying if e[0] == step or leaving]:
             self.flying.remove(exchange)
-            _, parts, sent, arrived = exchange
+            _, parts, sent, arrived, sent_at = exchange
             for part in parts:
-                self.merge_part(part, sent, arrived[part])
+                self.merge_part(part, sent, arrived[part], step - sent_at)
             self.end_round(parts)
         if leaving:
             self.nodes_meet(leaving)
             x = self.x
-            landed = {part: self.arrive(part, self.means(x, part, step)) for part in leaving}
-            self.flying.append((step + self.staleness, list(leaving), x, landed))
+            landed = {part: self.arrive(part, self.means(x, part)) for part in leaving}
+            self.flying.append((step + self.staleness, list(leaving), x, landed, step))
+            self.parts_sent += len(leaving)
 
-    def merge_part(self, part: int, sent: Vectors, arrived: Vectors) -> None:
-        """One part, a while after it was sent."""
-        here, x, s, nodes = self.parts[part], self.x, self.staleness, len(self.nodes)
+    def merge_part(self, part: int, sent: Vectors, arrived: Vectors, s: int) -> None:
+        """One part, so many steps after it was sent."""
+        here, x, nodes = self.parts[part], self.x, len(self.nodes)
+        if nodes > 1 and self.through in _GRAPHS:  # each meets as many in each turn
+            nodes = 1 + len(_GRAPHS[self.through]().send_to(nodes, 0, 0)[0])
         new: Vectors = {}
         for rank, flat in x.items():
             mean = arrived[self.node_of[rank]]

@@ -229,6 +229,7 @@ class RunningAgreement(RunningScheme[A]):
         self.staleness = config.staleness
         self.tuner = None if config.auto is None else PeriodTuner(config.auto)
         self.synchronizations = 0
+        self._parts_sent = 0
         self._merge = config.merging
         self._was_sick = False
         self._tuned_period: int | None = None
@@ -287,10 +288,10 @@ class RunningAgreement(RunningScheme[A]):
                 self._beside,
                 self._inbound,
                 wire,
-                self._land,
-                look=lambda leaving: self.care.look(leaving, self.steps),
                 # by steps, a graph that goes round might come by the same of its turns at every agreement
-                turn=lambda step: 1 + step // (self.period or 1),
+                turn=lambda: 1 + self._parts_sent // max(1, len(self._parts)),
+                land=self._land,
+                look=lambda leaving: self.care.look(leaving, self.steps),
             )
         carrier = RotatingAverage if through == "rotating" else Average
         return carrier(
@@ -341,7 +342,7 @@ class RunningAgreement(RunningScheme[A]):
             return
         arrived = self._in_flight.take(self.steps)
         if leaving and arrived is None:  # of the last epoch, whose end nobody knew: one exchange is in flight at a time
-            arrived = self._in_flight.take_first()
+            arrived = self._in_flight.take_first(self.steps)
         if arrived is not None or leaving:
             self._turn(arrived, leaving)
 
@@ -418,6 +419,7 @@ class RunningAgreement(RunningScheme[A]):
         if is_all:
             self._in_flight.drop()
         void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        self._parts_sent += len(parts)
         landed = self._carrier.landed if isinstance(self._carrier, Average) else ()
         self._recover(self._carrier, void, landed, self._carrier.is_sick)
         if is_all and not self._buffers_with_parameters:
@@ -473,6 +475,7 @@ class RunningAgreement(RunningScheme[A]):
         if leaving:
             carrier = self._carrier_beside_training
             check = carrier.begin(self.steps, self._take_turn(), self._buckets_of(leaving))
+            self._parts_sent += len(leaving)
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
             sent.is_sick = carrier.is_sick
             if self.topology.may_grow:
@@ -517,7 +520,7 @@ class RunningAgreement(RunningScheme[A]):
                 arrived.void.append(move.index)
                 arrived.landed |= move.landed
             else:
-                self._merge(bucket, move, arrived.staleness, self.topology.num_nodes)
+                self._merge(bucket, move, arrived.staleness, move.nodes)
             if move.index == last:
                 return
 
@@ -600,7 +603,12 @@ class RunningAgreement(RunningScheme[A]):
         return values if relative is None else {**values, "disagreement": relative}
 
     def schedule(self) -> dict[str, Any]:
-        state = {**super().schedule(), "synchronizations": self.synchronizations, "tuned_period": self._tuned_period}
+        state = {
+            **super().schedule(),
+            "synchronizations": self.synchronizations,
+            "parts_sent": self._parts_sent,
+            "tuned_period": self._tuned_period,
+        }
         if not self.may_ask:
             return state
         if self._merge.keeps_agreed:
@@ -683,7 +691,8 @@ class RunningAgreement(RunningScheme[A]):
         return state
 
     def undo_point(self) -> Callable[[], None]:
-        undo_values, synchronizations, was_sick = super().undo_point(), self.synchronizations, self._was_sick
+        undo_values, was_sick = super().undo_point(), self._was_sick
+        synchronizations, parts_sent = self.synchronizations, self._parts_sent
         exchanges = list(self._in_flight.exchanges)
         moves_beside = any(not exchange.is_lost for exchange in exchanges)
         undo_agreed = None if moves_beside else self._remember_agreed()
@@ -691,7 +700,7 @@ class RunningAgreement(RunningScheme[A]):
         def undo() -> None:
             self._in_flight.settle()
             undo_values()
-            self.synchronizations, self._was_sick = synchronizations, was_sick
+            self.synchronizations, self._parts_sent, self._was_sick = synchronizations, parts_sent, was_sick
             self._in_flight.exchanges = exchanges
             self._in_flight.lose()
             if undo_agreed is not None:
@@ -738,6 +747,7 @@ class RunningAgreement(RunningScheme[A]):
         """
         super().load_state_dict(state)
         self.synchronizations = state["synchronizations"]
+        self._parts_sent = state.get("parts_sent", self.synchronizations * len(self._parts))
         self._in_flight.drop()
         if self.tuner is not None and state.get("tuned_period") is not None:
             self._set_period(state["tuned_period"])
@@ -746,7 +756,7 @@ class RunningAgreement(RunningScheme[A]):
             return
         if "carrier" in state:
             self._carrier.load_state_dict(state["carrier"])
-            self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
+            self._in_flight.load_state_dict(state["in_flight"], self.replica.device, self.topology.num_nodes)
         else:
             self._carrier.anchor()
             self.outer = self._built_outer(self.outer)

@@ -46,7 +46,7 @@ def plainly(nodes, weights, through, staleness, gradients):
     def mean(values, ranks):
         return sum(w[r] * values[r] for r in ranks) / sum(w[r] for r in ranks)
 
-    def received(sent, round_):
+    def received(sent, turn):
         """What comes of what everybody sent, by rank."""
         if isinstance(through, str):
             everyone = mean(sent, range(len(sent)))
@@ -54,7 +54,7 @@ def plainly(nodes, weights, through, staleness, gradients):
         of_node = [mean(sent, ranks) for ranks in nodes]
         if len(nodes) == 1:
             return [of_node[0]] * len(sent)
-        peers = through.send_to(len(nodes), round_ // PERIOD, 0)
+        peers = through.send_to(len(nodes), turn, 0)
         means = []
         for node in range(len(nodes)):
             sources = [node, *(other for other, to in enumerate(peers) if node in to)]
@@ -62,7 +62,7 @@ def plainly(nodes, weights, through, staleness, gradients):
         return [means[of[r]] for r in range(len(sent))]
 
     x = [torch.zeros(7, dtype=torch.float64) for _ in of]
-    trace, on_the_way = [], None
+    trace, on_the_way, turn = [], None, -1
     for step in range(1, STEPS + 1):
         slopes = [x[r] - target_of(r) for r in range(len(x))]
         if gradients == "node":
@@ -75,7 +75,8 @@ def plainly(nodes, weights, through, staleness, gradients):
             if staleness and step % PERIOD == 0 and on_the_way is not None:
                 x, on_the_way = on_the_way, None
             if sends:
-                arrives = received(x, step)
+                turn += 1
+                arrives = received(x, turn)
                 if staleness:
                     on_the_way = arrives
                 else:

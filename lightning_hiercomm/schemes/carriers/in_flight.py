@@ -25,6 +25,7 @@ class Move:
         flat: What arrives, packed.
         sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
         landed: Has its index once the last agreed values of this rank's part have moved.
+        nodes: Over how many nodes what arrives is the mean.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Move:
     sent: Tensor
     arrived: Handle = finished
     landed: set[int] = field(default_factory=set)
+    nodes: int = 1
 
 
 @dataclass
@@ -115,9 +117,13 @@ class InFlight:
             self.exchanges.remove(due)
         return due
 
-    def take_first(self) -> Exchange | None:
-        """The oldest exchange, due or not; it is no longer in flight."""
-        return self.exchanges.pop(0) if self.exchanges else None
+    def take_first(self, step: int) -> Exchange | None:
+        """The oldest exchange, due now, after ``step`` optimizer steps, if not before; it is no longer in flight."""
+        if not self.exchanges:
+            return None
+        first = self.exchanges.pop(0)
+        first.due = min(first.due, step)
+        return first
 
     def take_all(self) -> list[Exchange]:
         """All exchanges; they are no longer in flight."""
@@ -158,19 +164,28 @@ class InFlight:
                 "arrived": [move.flat.clone() for move in exchange.moves],
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
                 "is_sick": exchange.is_sick,
+                "nodes": [move.nodes for move in exchange.moves],
             }
             for exchange in self.exchanges
         ]
 
-    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology and buckets)."""
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device, nodes: int = 1) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and buckets).
+
+        Args:
+            state: What was saved.
+            device: Gets the tensors.
+            nodes: Over how many nodes what arrives is the mean, where files of earlier versions do not say.
+        """
         self.drop()
         for saved in state:
             exchange = self.start(saved["started"], saved["due"], saved["parts"])
             exchange.is_sick = saved.get("is_sick", False)
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
-            exchange.moves.extend(map(Move, saved["buckets"], arrived, sent))
+            means_of = saved.get("nodes") or [nodes] * len(arrived)
+            for index, flat, own, of in zip(saved["buckets"], arrived, sent, means_of, strict=True):
+                exchange.moves.append(Move(index, flat, own, nodes=of))
 
 
 def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -225,12 +225,12 @@ class Average(Carrier):
         used = (flat, *self.anchors[index : index + 1])  # a run that breaks off gives back the last agreed values, too
         for tensor in used:
             background.uses(tensor)
-        way, landed = self._way(index), set[int]()
+        way, landed, nodes = self._way(index), set[int](), self.topology.num_nodes
         # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
         averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
         if averaged_in_node is None:
             complete_now = self._between_nodes(index, flat, None, way, landed)
-            return Move(index, flat, sent, background.submit(complete_now), landed)
+            return Move(index, flat, sent, background.submit(complete_now), landed, nodes)
         if outbound is None:
             raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
         for tensor in used:
@@ -244,7 +244,7 @@ class Average(Carrier):
             has_left.wait()
             launched.pop()()
 
-        return Move(index, flat, sent, background.submit(complete), landed)
+        return Move(index, flat, sent, background.submit(complete), landed, nodes)
 
     def seal(self, exchange: Exchange, background: Background) -> None:
         """Where the host would wait for every bucket, and for training, let it read all that it has to know at once."""
@@ -453,12 +453,20 @@ def average_in_node(buckets: Sequence[Bucket], topology: Topology) -> None:
 
 
 @torch.no_grad()
-def average_optimizer_state(optimizer: Optimizer, replica: Replica, topology: Topology) -> None:
+def average_optimizer_state(
+    optimizer: Optimizer, replica: Replica, topology: Topology, healthy: Collection[int] | None = None
+) -> None:
     """Replace momentum and moments by their weighted mean over all ranks; blocks.
 
     What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
     anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
     parameter no gradient, has no mean: the others keep their own until all hold it.
+
+    Args:
+        optimizer: Whose state.
+        replica: What it trains.
+        topology: The ranks.
+        healthy: Those of whom the mean is; the others, which begin anew, take their count of steps, too. None: all.
     """
     held = {
         (index, name): tensor
@@ -471,7 +479,23 @@ def average_optimizer_state(optimizer: Optimizer, replica: Replica, topology: To
         everywhere = set(held).intersection(*topology.world.all_gather_object(list(held)))
         held = {key: tensor for key, tensor in held.items() if key in everywhere}
     state = list(held.values())
-    Average(Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node), topology)()
+    whole = Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node)
+    if healthy is None:
+        Average(whole, topology)()
+        return
+    weights = among(healthy, topology.weights)
+    Average(whole, topology, weights=lambda _: weights)()
+    states = [optimizer.state.get(parameter, {}) for parameter in replica.parameters]
+    taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(healthy)]
+    for state, steps in zip(states, taken, strict=True):
+        if topology.rank not in healthy and "step" in state:
+            state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else int(steps)
+
+
+def among(ranks: Collection[int], weights: Sequence[float]) -> list[float]:
+    """The weights of some ranks, which sum to 1; zero for the others."""
+    total = sum(weights[rank] for rank in ranks)
+    return [weight / total if rank in ranks else 0.0 for rank, weight in enumerate(weights)]
 
 
 class _SameStep(Handle):

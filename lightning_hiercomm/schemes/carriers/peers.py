@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -286,9 +286,9 @@ class PeerMean(Carrier):
         topology: The nodes.
         through: Its twin.
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
+        turn: Says which turn of the graph is the next one, from 1.
         land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
         look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.health.care.Care.look`.
-        turn: Says which turn of the graph it is after so many optimizer steps, from 1.
     """
 
     def __init__(
@@ -299,9 +299,9 @@ class PeerMean(Carrier):
         through: Topology,
         background: Background,
         wire: Wire,
+        turn: Callable[[], int],
         land: Land | None = None,
         look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
-        turn: Callable[[int], int] = lambda step: step,
     ) -> None:
         self.buckets = buckets
         self.topology = topology
@@ -310,7 +310,7 @@ class PeerMean(Carrier):
         self._background = background
         self._land = land
         self._look = look
-        self._turn_after = turn
+        self._next_turn = turn
         self._sick: bool | None = None
         self.disagreement = self._peers.disagreement
         self._turn = 0
@@ -321,7 +321,7 @@ class PeerMean(Carrier):
             self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
 
     def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
-        self._turn = self._turn_after(step)
+        self._turn = self._next_turn()
         leaving = self.buckets if only is None else [self.buckets[index] for index in only]
         # ranks that train alone agree first: it is nodes that the graph knows
         average_in_node([bucket for bucket in leaving if not bucket.equal_in_node], self.topology)
@@ -349,7 +349,8 @@ class PeerMean(Carrier):
 
         equal_weights = [1.0] * self.topology.num_nodes
         move = self._peers.start(index, self._turn, equal_weights, background, land, self._sick)
-        return Move(index, move.flat, own, move.arrived) if keep_sent else move
+        move.nodes = 1 + len(self._peers.round(self._turn, index).receive_from[self.topology.node])
+        return replace(move, sent=own) if keep_sent else move
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.base import Land
-from lightning_hiercomm.schemes.carriers.mean import Average, average_optimizer_state
+from lightning_hiercomm.schemes.carriers.mean import Average, among, average_optimizer_state
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
@@ -89,6 +89,7 @@ class Care:
         self.policy = policy
         self._advice = f"{_ADVICE}{_SKIPPING if can_skip else ''}"
         self._is_alone = is_alone
+        self._healthy: frozenset[int] | None = None  # of the agreement under way; None: all
         self.nonfinite = 0
         self.has_healed = False
         self.has_warned_of_difference = False
@@ -124,11 +125,12 @@ class Care:
 
     def average_optimizer_state(self) -> None:
         """All nodes hold the same parameters: let them agree on the optimizer's state as well, if it is asked for."""
+        healthy, self._healthy = self._healthy, None
         if not self.policy.average_optimizer_state:
             return
         if self._optimizer is None:
             raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-        average_optimizer_state(self._optimizer, self.replica, self._topology)
+        average_optimizer_state(self._optimizer, self.replica, self._topology, healthy)
 
     def verify(self, step: int) -> None:
         """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.
@@ -231,7 +233,7 @@ class Care:
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
         """
-        anywhere = bool(void)
+        self._healthy, anywhere = None, bool(void)
         if self.replica.shares and self.policy.on_nonfinite != "ignore" and spoilt.wire.is_lossy:
             # what is too large for the wire may lie in the part of one rank
             count = torch.tensor(float(anywhere), device=self.replica.device)
@@ -239,7 +241,7 @@ class Care:
             anywhere = bool(count)
         if not anywhere:
             return False
-        healthy = self._find_healthy(step, spoilt.wire)
+        self._healthy = healthy = self._find_healthy(step, spoilt.wire)
         is_sick = self._topology.rank not in healthy
         buckets = [spoilt.buckets[index] for index in void]
         for index, bucket in zip(void, buckets, strict=True):
@@ -253,9 +255,7 @@ class Care:
             return land(void[index], agreed, difference)
 
         def weights_of_healthy(index: int) -> list[float]:
-            weights = spoilt.weights(void[index])
-            total = sum(weights[rank] for rank in healthy)
-            return [weight / total if rank in healthy else 0.0 for rank, weight in enumerate(weights)]
+            return among(healthy, spoilt.weights(void[index]))
 
         places = {id(bucket): index for index, bucket in zip(void, buckets, strict=True)}
 

@@ -187,6 +187,21 @@ def test_without_gradients_in_the_node_only_the_sick_rank_is_left_out():
     assert values == pytest.approx([(0 + 2 + 3) / 3] * 4)
 
 
+@pytest.mark.parametrize("inner", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.1)], ids=["SGD", "Adam"])
+def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(inner):
+    def work(rank: Rank, victim: int) -> tuple[list[float], dict[str, float]]:
+        trace = [rank.train(math.nan if (step, rank.rank) == (1, victim) else 1.0).item() for step in range(6)]
+        return trace[1::2], {name: float(value) for name, value in rank.optimizer.state[rank.parameters[0]].items()}
+
+    scheme = harness.with_policy(PeriodicAveraging(2), on_nonfinite="skip", average_optimizer_state=True)
+    training = {"nodes": THREE, "inner": inner, "dtype": torch.float64}
+    # all have the same gradients, so nobody is missed
+    healthy, *_ = on_nodes(partial(work, victim=-1), scheme, **training)
+    for trace, state in on_nodes(partial(work, victim=2), scheme, **training):
+        assert trace == pytest.approx(healthy[0])
+        assert state == pytest.approx(healthy[1])
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
     """As if the sick node had never been there, but for when the others' values were taken."""
