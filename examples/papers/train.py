@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 from torchvision.models import get_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "resnet"))  # the data, and all but the recipe, are the same
@@ -29,6 +30,7 @@ class PaperClassifier(PictureClassifier):
         small_pictures: Let the first layers keep the size of pictures of 32 x 32 pixels, in place of a quarter of it.
         optimizer: Made from all parameters.
         schedule: Counts epochs. Default: the learning rate stays.
+        schedule_after: Epochs before the schedule begins to count.
         pictures_per_lr: Goyal et al. 2017: the learning rate is for so many pictures per step over all ranks, and the
             one used is in proportion to them. Default: the optimizer's.
         warmup_epochs: In which the learning rate rises from next to nothing, step by step.
@@ -44,6 +46,7 @@ class PaperClassifier(PictureClassifier):
         small_pictures: bool = False,
         optimizer: OptimizerCallable = torch.optim.SGD,
         schedule: LRSchedulerCallable | None = None,
+        schedule_after: int = 0,
         pictures_per_lr: int | None = None,
         warmup_epochs: float = 0.0,
         label_smoothing: float = 0.0,
@@ -52,6 +55,7 @@ class PaperClassifier(PictureClassifier):
         super().__init__(make_net(architecture, num_classes, weights, small_pictures), num_classes, label_smoothing)
         self.optimizer = optimizer
         self.schedule = schedule
+        self.schedule_after = schedule_after
         self.pictures_per_lr = pictures_per_lr
         self.warmup_epochs = warmup_epochs
         self.batch_size = batch_size
@@ -72,11 +76,14 @@ class PaperClassifier(PictureClassifier):
         schedules = []  # each multiplies the learning rate that it finds
         if self.schedule is not None:
             schedule = self.schedule(optimizer)
+            if self.schedule_after:
+                waiting = ConstantLR(optimizer, 1.0, total_iters=self.schedule_after)
+                schedule = SequentialLR(optimizer, [waiting, schedule], [self.schedule_after])
             watched = {"monitor": schedule.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
             schedules.append({"scheduler": schedule, "interval": "epoch", **watched})
         steps_per_epoch = int(trainer.estimated_stepping_batches) / max(1, trainer.max_epochs or 1)
         if warmup := round(self.warmup_epochs * steps_per_epoch):
-            rising = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup)
+            rising = LinearLR(optimizer, 1 / warmup, total_iters=warmup)
             schedules.append({"scheduler": rising, "interval": "step"})
         return [optimizer], schedules
 

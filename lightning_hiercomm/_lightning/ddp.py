@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.futures import Future
@@ -56,6 +58,18 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes
 
 
 _FIND_UNUSED = "`strategy={}(find_unused_parameters=True)`"
+
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def is_not_insisted_on(backward: Backward) -> Backward:
+    """For a Fabric strategy's own ``backward``: Fabric, which looks for it, does not refuse passes that go without it.
+
+    It would refuse every gradient that reaches what a model has returned, of ``torch.autograd.grad``, too: of forces,
+    say, or for a penalty.
+    """
+    return functools.wraps(FabricStrategy.backward)(backward)  # type: ignore[return-value]
 
 
 def unused_parameters(module: nn.Module | None) -> list[str]:

@@ -273,7 +273,13 @@ def _held_state(state: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, Tensor) and local(value) is not value
     ]
-    return {**state, "state": held, "sharded": sharded}
+    groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
+    return {**state, "state": held, "sharded": sharded, "param_groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    """Python's number for one of numpy's, as schedules make of learning rates: that is read from trusted files only."""
+    return value.item() if type(value).__module__ == "numpy" and not value.shape else value
 
 
 def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

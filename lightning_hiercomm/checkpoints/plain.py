@@ -238,7 +238,9 @@ class Checkpoints:
             file_system, prefix = url_to_fs(companion_prefix(filepath))
             if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
                 return []
-            beside = file_system.ls(os.path.dirname(prefix), detail=False, refresh=True)
+            folder = os.path.dirname(prefix)
+            file_system.invalidate_cache(folder)
+            beside = file_system.ls(folder, detail=False)
         except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
             return []
         own = prefix if rank == 0 else f"{prefix}{rank:04d}."

@@ -8,6 +8,13 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 
+def _accelerator() -> str:
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        return "cuda"
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else found.type
+
+
 class Autocast:
     """The autocast that is on in this thread when this is made; it may be left for a while, and entered again inside.
 
@@ -16,8 +23,7 @@ class Autocast:
     """
 
     def __init__(self) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = dict.fromkeys(["cpu", *([] if accelerator is None else [accelerator.type])])
+        kinds = dict.fromkeys(["cpu", _accelerator()])
         self._on = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
     @contextmanager

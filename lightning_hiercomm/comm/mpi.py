@@ -117,8 +117,9 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
 class MPICommunicator(Communicator):
     """The members of one MPI communicator.
 
-    MPI reads and writes CPU tensors where they are. CUDA tensors, too, if the MPI library says that it can; otherwise
-    they pass through pinned host memory. Sums of 16-bit floats, which MPI does not know, are done by torch.
+    MPI reads and writes CPU tensors where they are. CUDA tensors, too, if the MPI library says that it can, but for
+    sums, which no library adds up there beside training; otherwise they pass through pinned host memory. Sums of 16-bit
+    floats, which MPI does not know, are done by torch.
 
     Args:
         group: The MPI communicator, which nobody else uses.
@@ -149,6 +150,7 @@ class MPICommunicator(Communicator):
             lambda memory: [self.group.Iallreduce(mpi.IN_PLACE, memory(tensor), _operation(op, tensor.dtype))],
             reads=[tensor],
             writes=[tensor],
+            sums=True,
         )
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -159,6 +161,7 @@ class MPICommunicator(Communicator):
             lambda memory: [self.group.Ireduce_scatter_block(memory(tensor), memory(output), operation)],
             reads=[tensor],
             writes=[output],
+            sums=True,
         )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -185,9 +188,13 @@ class MPICommunicator(Communicator):
         )
 
     def _launch(
-        self, start: Callable[[Callable[[Tensor], Any]], list[Any]], reads: Sequence[Tensor], writes: Sequence[Tensor]
+        self,
+        start: Callable[[Callable[[Tensor], Any]], list[Any]],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        sums: bool = False,
     ) -> Handle:
-        move = _Move(self, start, reads, writes)
+        move = _Move(self, start, reads, writes, through_host=sums or not _is_cuda_aware())
         _progress().add(move)
         return move
 
@@ -206,6 +213,7 @@ class _Move(Handle):
         start: Callable[[Callable[[Tensor], Any]], list[Any]],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
+        through_host: bool,
     ) -> None:
         self.communicator = communicator
         self.requests: list[Any] | None = None
@@ -216,7 +224,7 @@ class _Move(Handle):
         self._host: dict[int, Tensor] = {}
         self._written: torch.cuda.Event | None = None
         if streams.has(self._device):
-            if not _is_cuda_aware():
+            if through_host:
                 self._host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
                 self._host |= {id(tensor): streams.to_host(tensor) for tensor in reads}
             self._written = streams.mark(self._device)

@@ -264,10 +264,11 @@ class NodesMean(GradientPath):
     tier = "inter"
 
     def __init__(self, topology: Topology, wire: Wire, parameters: Iterable[Tensor] = ()) -> None:
+        parameters = [*parameters]
         self._topology = topology
         self._lane_sum = LaneSum(wire.codec, topology.inter)
         self.keeps_back = not wire.codec.adds
-        self._kept_back = _KeptBack(self._lane_sum, parameters)
+        self._kept_back = _KeptBack(self._lane_sum, parameters, parameters[0].device if parameters else None)
 
     @torch.no_grad()
     def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:

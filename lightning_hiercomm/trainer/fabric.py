@@ -21,6 +21,7 @@ from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     check_ddp_arguments,
     in_ddp,
+    is_not_insisted_on,
     register_bucket_hook,
     unused_parameters,
     warning_of_unused_parameters,
@@ -35,7 +36,7 @@ from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import RunningScheme, Scheme, SchemeName
+from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 from lightning_hiercomm.trainer.checks import check_launch
@@ -151,6 +152,11 @@ class HierarchicalFabricStrategy(DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_kwargs,
         )
+        if isinstance(scheme, DASO) and scheme.adapt and scheme.monitor is not None:
+            raise ValueError(
+                f"monitor={scheme.monitor!r} is a metric that LightningModules log, which Fabric has not: leave it out,"
+                " which watches the loss that goes through fabric.backward, or take adapt=False"
+            )
         self._settings = Settings.checked(
             scheme=scheme,
             ranks_per_node=ranks_per_node,
@@ -169,6 +175,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._without_optimizer: list[nn.Module] = []
         self._without_ddp: list[nn.Module] = []
         self._in_ddp: list[tuple[nn.Module, nn.Module, dict[int, nn.Parameter]]] = []
+        self._has_gone_backward = False
         self._losses: list[Tensor] = []
         self._losses_have_stepped = False
         self._has_begun = False
@@ -371,22 +378,32 @@ class HierarchicalFabricStrategy(DDPStrategy):
     # ---- training ------------------------------------------------------------------------------------------------
 
     @override
+    @is_not_insisted_on
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if any(scheme.config.watches_loss for scheme in self.schemes):
+        if self._watches_loss:
             if self._losses_have_stepped:
                 self._losses, self._losses_have_stepped = [], False
             self._losses.append(tensor.detach())
         super().backward(tensor, module, *args, **kwargs)
+        self._has_gone_backward = True
         self._reduce_late()
         self._look_for_unused_parameters()
 
-    @outside_autocast()
-    def _reduce_late(self) -> None:
-        """Average gradients of parameters that were frozen, or not there, when DDP was made: it does not know them."""
+    @property
+    def _watches_loss(self) -> bool:
+        return any(scheme.config.watches_loss for scheme in self.schemes)
+
+    def _late(self) -> Iterator[tuple[nn.Module, nn.Module, list[Tensor]]]:
+        """Modules, what DDP has made of them, and what is trained of them that was frozen, or not there, then."""
         for module, wrapped, known in self._in_ddp:
             optimizers = [optimizer for run in self._runs if run.module is module for optimizer in run.optimizers]
-            trained = [parameter for optimizer in optimizers for parameter in trained_by(optimizer)]
-            late = [parameter for parameter in dict.fromkeys(trained) if id(parameter) not in known]
+            trained = dict.fromkeys(parameter for optimizer in optimizers for parameter in trained_by(optimizer))
+            yield module, wrapped, [parameter for parameter in trained if id(parameter) not in known]
+
+    @outside_autocast()
+    def _reduce_late(self) -> None:
+        """Average gradients of parameters that DDP does not know."""
+        for module, wrapped, late in self._late():
             if not late or not getattr(wrapped, "require_backward_grad_sync", True):
                 continue
             gradients = self._run_with(module).gradients
@@ -421,6 +438,10 @@ class HierarchicalFabricStrategy(DDPStrategy):
             self._begin(None, None)
             self._begin_or_go_on()
         step, run = super().optimizer_step, self._run_of(optimizer)
+        if not self._has_gone_backward and (self._watches_loss or any(late for _, _, late in self._late())):
+            raise RuntimeError(
+                f"{type(self).__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
+            )
         for loss in self._losses:  # a loss is that of the optimizers that step before the next backward pass
             run.watch_loss(loss)
         self._losses_have_stepped = True

@@ -39,6 +39,7 @@ from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     SettledDDP,
     explain_unused_parameters,
+    is_not_insisted_on,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
@@ -705,6 +706,28 @@ def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_gro
         assert not wrapped.require_backward_grad_sync
     with control.no_backward_sync(wrapped, enabled=False):
         assert wrapped.require_backward_grad_sync
+
+
+def test_fabric_insists_on_a_backward_of_our_own_unless_told_not_to():
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+
+    class InsistsOn(SingleDeviceStrategy):
+        def backward(self, *args, **kwargs):
+            super().backward(*args, **kwargs)
+
+    class DoesNot(SingleDeviceStrategy):
+        @is_not_insisted_on
+        def backward(self, *args, **kwargs):
+            super().backward(*args, **kwargs)
+
+    for strategy, message in ((InsistsOn("cpu"), "requires you to call `fabric.backward"), (DoesNot("cpu"), None)):
+        model = Fabric(accelerator="cpu", devices=1, strategy=strategy).setup(torch.nn.Linear(1, 1))
+        loss = model(torch.ones(1, 1)).sum()
+        if message is None:
+            torch.autograd.grad(loss, list(model.parameters()))
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                torch.autograd.grad(loss, list(model.parameters()))
 
 
 @pytest.mark.parametrize("already", [False, True])

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 
 def bits(output):
@@ -38,3 +39,9 @@ def test_the_large_configuration_is_valid_and_its_memory_is_calculated(folder):
     out = folder.run("language_model/memory.py")
     assert "1.03 billion parameters over 8 GPUs; calculated" in out
     assert re.search(r"\| together \| \d\.\d\d \|", out)
+
+
+def test_the_last_validation_is_of_the_last_step_however_long_the_text_is(folder):
+    trainer = yaml.safe_load((folder.examples / "language_model" / "config.yaml").read_text())["trainer"]
+    assert trainer["check_val_every_n_epoch"] is None
+    assert trainer["max_steps"] % trainer["val_check_interval"] == 0

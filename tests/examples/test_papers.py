@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import math
 import pickle
 import re
 import struct
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from covering import cover
 from PIL import Image
 
@@ -194,3 +200,32 @@ def test_learning_rates_rise_with_the_pictures_and_fall_as_the_schedule_says(fol
     halved = torch.tensor([0.5 ** max(0, step // 4 - 1) for step in range(16)])  # no loss falls by 100
     torch.testing.assert_close(torch.tensor(cosine), peak * rising * falling)
     torch.testing.assert_close(torch.tensor(plateau), peak * rising * halved)
+
+
+def test_a_schedule_may_begin_when_the_learning_rate_has_risen(monkeypatch):
+    monkeypatch.syspath_prepend(PAPERS)
+    with mock.patch.dict(sys.modules):  # other examples have modules of the same names
+        train = importlib.import_module("train")
+    settings = yaml.safe_load((PAPERS / "003.yaml").read_text())["model"]
+    falling = partial(torch.optim.lr_scheduler.PolynomialLR, **settings["schedule"]["init_args"])
+    model = train.PaperClassifier(
+        optimizer=partial(torch.optim.SGD, lr=9.0),
+        schedule=falling,
+        schedule_after=settings["schedule_after"],
+        warmup_epochs=settings["warmup_epochs"],
+    )
+    epochs, steps = 90, 3
+    model._trainer = SimpleNamespace(estimated_stepping_batches=epochs * steps, max_epochs=epochs)
+    (optimizer,), schedules = model.configure_optimizers()
+    seen = []
+    for _ in range(epochs):
+        for _ in range(steps):
+            optimizer.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+            schedules[1]["scheduler"].step()
+        schedules[0]["scheduler"].step()
+    risen = settings["warmup_epochs"] * steps
+    assert seen[:risen] == sorted(seen[:risen])
+    assert seen[risen] == max(seen) == pytest.approx(9.0)
+    assert seen[risen:] == sorted(seen[risen:], reverse=True)
+    assert seen[-1] == pytest.approx(9.0 * (1 / 54) ** 2)

@@ -513,9 +513,28 @@ def test_what_is_set_up_in_another_order_is_refused_by_name():
         strategy.optimizer_step(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
 
 
+def test_a_loss_may_be_made_of_gradients_but_goes_backward_through_fabric():
+    strategy, module = HierarchicalFabricStrategy(DASO()), nn.Linear(2, 1)  # which watches the loss
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    places = torch.ones(4, 2, requires_grad=True)
+    model(places).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call `fabric.backward\(loss\)`"):
+        optimizer.step()
+    optimizer.zero_grad()
+    (forces,) = torch.autograd.grad(model(places).sum(), places, create_graph=True)
+    before = module.weight.detach().clone()
+    fabric.backward(0.5 * forces.square().mean(0).sum())
+    optimizer.step()
+    torch.testing.assert_close(module.weight, before - 0.1 * before)
+
+
 def test_bad_arguments_are_refused_by_name():
     with pytest.raises(TypeError, match=r"HierarchicalFabricStrategy has no argument 'rank_per_node'\. Did you mean"):
         HierarchicalFabricStrategy(rank_per_node=2)
+    with pytest.raises(ValueError, match="monitor='val_loss' is a metric that LightningModules log"):
+        HierarchicalFabricStrategy(DASO(monitor="val_loss"))
     with pytest.raises(ValueError, match="scheme='telepathy' is unknown"):
         HierarchicalFabricStrategy("telepathy")
     with pytest.raises(TypeError, match="timeout=30 must be a timedelta"):

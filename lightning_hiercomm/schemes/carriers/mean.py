@@ -37,6 +37,7 @@ from lightning_hiercomm.schemes.health.nonfinite import (
     mark_of_buckets,
     put_mark,
 )
+from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 
 _STEPS_TOLD_APART = 4096
 
@@ -472,7 +473,7 @@ def average_optimizer_state(
         (index, name): tensor
         for index, parameter in enumerate(replica.parameters)
         for name, tensor in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(tensor, Tensor) and is_of_numbers(tensor) and tensor.shape == parameter.shape
+        if is_elementwise(tensor, name, parameter) and is_of_numbers(tensor)
     }
     digest = hashlib.blake2b(repr(list(held)).encode(), digest_size=8).digest()
     if len(set(topology.world.all_gather_object(digest))) > 1:
