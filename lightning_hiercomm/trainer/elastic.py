@@ -20,6 +20,7 @@ from lightning_hiercomm._lightning.healing import (
     draw_train_data_anew,
     draw_train_data_once,
     end_training,
+    skip_sanity_check,
     state_of,
     take_state,
     tell_stage_of_dataloaders,
@@ -56,7 +57,7 @@ class ElasticNode:
         self._history: History | None = None
         self._topology: ElasticTopology | None = None
         self._run: TrainingRun | None = None
-        self._moment: str | None = None
+        self._healed_by: dict[str, Any] | None = None  # the state, until training starts
         self._is_in_epoch = False  # since it was healed
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]
@@ -113,8 +114,8 @@ class ElasticNode:
                 if state is None:
                     continue
                 self._checkpoints.take(take_state(trainer, state), None, None)
-                self._moment = state["moment"]
-                self._is_in_epoch = self._moment == "batch"
+                self._healed_by = state
+                self._is_in_epoch = state["moment"] == "batch"
                 self._recorder.take(state["record"])
             run.begin_from_module()
             run.remember_values()
@@ -179,7 +180,9 @@ class ElasticNode:
             scheme.settle()
 
     def _place(self) -> str:
-        return "after " + ", ".join(str(scheme.steps) for scheme in self._required_run.schemes) + " optimizer steps"
+        """Nodes that train other parameters than most would exchange tensors of other sizes."""
+        of_each = [(s.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._required_run.schemes]
+        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in of_each)
 
     def _check(self, trainer: pl.Trainer) -> None:
         check_torchft()
@@ -243,9 +246,9 @@ class ElasticNode:
 
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Training starts: a healed node's loops begin where the others' are."""
-        if self._moment is not None:
-            begin_as(trainer, self._moment)
-        self._moment = None
+        if self._healed_by is not None:
+            begin_as(trainer, self._healed_by)
+        self._healed_by = None
 
     def end_training(self, trainer: pl.Trainer) -> None:
         """The run is over, and all nodes are equal."""
@@ -258,10 +261,12 @@ class ElasticNode:
         """The epoch in which this node was healed, at the latest, is over."""
         self._is_in_epoch = False
 
-    def end_if_over(self, trainer: pl.Trainer) -> None:
-        """End a healed node's training before it begins, if the others' is over; once its loops are restored."""
-        if self._moment == "end":
-            end_training(trainer)
+    def go_on(self, trainer: pl.Trainer) -> None:
+        """A healed node's loops are restored: others have seen that it can validate, and perhaps ended the training."""
+        if self._healed_by is not None:
+            skip_sanity_check(trainer)  # which may be an agreement, to which nobody else would come
+            if self._healed_by["moment"] == "end":
+                end_training(trainer)
 
     # ---- what others ask -----------------------------------------------------------------------------------------
 
@@ -312,10 +317,6 @@ class BoundaryCallback(pl.Callback):
 
     def __init__(self, node: ElasticNode) -> None:
         self._node = node
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training starts."""
-        self._node.begin_training(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An epoch starts."""

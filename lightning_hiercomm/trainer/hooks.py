@@ -213,6 +213,8 @@ class HierarchicalHooks(Reports):
             # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
             steps = max(0, steps - trainer.global_step // optimizers)
         self._run.begin(epochs, steps)
+        if self._elastic_node is not None:
+            self._elastic_node.begin_training(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
@@ -377,7 +379,7 @@ class HierarchicalHooks(Reports):
         super().load_optimizer_state_dict(checkpoint)
         self._checkpoints.restore(self._run, self.precision_plugin)
         if self._elastic_node is not None:
-            self._elastic_node.end_if_over(self._module.trainer)
+            self._elastic_node.go_on(self._module.trainer)
 
     # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in what comes next) -----------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +13,7 @@ from problems import Quadratic, one_trainer
 
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 
 
@@ -37,9 +39,6 @@ class Logging(Quadratic):
 
 
 class Checks(BoundaryCallback):
-    def on_train_start(self, trainer, pl_module):
-        pass
-
     def on_train_epoch_start(self, trainer, pl_module):
         pass
 
@@ -79,3 +78,14 @@ def test_a_timer_is_refused_when_training_starts(tmp_path):
     run = one_trainer(tmp_path, callbacks=[Timer(timedelta(hours=1))])
     with pytest.raises(ValueError, match=r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"):
         ElasticNode(Elastic(), Checkpoints())._check(run)
+
+
+def test_a_node_that_trains_other_parameters_is_at_another_place():
+    """Its tensors would not fit theirs, and the exchange be taken back again and again."""
+    node, scheme = ElasticNode(Elastic(), Checkpoints()), SimpleNamespace(steps=5)
+    node._run = SimpleNamespace(schemes=[scheme])
+    places = []
+    for sizes in ((3, 4), (3,)):
+        scheme.replica = Replica([torch.zeros(size) for size in sizes])
+        places.append(node._place())
+    assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
