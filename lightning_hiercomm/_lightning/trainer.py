@@ -160,6 +160,11 @@ def is_of_tuner(filepath: Any) -> bool:
     return os.path.basename(str(filepath)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
+def validates_by_the_clock(trainer: pl.Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time; earlier versions of Lightning know none."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
 def names_logged_in_training(trainer: pl.Trainer) -> set[str]:
     """Under which names the hooks of training have logged in this epoch; callbacks may monitor any of them."""
     logged = [result.meta for result in trainer.fit_loop.epoch_loop._results.values()]

@@ -11,7 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -25,7 +31,12 @@ from lightning_hiercomm._lightning.healing import (
     take_state,
     tell_stage_of_dataloaders,
 )
-from lightning_hiercomm._lightning.trainer import names_logged_in_training, prepare_train_dataloaders_again
+from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
+from lightning_hiercomm._lightning.trainer import (
+    names_logged_in_training,
+    prepare_train_dataloaders_again,
+    validates_by_the_clock,
+)
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
@@ -63,6 +74,7 @@ class ElasticNode:
         self._stage: list[RunningStage | None] = [None]
         self._store: Store | None = None
         self._recorder: Recorder | None = None
+        self._has_given_up = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
@@ -104,6 +116,7 @@ class ElasticNode:
             self._stage,
             lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._is_in_epoch else 0,
         )
+        number_names_by_own_files(trainer)
         draw_train_data_anew(trainer, lambda: self._divides_data(trainer, batches.total.ready))
         while True:
             meeting = self._transaction.begin(self._begin_equal, admits=True)
@@ -186,22 +199,14 @@ class ElasticNode:
 
     def _check(self, trainer: pl.Trainer) -> None:
         check_torchft()
+        if validates_by_the_clock(trainer):
+            raise ValueError(
+                "elastic nodes: Trainer(val_check_interval=...) of a time validates at another step on every node: give"
+                " a number of batches, or a share of the epoch"
+            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging) or type(callback).__name__ == "WeightAveraging":
-                raise ValueError(
-                    f"elastic nodes: {type(callback).__name__} averages on each node by itself, and nobody agrees on"
-                    " that: leave it out"
-                )
-            if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
-                raise ValueError(
-                    "elastic nodes: ModelCheckpoint(train_time_interval=...) saves at another step on every node: take"
-                    " every_n_train_steps or every_n_epochs"
-                )
-            if isinstance(callback, Timer):
-                raise ValueError(
-                    "elastic nodes: Timer, or Trainer(max_time=...), ends training at another batch on every node: take"
-                    " max_steps or max_epochs"
-                )
+            if (reason := _refused(callback)) is not None:
+                raise ValueError(f"elastic nodes: {reason}")
 
     def check_monitors(self, trainer: pl.Trainer) -> None:
         """See that nobody decides by what is this node's own.
@@ -272,8 +277,11 @@ class ElasticNode:
 
     @property
     def writes(self) -> bool:
-        """Whether this node writes the checkpoints of all."""
-        return self._membership is None or self._membership.leads
+        """Whether this node writes the checkpoints of all; not its own parameters in their place, when it leaves."""
+        membership = self._membership
+        if membership is None:
+            return True
+        return membership.leads and not (self._has_given_up and membership.history.nodes > 1)
 
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
         """Which share of the data this rank sees: while training its own among all nodes', otherwise of its node's."""
@@ -292,6 +300,7 @@ class ElasticNode:
 
     def give_up(self) -> None:
         """Something went wrong: nothing more is agreed on, for the others are not where this node is."""
+        self._has_given_up = True
         if self._topology is not None:
             self._topology.agree_by(None)
 
@@ -304,6 +313,7 @@ class ElasticNode:
         if trainer is not None:
             prepare_train_dataloaders_again(trainer)
             draw_train_data_once(trainer)
+            number_names_as_ever(trainer)
         self._store = None
 
     @property
@@ -346,6 +356,32 @@ class BoundaryCallback(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run fails, or stops."""
         self._node.give_up()
+
+
+def _refused(callback: pl.Callback) -> str | None:
+    """Why nodes that come and go cannot have this callback, and what to take."""
+    name = type(callback).__name__
+    averages = any(each.__name__ == "WeightAveraging" for each in type(callback).__mro__)  # not in all versions
+    if averages or isinstance(callback, StochasticWeightAveraging):
+        return f"{name} averages on each node by itself, and nobody agrees on that: leave it out"
+    if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+        return (
+            f"{name}(train_time_interval=...) saves at another step on every node: take every_n_train_steps or"
+            " every_n_epochs"
+        )
+    if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+        return f"{name}(save_last='link') links on every node, and only one writes: take save_last=True"
+    if isinstance(callback, Timer):
+        return (
+            f"{name}, or Trainer(max_time=...), ends training at another batch on every node: take max_steps or"
+            " max_epochs"
+        )
+    if isinstance(callback, LearningRateFinder):
+        return (
+            f"{name}, and Tuner.lr_find, which uses it, try rates out on one node, and restore a file that one node"
+            " writes: find a rate without elastic=, and give that"
+        )
+    return None
 
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, Timer
 from problems import Quadratic, one_trainer
 
 from lightning_hiercomm.checkpoints.plain import Checkpoints
@@ -74,10 +74,49 @@ def test_numbers_of_validation_and_whole_numbers_may_decide(tmp_path):
     assert len([*tmp_path.glob("at-*.ckpt")]) == 2
 
 
-def test_a_timer_is_refused_when_training_starts(tmp_path):
-    run = one_trainer(tmp_path, callbacks=[Timer(timedelta(hours=1))])
-    with pytest.raises(ValueError, match=r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"):
+class Averages(EMAWeightAveraging):
+    """As Lightning's documentation has users write it."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (Timer(timedelta(hours=1)), r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"),
+        (Averages(), "Averages averages on each node by itself"),
+        (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*take save_last=True"),
+        (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "take every_n_train_steps"),
+        (LearningRateFinder(), "LearningRateFinder, and Tuner.lr_find, .*: find a rate without elastic="),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks_that_decide_on_each_node_by_itself_are_refused_when_training_starts(tmp_path, callback, said):
+    run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=said):
         ElasticNode(Elastic(), Checkpoints())._check(run)
+
+
+def test_so_is_a_validation_by_the_clock(tmp_path):
+    run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
+    with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
+        ElasticNode(Elastic(), Checkpoints())._check(run)
+
+
+@pytest.mark.parametrize(
+    ("leads", "nodes", "gives_up", "writes"),
+    [
+        (True, 2, False, True),
+        (False, 2, False, False),
+        (True, 2, True, False),
+        (True, 1, True, True),
+    ],
+)
+def test_the_first_node_writes_and_not_when_it_leaves_the_others(leads, nodes, gives_up, writes):
+    """Nobody agrees with it any more: it would write what it alone has trained over what all have agreed on."""
+    node = ElasticNode(Elastic(), Checkpoints())
+    node._membership = SimpleNamespace(leads=leads, history=SimpleNamespace(nodes=nodes))
+    if gives_up:
+        node.give_up()
+    assert node.writes == writes
 
 
 def test_a_node_that_trains_other_parameters_is_at_another_place():
