@@ -113,6 +113,7 @@ class Membership:
         before_change: Called before the topology holds other nodes, perhaps more than once; what it returned last,
             after that.
         seal: Of the run's token.
+        told_to_leave: Asked while the node waits for others: what ends training on a rank that is to leave, or None.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class Membership:
         store: Store | None,
         before_change: Callable[[], Callable[[], None]],
         seal: Seal | None = None,
+        told_to_leave: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self._seal = seal or Seal()
+        self._told_to_leave = told_to_leave
         self._intra = topology.intra
         self._topology = topology
         self._elastic = elastic
@@ -178,6 +181,7 @@ class Membership:
             NotInThisRun: If this node cannot take part.
             LeftBehind: If the others have agreed without it.
             RunIsOver: If they have come to its end.
+            BaseException: What says that a rank of this node is told to leave, while it waits.
         """
         began, said = time.monotonic(), False
         self.healing.send_away_expected()
@@ -230,9 +234,13 @@ class Membership:
                         raise RunIsOver
                 except (NotInThisRun, SystemExit) as refusal:
                     answer = refusal
-            answer = self._share(answer)
+            found = self._intra.all_gather_object((answer, self._told_to_leave()))
+            answer = found[0][0]
             if isinstance(answer, BaseException):
                 self._end(answer)
+            leaving = next((why for _, why in found if why is not None), None)
+            if leaving is not None and (answer is None or answer.waits):  # nobody counts on it yet
+                raise leaving
             if answer is not None:
                 meeting: Meeting = answer
                 return meeting

@@ -58,9 +58,16 @@ class ElasticNode:
     Args:
         elastic: As the user configured it.
         checkpoints: Adds to a state what the schemes need of it, and takes it.
+        told_to_leave: What ends training while the node waits for others, if this rank was told to leave; or None.
     """
 
-    def __init__(self, elastic: Elastic, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self,
+        elastic: Elastic,
+        checkpoints: Checkpoints,
+        told_to_leave: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._told_to_leave = told_to_leave
         self._elastic = elastic
         self._checkpoints = checkpoints
         self._membership: Membership | None = None
@@ -102,7 +109,15 @@ class ElasticNode:
             restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
         self._membership = Membership(
-            me, self._elastic, topology, lighthouse, links, self._store, self._before_change, seal
+            me,
+            self._elastic,
+            topology,
+            lighthouse,
+            links,
+            self._store,
+            self._before_change,
+            seal,
+            self._told_to_leave,
         )
         self._history = self._membership.history
         batches = trainer.fit_loop.epoch_loop.batch_progress
@@ -278,10 +293,9 @@ class ElasticNode:
     @property
     def writes(self) -> bool:
         """Whether this node writes the checkpoints of all; not its own parameters in their place, when it leaves."""
-        membership = self._membership
-        if membership is None:
+        if self._membership is None:
             return True
-        return membership.leads and not (self._has_given_up and membership.history.nodes > 1)
+        return self._membership.leads and not (self._has_given_up and self._has_others)
 
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
         """Which share of the data this rank sees: while training its own among all nodes', otherwise of its node's."""
@@ -304,6 +318,11 @@ class ElasticNode:
         if self._topology is not None:
             self._topology.agree_by(None)
 
+    def leave_others(self) -> None:
+        """This node is about to be queued again: others, if there are any, have the run's state, and go on."""
+        if self._has_others:
+            self.give_up()
+
     def leave(self, trainer: pl.Trainer | None, at_once: bool) -> None:
         """The ``fit`` is over, or has failed."""
         membership, self._membership = self._membership, None
@@ -315,6 +334,10 @@ class ElasticNode:
             draw_train_data_once(trainer)
             number_names_as_ever(trainer)
         self._store = None
+
+    @property
+    def _has_others(self) -> bool:
+        return self._history is not None and self._history.nodes > 1
 
     @property
     def _required_run(self) -> TrainingRun:

@@ -134,12 +134,12 @@ class HierarchicalHooks(Reports):
                 self._join(trainer, self._settings.elastic)
             put_callback_first(trainer, self._epoch_clock)
             dump_within(trainer, self._dumped)
-            self._control.watch_over(trainer)
+            self._control.watch_over(trainer, None if self._elastic_node is None else self._elastic_node.leave_others)
             self._announce()  # here, or it would end up in the line of a progress bar
 
     def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
         """Come to the other nodes; a node that is healed there goes on from what it gets, like from a checkpoint."""
-        self._elastic_node = node = ElasticNode(elastic, self._checkpoints)
+        self._elastic_node = node = ElasticNode(elastic, self._checkpoints, self._control.told_to_leave)
         self._boundary = BoundaryCallback(node)
         put_callback_first(trainer, self._boundary)
         topology = self._topology

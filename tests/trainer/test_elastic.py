@@ -113,10 +113,18 @@ def test_so_is_a_validation_by_the_clock(tmp_path):
 def test_the_first_node_writes_and_not_when_it_leaves_the_others(leads, nodes, gives_up, writes):
     """Nobody agrees with it any more: it would write what it alone has trained over what all have agreed on."""
     node = ElasticNode(Elastic(), Checkpoints())
-    node._membership = SimpleNamespace(leads=leads, history=SimpleNamespace(nodes=nodes))
+    node._membership, node._history = SimpleNamespace(leads=leads), SimpleNamespace(nodes=nodes)
     if gives_up:
         node.give_up()
     assert node.writes == writes
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
+    node = ElasticNode(Elastic(), Checkpoints())
+    node._membership, node._history = SimpleNamespace(leads=True), SimpleNamespace(nodes=nodes)
+    node.leave_others()
+    assert node.writes == (nodes == 1)
 
 
 def test_a_node_that_trains_other_parameters_is_at_another_place():
