@@ -60,7 +60,7 @@ class Member:
         agreement: How many agreements its parameters have seen; ``NEWCOMER`` if it has none that count.
         place: Where in the training it is.
         origin: Of a newcomer, the optimizer steps of the checkpoint that it was given.
-        restarts: How often whoever watches over it has started it again.
+        restarts: How often whoever watches over it has started it again; 0 if it has come to the end of a run since.
         groups: Which groups of nodes it is still connected to.
         admits: Whether all nodes will be equal after this agreement, so that others can join.
         shares: Which shares of the data its ranks take.
@@ -124,11 +124,14 @@ class Member:
         return {**asdict(self), "shares": list(self.shares), "missed": list(self.missed)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Member:
-        """Undo :meth:`to_json`; what a newer version says besides is left out."""
+    def from_json(cls, value: dict[str, Any]) -> Member | None:
+        """Undo :meth:`to_json`; what a newer version says besides is left out. None of what no node says."""
         known = {each.name for each in fields(cls)}
         own = {name: each for name, each in value.items() if name in known}
-        return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shares", "missed")}})
+        try:
+            return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shares", "missed")}})
+        except TypeError:
+            return None
 
 
 @dataclass(frozen=True)

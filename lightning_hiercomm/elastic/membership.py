@@ -100,6 +100,11 @@ class History:
         vars(self).update({**common, "let_in": frozenset(common["let_in"])})
 
 
+def has_ended_here() -> bool:
+    """Whether this process has come to the end of a run."""
+    return bool(_ended_here)
+
+
 class Membership:
     """This node among the others, seen from one of its ranks. All methods are collective over the node.
 
@@ -229,7 +234,8 @@ class Membership:
                         raise LeftBehind
                     present = self._lighthouse.ask(self.me.life, self._says(), _PATIENCE)
                     if present is not None:
-                        answer = self._decided([each for each in present if "life" in (each or {})])
+                        said = [each for each in present if isinstance(each, Mapping) and "life" in each]
+                        answer = self._decided(said)
                     elif time.monotonic() - began > _HOPE * self._elastic.dead_after and self._comes_too_late():
                         raise RunIsOver
                 except (NotInThisRun, SystemExit) as refusal:
@@ -275,7 +281,7 @@ class Membership:
 
     def _decided(self, present: Sequence[Mapping[str, Any]]) -> Meeting:
         known = [each for each in present if self._seal.holds(each)]
-        members = [Member.from_json(dict(each)) for each in known]
+        members = [member for each in known if (member := Member.from_json(dict(each))) is not None]
         if self.me.is_new and any(member.run == self.me.run and not member.is_new for member in members):
             self.me = replace(self.me, has_seen_it=True)
         if len(known) < len(present) and self.me.is_new and all(member.is_new for member in members):
@@ -495,6 +501,8 @@ class Membership:
         if not at_once:
             self._linger()
         self._topology.disconnect()
+        self._store = None  # it listens as long as anybody holds it
+        self.healing.close()
 
     def _linger(self) -> None:
         """Stay until the others have read what this node's store keeps: the last decision, and states of newcomers."""

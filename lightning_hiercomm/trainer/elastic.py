@@ -43,7 +43,7 @@ from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.lanes import GlooLinks
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.meeting import Meeting, Member
-from lightning_hiercomm.elastic.membership import History, Membership
+from lightning_hiercomm.elastic.membership import History, Membership, has_ended_here
 from lightning_hiercomm.elastic.record import Recorder
 from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -106,7 +106,7 @@ class ElasticNode:
             ranks=topology.ranks_on_node,
             store=f"{host}:{port}",
             origin=_steps_of_checkpoint(trainer),
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            restarts=_restarts(),
         )
         self._membership = Membership(
             me,
@@ -333,7 +333,7 @@ class ElasticNode:
             prepare_train_dataloaders_again(trainer)
             draw_train_data_once(trainer)
             number_names_as_ever(trainer)
-        self._store = None
+        self._store = self._transaction = self._recorder = None  # which hold what others were to find here
 
     @property
     def _has_others(self) -> bool:
@@ -419,6 +419,11 @@ def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
 
 def _steps_of_checkpoint(trainer: pl.Trainer) -> int:
     return int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
+
+
+def _restarts() -> int:
+    """How often torchrun has started this node again, in the run that it comes to; a program may fit once more."""
+    return 0 if has_ended_here() else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _about(trainer: pl.Trainer, run: TrainingRun, name: str) -> dict[str, Any]:

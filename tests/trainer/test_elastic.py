@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,11 +10,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from problems import Quadratic, one_trainer
 
+from lightning_hiercomm import DiLoCo, HierarchicalStrategy
 from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.trainer import elastic
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 
 
@@ -136,3 +140,66 @@ def test_a_node_that_trains_other_parameters_is_at_another_place():
         scheme.replica = Replica([torch.zeros(size) for size in sizes])
         places.append(node._place())
     assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
+
+
+@pytest.fixture
+def lighthouse(monkeypatch):
+    """One, to which this process comes as the only node."""
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
+    from torchft.coordination import LighthouseServer
+
+    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **settings)
+    monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", f"127.0.0.1:{server.address().rpartition(':')[2]}")
+    monkeypatch.setenv("HIERCOMM_ADDRESS", "127.0.0.1")
+    yield
+    server.shutdown()
+
+
+def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback) -> pl.Trainer:
+    strategy = HierarchicalStrategy(DiLoCo(sync_every=2), elastic=Elastic(dead_after=0.5))
+    run = one_trainer(folder, strategy=strategy, callbacks=[*callbacks], max_epochs=1)
+    run.fit(module)
+    return run
+
+
+class WithTeacher(BoringModel):
+    """Writes to a part of itself in a hook, as programs do that load what was trained before."""
+
+    def __init__(self, hook: str, part: str) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        setattr(self, hook, lambda: self.get_parameter(part).data.fill_(7.0))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_parameters_that_are_changed_when_nodes_have_agreed_are_refused_and_a_teacher_may_be_filled(
+    tmp_path, lighthouse, hook
+):
+    with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
+        fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
+    fit_alone(tmp_path, WithTeacher(hook, "teacher"))
+
+
+def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, lighthouse):
+    """It listened as long as the strategy lived, with the last state that it gave in memory."""
+    ports = []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            ports.append(trainer.strategy._elastic_node._store.port)
+            socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
+
+    run = fit_alone(tmp_path, Quadratic(), Looks())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0]), 5.0)
+    assert run.strategy.schemes[0].steps > 0
+
+
+def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeypatch):
+    """Every node would take the second run for the first one, which is over."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setattr(membership, "_ended_here", set())
+    assert elastic._restarts() == 2
+    membership._ended_here.add("the first")
+    assert elastic._restarts() == 0
