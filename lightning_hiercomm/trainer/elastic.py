@@ -250,6 +250,9 @@ class ElasticNode:
             return
         if run.topology.ranks_on_node == 1:  # others on the node would wait for the first rank
             membership.end_if_behind()
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        if moment == "batch" and done % trainer.accumulate_grad_batches:
+            return  # gradients are being accumulated, which no state holds; before a step, when that is over
         if not membership.healing.is_expected:
             return
 

@@ -142,6 +142,18 @@ def test_a_node_that_trains_other_parameters_is_at_another_place():
     assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
 
 
+@pytest.mark.parametrize(("moment", "done", "gives"), [("batch", 6, False), ("batch", 8, True), ("epoch", 6, True)])
+def test_a_newcomer_gets_no_state_while_gradients_are_accumulated(moment, done, gives):
+    """Its first step would have those of the rest only."""
+    node, given = ElasticNode(Elastic(), Checkpoints()), []
+    node._run = SimpleNamespace(topology=SimpleNamespace(ranks_on_node=2))
+    node._membership = SimpleNamespace(healing=SimpleNamespace(is_expected=True), give_state=given.append)
+    progress = SimpleNamespace(current=SimpleNamespace(completed=done))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    node.at_boundary(SimpleNamespace(fit_loop=loop, accumulate_grad_batches=4), moment)
+    assert bool(given) == gives
+
+
 @pytest.fixture
 def lighthouse(monkeypatch):
     """One, to which this process comes as the only node."""
@@ -156,10 +168,10 @@ def lighthouse(monkeypatch):
     server.shutdown()
 
 
-def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback) -> pl.Trainer:
+def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=None) -> pl.Trainer:
     strategy = HierarchicalStrategy(DiLoCo(sync_every=2), elastic=Elastic(dead_after=0.5))
-    run = one_trainer(folder, strategy=strategy, callbacks=[*callbacks], max_epochs=1)
-    run.fit(module)
+    run = one_trainer(folder, strategy=strategy, callbacks=[*callbacks], max_epochs=1 if path is None else 2)
+    run.fit(module, ckpt_path=path)
     return run
 
 
@@ -178,7 +190,10 @@ def test_parameters_that_are_changed_when_nodes_have_agreed_are_refused_and_a_te
 ):
     with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
-    fit_alone(tmp_path, WithTeacher(hook, "teacher"))
+    run = fit_alone(tmp_path, WithTeacher(hook, "teacher"))
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.raises(ValueError, match="changed in on_fit_start or on_train_start"):
+        fit_alone(tmp_path, WithTeacher(hook, "layer.weight"), path=tmp_path / "saved.ckpt")
 
 
 def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, lighthouse):
