@@ -65,7 +65,7 @@ class RunControl:
         self._is_stopping_together = False
         self._has_noted_exception = False
         self._ranks: ControlPlane | OneRank | None = None
-        self._before_batch: Callable[[], None] = lambda: None
+        self._before_batch: Callable[[], None] | None = None
 
     def start(
         self,
@@ -111,7 +111,8 @@ class RunControl:
 
     def before_batch(self) -> None:
         """A batch starts: a node of one rank leaves here, if it was told to."""
-        self._before_batch()
+        if self._before_batch is not None:
+            self._before_batch()
 
     def told_to_leave(self) -> LeavesTogether | None:
         """What ends training where all ranks of a node wait for other nodes, if this one was told to leave."""
@@ -171,7 +172,7 @@ class RunControl:
 
     def stop(self, trainer: pl.Trainer | None) -> None:
         """Leave the trainer as it was, and disconnect."""
-        self._ranks, self._before_batch = None, lambda: None
+        self._ranks = self._before_batch = None
         if trainer is not None:
             restore_sigterm_broadcast(trainer)
         if self.plane is not None:
