@@ -10,12 +10,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hiercomm._lightning import require_attribute
 
 _FIT = "fit_loop"
 _EPOCH = "epoch_loop"
+_OF_SAVES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+"""By what a ``ModelCheckpoint`` decides beside its state."""
 
 
 def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
@@ -54,8 +57,18 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     taken = {key: checkpoint[key] for key in (*kept, "pytorch-lightning_version") if key in checkpoint}
     others = _plain({key: value for key, value in checkpoint.items() if key not in taken})
     saved = checkpoint["state_dict"]
-    buffers = {name: buffer for name, buffer in trainer.lightning_module.named_buffers() if name not in saved}
-    return {"checkpoint": {**taken, **others}, "moment": moment, "buffers": buffers}
+    module, logged = trainer.lightning_module, trainer._logger_connector
+    require_attribute(logged, "_callback_metrics")
+    return {
+        "checkpoint": {**taken, **others},
+        "moment": moment,
+        "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in saved},
+        # by these all nodes decide alike what to save, and when to step; Lightning's checkpoints know none of them
+        "metrics": dict(logged._callback_metrics),
+        "saves": {each.state_key: {name: vars(each)[name] for name in _OF_SAVES} for each in _savers(trainer)},
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "trains": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
+    }
 
 
 def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,23 +88,51 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
         given = state["buffers"].get(name)
         if given is not None and given.shape == buffer.shape:
             buffer.copy_(given)
+    trainer._logger_connector._callback_metrics = dict(state["metrics"])
+    for callback in _savers(trainer):
+        vars(callback).update(state["saves"].get(callback.state_key, {}))
     return checkpoint
 
 
-def begin_as(trainer: pl.Trainer, moment: str) -> None:
-    """Let the loops begin where :func:`state_of` has left them; when training starts.
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+    for each in savers:
+        for name in _OF_SAVES:
+            require_attribute(each, name)
+    return savers
+
+
+def begin_as(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Let the loops begin where :func:`state_of` has left them; when training starts, after the callbacks' hooks.
 
     A loop that was loaded counts as restarting. Before an epoch it need not; before a batch Lightning may take the last
     one for one whose validation it has to skip, and counts it again.
+
+    What programs change when an epoch starts (how many batches are accumulated, what is thawed) they do not change once
+    more in a Trainer that begins later.
     """
-    fit = trainer.fit_loop
+    fit, moment = trainer.fit_loop, state["moment"]
     loop = fit.epoch_loop
     require_attribute(loop, "_should_check_val_fx")
+    trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+    trains = set(state["trains"])
+    for name, parameter in trainer.lightning_module.named_parameters():
+        if parameter.requires_grad != (name in trains):
+            parameter.requires_grad_(name in trains)
     fit._restarting = False  # or the schedulers of this epoch's end would be left out
     if moment == "epoch":
         loop._restarting = False
     elif moment == "batch" and fit._data_fetcher is not None and loop._should_check_val_fx(fit._data_fetcher):
         loop._batches_that_stepped -= 1
+
+
+def skip_sanity_check(trainer: pl.Trainer) -> None:
+    """Let a healed Trainer, once its loops are restored, not try out whether it can validate.
+
+    Lightning does so in one that goes on at an epoch's end, and forgets all metrics over it.
+    """
+    require_attribute(trainer.fit_loop.epoch_loop.val_loop, "restarting")
+    trainer.fit_loop.epoch_loop.val_loop.restarting = True
 
 
 def end_training(trainer: pl.Trainer) -> None:

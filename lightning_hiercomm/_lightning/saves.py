@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ __all__ = [
     "dump_within",
     "entries_of_rank",
     "holds_averaged_weights",
+    "number_names_as_ever",
+    "number_names_by_own_files",
     "take_entries",
     "wait_for_saves",
     "with_base_io",
@@ -91,6 +94,31 @@ def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, An
 def dump_as_ever(trainer: pl.Trainer) -> None:
     """Undo :func:`dump_within`, so that the trainer can be pickled and used with another strategy."""
     vars(trainer._checkpoint_connector).pop("dump_checkpoint", None)
+
+
+def number_names_by_own_files(trainer: pl.Trainer) -> None:
+    """Let every ``ModelCheckpoint`` number the names of its files by those it knows of, which are in its state.
+
+    Lightning's looks into the folder. Where others write there who have come to a save earlier, that tells each of them
+    something else.
+    """
+    for callback in _savers(trainer):
+        require_attribute(callback, "file_exists")
+
+        def file_exists(filepath: Any, trainer: pl.Trainer, callback: ModelCheckpoint = callback) -> bool:
+            return filepath in (*callback.best_k_models, callback.best_model_path, callback.last_model_path)
+
+        callback.file_exists = file_exists  # type: ignore[method-assign]
+
+
+def number_names_as_ever(trainer: pl.Trainer) -> None:
+    """Undo :func:`number_names_by_own_files`."""
+    for callback in _savers(trainer):
+        vars(callback).pop("file_exists", None)
+
+
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
 
 
 def copied_where(value: T, is_held: Callable[[Tensor], bool]) -> T:

@@ -73,7 +73,9 @@ class TogetherAtBatches(Protocol):
         """Called after the ranks have saved."""
 
 
-def replace_sigterm_broadcast(trainer: pl.Trainer, ranks: TogetherAtBatches) -> None:
+def replace_sigterm_broadcast(
+    trainer: pl.Trainer, ranks: TogetherAtBatches, leave: Callable[[], object] | None = None
+) -> Callable[[], None]:
     """Take Lightning's handling of SIGTERM, and of SLURM's signal, over.
 
     ``_TrainingEpochLoop`` broadcasts a flag over the world before every batch, so the nodes wait for each other
@@ -84,6 +86,10 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, ranks: TogetherAtBatches) -> 
     Args:
         trainer: Of the run that is being set up; its handlers are registered after that.
         ranks: Says at which batch all of them stop, with a ``SIGTERMException``, or save.
+        leave: Called before they save to be queued again, if training ends with that.
+
+    Returns:
+        What is called before every batch; Lightning does so where there are several ranks.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     require_attribute(loop, "_broadcast_sigterm_tensor")
@@ -97,10 +103,13 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, ranks: TogetherAtBatches) -> 
         if not ranks.should_stop():
             return
         if ranks.requeue_requested:
+            if leave is not None:
+                leave()
             if ranks.stops_together:
                 save_and_requeue(heard[-1], None)  # type: ignore[arg-type]  # it does not look at the frame
-            ranks.go_on()
-            return
+            if leave is None:
+                ranks.go_on()
+                return
         connector.received_sigterm = True
         raise SIGTERMException
 
@@ -119,6 +128,7 @@ def replace_sigterm_broadcast(trainer: pl.Trainer, ranks: TogetherAtBatches) -> 
     loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
     connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
     connector._slurm_sigusr_handler_fn = requeue  # type: ignore[method-assign, assignment]
+    return before_batch
 
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
@@ -158,6 +168,11 @@ def exception_of_tuner() -> BaseException | None:
 def is_of_tuner(filepath: Any) -> bool:
     """Whether a checkpoint is what Lightning's tuners save before they try, and restore afterwards on all ranks."""
     return os.path.basename(str(filepath)).startswith((".lr_find_", ".scale_batch_size_"))
+
+
+def validates_by_the_clock(trainer: pl.Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time; earlier versions of Lightning know none."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def names_logged_in_training(trainer: pl.Trainer) -> set[str]:

@@ -33,14 +33,19 @@ class DurableCheckpointIO(TorchCheckpointIO):
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         beside = place.with_name(f"{place.name}.part")
+        beside.unlink(missing_ok=True)  # of one that has died, or stands still, and would go on to write into this one
+        own = None
         try:
             with beside.open("wb") as file:
+                own = os.fstat(file.fileno())
                 _save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(place)
+            if _is_there(own, beside):  # or somebody has begun to write the same since, and has the newer one
+                beside.replace(place)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            if own is not None and _is_there(own, beside):
+                beside.unlink(missing_ok=True)
             raise
         _sync_folder(place.parent)
 
@@ -71,6 +76,13 @@ def _save(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
         if remembering.error is not None:
             raise remembering.error from None
         raise
+
+
+def _is_there(own: os.stat_result, path: Path) -> bool:
+    try:
+        return os.path.samestat(own, path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sync_folder(folder: Path) -> None:

@@ -97,6 +97,7 @@ def check_supported(
     average_optimizer_state: bool = False,
     checkpoint_replicas: bool = False,
     on_nonfinite: str = "raise",
+    evaluate: str = "consensus",
 ) -> None:
     """Refuse what elastic nodes cannot do yet, each with what to take instead.
 
@@ -111,6 +112,7 @@ def check_supported(
         (inter_node == "mpi", "MPI ends the run with the first rank that dies: take inter_node='torch'"),
         (average_optimizer_state, "the optimizer's state is not rolled back: leave average_optimizer_state out"),
         (checkpoint_replicas, "replicas of nodes that come and go fit no later run: leave checkpoint_replicas out"),
+        (evaluate == "replica", "each would save and stop by numbers of its own model: leave evaluate out"),
         (on_nonfinite == "skip", "a node that is not finite is not healed: take on_nonfinite='raise' or 'ignore'"),
     ]
     for holds, reason in reasons:

@@ -137,6 +137,10 @@ class Healing:
                     left, deadline = keys, time.monotonic() + self._dead_after
                 time.sleep(0.02)
 
+    def close(self) -> None:
+        """Keep nothing for others any more."""
+        self._store = None
+
     def _key(self, patient: Member) -> str:
         return self._seal.name(f"heal/{patient.life}/{patient.asks}")
 

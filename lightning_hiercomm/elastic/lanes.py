@@ -222,7 +222,7 @@ class World(Communicator):
         if self._lane is not None and len(self._nodes) > 1:
             own = [each for of_node in self._lane.all_gather_object(own) for each in of_node]
         gathered: list[Any] = self._intra.all_gather_object(own)[0]
-        return gathered
+        return gathered if len(gathered) == self.size else [value] * self.size  # nodes of unequal size, and it failed
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         self._intra.all_reduce(tensor, op).wait()

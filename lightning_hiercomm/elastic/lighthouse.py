@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -94,16 +94,18 @@ class TorchftLighthouse:
             self._beating.start()
         if self._asking is None:
             self._asking = self._ask_beside(life, dict(says))
-        try:
-            present: list[Mapping[str, Any]] = self._asking.result(patience)
-        except TimeoutError:
+        wait([self._asking], patience)
+        if not self._asking.done():
             if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # it is gone, and its answer with it
                 self._say(f"the lighthouse at {self._name} does not answer: waiting for it")
                 self._asking = None
             return None
-        except Exception as error:
+        try:
+            present: list[Mapping[str, Any]] = self._asking.result()
+        except Exception as error:  # also a TimeoutError of its own, after a day
             self._asking = None
-            self._say(f"the lighthouse at {self._name} does not answer ({str(error).splitlines()[0]}): waiting for it")
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self._say(f"the lighthouse at {self._name} does not answer ({reason}): waiting for it")
             self._left.wait(min(patience, 0.2))
             return None
         self._asking, self._has_said = None, False

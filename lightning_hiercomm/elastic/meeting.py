@@ -60,7 +60,7 @@ class Member:
         agreement: How many agreements its parameters have seen; ``NEWCOMER`` if it has none that count.
         place: Where in the training it is.
         origin: Of a newcomer, the optimizer steps of the checkpoint that it was given.
-        restarts: How often whoever watches over it has started it again.
+        restarts: How often whoever watches over it has started it again; 0 if it has come to the end of a run since.
         groups: Which groups of nodes it is still connected to.
         admits: Whether all nodes will be equal after this agreement, so that others can join.
         shares: Which shares of the data its ranks take.
@@ -124,11 +124,14 @@ class Member:
         return {**asdict(self), "shares": list(self.shares), "missed": list(self.missed)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Member:
-        """Undo :meth:`to_json`; what a newer version says besides is left out."""
+    def from_json(cls, value: dict[str, Any]) -> Member | None:
+        """Undo :meth:`to_json`; what a newer version says besides is left out. None of what no node says."""
         known = {each.name for each in fields(cls)}
         own = {name: each for name, each in value.items() if name in known}
-        return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shares", "missed")}})
+        try:
+            return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shares", "missed")}})
+        except TypeError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,8 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
         max_nodes: More do not take part.
 
     Raises:
-        NotInThisRun: If the lighthouse serves another run, another node has taken this one's name, or nodes that meet
-            are not where the others are.
+        NotInThisRun: If the lighthouse serves another run, another node has taken this one's name, or this node is not
+            where most others are.
         LeftBehind: If the others have agreed without this node.
     """
     me = next(member for member in present if member.life == life)
@@ -222,17 +225,19 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
     if not me.is_new and me not in up_to_date:
         raise LeftBehind
     members = _who_reach_each_other(up_to_date)
-    lives = {member.life for member in members}
     apart = _names(member for member in members if member.life in me.missed or me.life in member.missed)
     if me not in members and apart:
         return Meeting(waits=f"it and node {apart} do not reach each other")
-    if len({member.place for member in members}) > 1:
+    place = _where_most_are(members)
+    if me in members and me.place != place:
         places = "; ".join(f"node {member.node!r} {member.place}" for member in members)
         raise NotInThisRun(
             f"nodes came to agreement {latest + 1} at different places: {places}. All nodes must take equally many"
             " steps, validate and save after the same ones: give all nodes dataloaders of one length (or"
-            " limit_train_batches)."
+            f" limit_train_batches), and let none stop by itself. Those that are {place} go on without this one."
         )
+    members = [member for member in members if member.place == place]
+    lives = {member.life for member in members}
     if len(members) + len(new) < min_nodes:
         return Meeting(waits=f"{len(members) + len(new)} of at least {min_nodes} nodes are there")
     room = len(new) if max_nodes is None else max(0, max_nodes - len(members))
@@ -252,6 +257,12 @@ def _of_one_history(members: Sequence[Member]) -> list[Member]:
     of_each = Counter(member.last for member in members)
     kept = max(of_each, key=lambda last: (of_each[last], last))
     return [member for member in members if member.last == kept]
+
+
+def _where_most_are(members: Sequence[Member]) -> str:
+    """The place of most of them; of as many, that of the one which lives longest."""
+    of_each = Counter(member.place for member in members)
+    return max(sorted(members, key=lambda member: member.life), key=lambda member: of_each[member.place]).place
 
 
 def _who_reach_each_other(members: Sequence[Member]) -> list[Member]:

@@ -100,6 +100,11 @@ class History:
         vars(self).update({**common, "let_in": frozenset(common["let_in"])})
 
 
+def has_ended_here() -> bool:
+    """Whether this process has come to the end of a run."""
+    return bool(_ended_here)
+
+
 class Membership:
     """This node among the others, seen from one of its ranks. All methods are collective over the node.
 
@@ -113,6 +118,7 @@ class Membership:
         before_change: Called before the topology holds other nodes, perhaps more than once; what it returned last,
             after that.
         seal: Of the run's token.
+        told_to_leave: Asked while the node waits for others: what ends training on a rank that is to leave, or None.
     """
 
     def __init__(
@@ -125,8 +131,10 @@ class Membership:
         store: Store | None,
         before_change: Callable[[], Callable[[], None]],
         seal: Seal | None = None,
+        told_to_leave: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self._seal = seal or Seal()
+        self._told_to_leave = told_to_leave
         self._intra = topology.intra
         self._topology = topology
         self._elastic = elastic
@@ -178,6 +186,7 @@ class Membership:
             NotInThisRun: If this node cannot take part.
             LeftBehind: If the others have agreed without it.
             RunIsOver: If they have come to its end.
+            BaseException: What says that a rank of this node is told to leave, while it waits.
         """
         began, said = time.monotonic(), False
         self.healing.send_away_expected()
@@ -225,14 +234,19 @@ class Membership:
                         raise LeftBehind
                     present = self._lighthouse.ask(self.me.life, self._says(), _PATIENCE)
                     if present is not None:
-                        answer = self._decided([each for each in present if "life" in (each or {})])
+                        said = [each for each in present if isinstance(each, Mapping) and "life" in each]
+                        answer = self._decided(said)
                     elif time.monotonic() - began > _HOPE * self._elastic.dead_after and self._comes_too_late():
                         raise RunIsOver
                 except (NotInThisRun, SystemExit) as refusal:
                     answer = refusal
-            answer = self._share(answer)
+            found = self._intra.all_gather_object((answer, self._told_to_leave()))
+            answer = found[0][0]
             if isinstance(answer, BaseException):
                 self._end(answer)
+            leaving = next((why for _, why in found if why is not None), None)
+            if leaving is not None and (answer is None or answer.waits):  # nobody counts on it yet
+                raise leaving
             if answer is not None:
                 meeting: Meeting = answer
                 return meeting
@@ -267,7 +281,7 @@ class Membership:
 
     def _decided(self, present: Sequence[Mapping[str, Any]]) -> Meeting:
         known = [each for each in present if self._seal.holds(each)]
-        members = [Member.from_json(dict(each)) for each in known]
+        members = [member for each in known if (member := Member.from_json(dict(each))) is not None]
         if self.me.is_new and any(member.run == self.me.run and not member.is_new for member in members):
             self.me = replace(self.me, has_seen_it=True)
         if len(known) < len(present) and self.me.is_new and all(member.is_new for member in members):
@@ -487,6 +501,8 @@ class Membership:
         if not at_once:
             self._linger()
         self._topology.disconnect()
+        self._store = None  # it listens as long as anybody holds it
+        self.healing.close()
 
     def _linger(self) -> None:
         """Stay until the others have read what this node's store keeps: the last decision, and states of newcomers."""

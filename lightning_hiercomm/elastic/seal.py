@@ -37,9 +37,9 @@ class Seal:
 
     def holds(self, said: Mapping[str, Any]) -> bool:
         """Whether somebody has said this who knows the same token, or as little as this node does."""
-        given = str(said.get(_SEAL, ""))
+        given = str(said.get(_SEAL, "")).encode(errors="backslashreplace")  # strangers may say what is no text
         plain = {name: value for name, value in said.items() if name != _SEAL}
-        return hmac.compare_digest(given.encode(), self.of(_written(plain)).encode())
+        return hmac.compare_digest(given, self.of(_written(plain)).encode())
 
 
 def _written(said: Mapping[str, Any]) -> bytes:

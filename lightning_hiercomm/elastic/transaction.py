@@ -14,6 +14,8 @@ from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 log = logging.getLogger(__name__)
 
+_SAY_AFTER = 10  # tries of one agreement: so many nodes are seldom lost at once
+
 
 class Transaction:
     """What nodes do together happens on all of them, or on none.
@@ -46,6 +48,7 @@ class Transaction:
         self._batches = batches
         self._settle = settle
         self._is_inside = False
+        self._why = ""
         self.has_agreed: Callable[[Meeting], object] = lambda meeting: None
 
     def __call__(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
@@ -71,6 +74,13 @@ class Transaction:
             if self._membership.vote(meeting, is_well):
                 break
             undo()
+            if tries % _SAY_AFTER == 0 and self._membership.is_first:
+                log.warning(
+                    "node %s: the exchange of one agreement has failed %d times (%s), and is made once more",
+                    self._membership.me.node,
+                    tries,
+                    self._why or "on another node",
+                )
         self._membership.commit(meeting, self._batches(), brings)
         self.has_agreed(meeting)
         if tries > 1 or len(meeting.members) < before:
@@ -93,6 +103,7 @@ class Transaction:
         lost = [error for error, _ in found if error is not None]
         if not lost and raised is not None:
             raise raised
+        self._why = str(lost[0]) if lost else ""
         if lost:
             log.debug("an exchange failed: %s", lost[0])
         return not lost and not any(has_raised for _, has_raised in found)

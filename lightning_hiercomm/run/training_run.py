@@ -124,13 +124,24 @@ class TrainingRun:
 
     def remember_values(self) -> None:
         """Take what the module holds for what the schemes know; for whoever has restored both."""
-        self._known = self.replicas.checksum()
+        self._known = self._values()
 
-    def values_have_changed(self) -> bool:
-        """Whether somebody, on any rank, has written to the module behind the schemes' back. Collective."""
-        changed = torch.tensor(int(self.replicas.checksum() != self._known), device=self.replicas.device)
+    def values_have_changed(self, of_trained: bool = False) -> bool:
+        """Whether somebody, on any rank, has written to the module behind the schemes' back. Collective.
+
+        Args:
+            of_trained: Whether only parameters count that the schemes train at the moment.
+        """
+        now, trained = self._values(), set(self.trained())
+        counts = trained if of_trained else now.keys() | self._known.keys()
+        differs = any(now.get(name) != self._known.get(name) for name in counts)
+        changed = torch.tensor(int(differs), device=self.replicas.device)
         self.topology.world.all_reduce(changed.view(1), op="max").wait()
         return bool(changed)
+
+    def _values(self) -> dict[str, int]:
+        names = (name for name, _ in self.module.named_parameters())
+        return dict(zip(names, self.replicas.checksum(), strict=True))
 
     def fingerprint(self) -> str:
         """Equal for runs that train modules of the same shapes by the same scheme and wire."""

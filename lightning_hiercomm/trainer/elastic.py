@@ -11,7 +11,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -20,18 +26,24 @@ from lightning_hiercomm._lightning.healing import (
     draw_train_data_anew,
     draw_train_data_once,
     end_training,
+    skip_sanity_check,
     state_of,
     take_state,
     tell_stage_of_dataloaders,
 )
-from lightning_hiercomm._lightning.trainer import names_logged_in_training, prepare_train_dataloaders_again
+from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
+from lightning_hiercomm._lightning.trainer import (
+    names_logged_in_training,
+    prepare_train_dataloaders_again,
+    validates_by_the_clock,
+)
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.lanes import GlooLinks
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.meeting import Meeting, Member
-from lightning_hiercomm.elastic.membership import History, Membership
+from lightning_hiercomm.elastic.membership import History, Membership, has_ended_here
 from lightning_hiercomm.elastic.record import Recorder
 from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -46,9 +58,16 @@ class ElasticNode:
     Args:
         elastic: As the user configured it.
         checkpoints: Adds to a state what the schemes need of it, and takes it.
+        told_to_leave: What ends training while the node waits for others, if this rank was told to leave; or None.
     """
 
-    def __init__(self, elastic: Elastic, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self,
+        elastic: Elastic,
+        checkpoints: Checkpoints,
+        told_to_leave: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self._told_to_leave = told_to_leave
         self._elastic = elastic
         self._checkpoints = checkpoints
         self._membership: Membership | None = None
@@ -56,12 +75,13 @@ class ElasticNode:
         self._history: History | None = None
         self._topology: ElasticTopology | None = None
         self._run: TrainingRun | None = None
-        self._moment: str | None = None
+        self._healed_by: dict[str, Any] | None = None  # the state, until training starts
         self._is_in_epoch = False  # since it was healed
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]
         self._store: Store | None = None
         self._recorder: Recorder | None = None
+        self._has_given_up = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
@@ -86,10 +106,18 @@ class ElasticNode:
             ranks=topology.ranks_on_node,
             store=f"{host}:{port}",
             origin=_steps_of_checkpoint(trainer),
-            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            restarts=_restarts(),
         )
         self._membership = Membership(
-            me, self._elastic, topology, lighthouse, links, self._store, self._before_change, seal
+            me,
+            self._elastic,
+            topology,
+            lighthouse,
+            links,
+            self._store,
+            self._before_change,
+            seal,
+            self._told_to_leave,
         )
         self._history = self._membership.history
         batches = trainer.fit_loop.epoch_loop.batch_progress
@@ -103,6 +131,7 @@ class ElasticNode:
             self._stage,
             lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._is_in_epoch else 0,
         )
+        number_names_by_own_files(trainer)
         draw_train_data_anew(trainer, lambda: self._divides_data(trainer, batches.total.ready))
         while True:
             meeting = self._transaction.begin(self._begin_equal, admits=True)
@@ -113,8 +142,8 @@ class ElasticNode:
                 if state is None:
                     continue
                 self._checkpoints.take(take_state(trainer, state), None, None)
-                self._moment = state["moment"]
-                self._is_in_epoch = self._moment == "batch"
+                self._healed_by = state
+                self._is_in_epoch = state["moment"] == "batch"
                 self._recorder.take(state["record"])
             run.begin_from_module()
             run.remember_values()
@@ -179,26 +208,20 @@ class ElasticNode:
             scheme.settle()
 
     def _place(self) -> str:
-        return "after " + ", ".join(str(scheme.steps) for scheme in self._required_run.schemes) + " optimizer steps"
+        """Nodes that train other parameters than most would exchange tensors of other sizes."""
+        of_each = [(s.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._required_run.schemes]
+        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in of_each)
 
     def _check(self, trainer: pl.Trainer) -> None:
         check_torchft()
+        if validates_by_the_clock(trainer):
+            raise ValueError(
+                "elastic nodes: Trainer(val_check_interval=...) of a time validates at another step on every node: give"
+                " a number of batches, or a share of the epoch"
+            )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging) or type(callback).__name__ == "WeightAveraging":
-                raise ValueError(
-                    f"elastic nodes: {type(callback).__name__} averages on each node by itself, and nobody agrees on"
-                    " that: leave it out"
-                )
-            if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
-                raise ValueError(
-                    "elastic nodes: ModelCheckpoint(train_time_interval=...) saves at another step on every node: take"
-                    " every_n_train_steps or every_n_epochs"
-                )
-            if isinstance(callback, Timer):
-                raise ValueError(
-                    "elastic nodes: Timer, or Trainer(max_time=...), ends training at another batch on every node: take"
-                    " max_steps or max_epochs"
-                )
+            if (reason := _refused(callback)) is not None:
+                raise ValueError(f"elastic nodes: {reason}")
 
     def check_monitors(self, trainer: pl.Trainer) -> None:
         """See that nobody decides by what is this node's own.
@@ -227,6 +250,9 @@ class ElasticNode:
             return
         if run.topology.ranks_on_node == 1:  # others on the node would wait for the first rank
             membership.end_if_behind()
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        if moment == "batch" and done % trainer.accumulate_grad_batches:
+            return  # gradients are being accumulated, which no state holds; before a step, when that is over
         if not membership.healing.is_expected:
             return
 
@@ -243,9 +269,9 @@ class ElasticNode:
 
     def begin_training(self, trainer: pl.Trainer) -> None:
         """Training starts: a healed node's loops begin where the others' are."""
-        if self._moment is not None:
-            begin_as(trainer, self._moment)
-        self._moment = None
+        if self._healed_by is not None:
+            begin_as(trainer, self._healed_by)
+        self._healed_by = None
 
     def end_training(self, trainer: pl.Trainer) -> None:
         """The run is over, and all nodes are equal."""
@@ -258,17 +284,21 @@ class ElasticNode:
         """The epoch in which this node was healed, at the latest, is over."""
         self._is_in_epoch = False
 
-    def end_if_over(self, trainer: pl.Trainer) -> None:
-        """End a healed node's training before it begins, if the others' is over; once its loops are restored."""
-        if self._moment == "end":
-            end_training(trainer)
+    def go_on(self, trainer: pl.Trainer) -> None:
+        """A healed node's loops are restored: others have seen that it can validate, and perhaps ended the training."""
+        if self._healed_by is not None:
+            skip_sanity_check(trainer)  # which may be an agreement, to which nobody else would come
+            if self._healed_by["moment"] == "end":
+                end_training(trainer)
 
     # ---- what others ask -----------------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
-        """Whether this node writes the checkpoints of all."""
-        return self._membership is None or self._membership.leads
+        """Whether this node writes the checkpoints of all; not its own parameters in their place, when it leaves."""
+        if self._membership is None:
+            return True
+        return self._membership.leads and not (self._has_given_up and self._has_others)
 
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
         """Which share of the data this rank sees: while training its own among all nodes', otherwise of its node's."""
@@ -287,8 +317,14 @@ class ElasticNode:
 
     def give_up(self) -> None:
         """Something went wrong: nothing more is agreed on, for the others are not where this node is."""
+        self._has_given_up = True
         if self._topology is not None:
             self._topology.agree_by(None)
+
+    def leave_others(self) -> None:
+        """This node is about to be queued again: others, if there are any, have the run's state, and go on."""
+        if self._has_others:
+            self.give_up()
 
     def leave(self, trainer: pl.Trainer | None, at_once: bool) -> None:
         """The ``fit`` is over, or has failed."""
@@ -299,7 +335,12 @@ class ElasticNode:
         if trainer is not None:
             prepare_train_dataloaders_again(trainer)
             draw_train_data_once(trainer)
-        self._store = None
+            number_names_as_ever(trainer)
+        self._store = self._transaction = self._recorder = None  # which hold what others were to find here
+
+    @property
+    def _has_others(self) -> bool:
+        return self._history is not None and self._history.nodes > 1
 
     @property
     def _required_run(self) -> TrainingRun:
@@ -312,10 +353,6 @@ class BoundaryCallback(pl.Callback):
 
     def __init__(self, node: ElasticNode) -> None:
         self._node = node
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Training starts."""
-        self._node.begin_training(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An epoch starts."""
@@ -347,6 +384,32 @@ class BoundaryCallback(pl.Callback):
         self._node.give_up()
 
 
+def _refused(callback: pl.Callback) -> str | None:
+    """Why nodes that come and go cannot have this callback, and what to take."""
+    name = type(callback).__name__
+    averages = any(each.__name__ == "WeightAveraging" for each in type(callback).__mro__)  # not in all versions
+    if averages or isinstance(callback, StochasticWeightAveraging):
+        return f"{name} averages on each node by itself, and nobody agrees on that: leave it out"
+    if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
+        return (
+            f"{name}(train_time_interval=...) saves at another step on every node: take every_n_train_steps or"
+            " every_n_epochs"
+        )
+    if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+        return f"{name}(save_last='link') links on every node, and only one writes: take save_last=True"
+    if isinstance(callback, Timer):
+        return (
+            f"{name}, or Trainer(max_time=...), ends training at another batch on every node: take max_steps or"
+            " max_epochs"
+        )
+    if isinstance(callback, LearningRateFinder):
+        return (
+            f"{name}, and Tuner.lr_find, which uses it, try rates out on one node, and restore a file that one node"
+            " writes: find a rate without elastic=, and give that"
+        )
+    return None
+
+
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     """Who decides by which metric."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -359,6 +422,11 @@ def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
 
 def _steps_of_checkpoint(trainer: pl.Trainer) -> int:
     return int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
+
+
+def _restarts() -> int:
+    """How often torchrun has started this node again, in the run that it comes to; a program may fit once more."""
+    return 0 if has_ended_here() else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def _about(trainer: pl.Trainer, run: TrainingRun, name: str) -> dict[str, Any]:

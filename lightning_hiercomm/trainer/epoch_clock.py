@@ -45,6 +45,7 @@ class EpochClock(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """An epoch starts here, too, in a run that was resumed at the very end of the last one."""
+        self._control.before_batch()
         # such a run gets no `on_train_epoch_start` for the next epoch, and one resumed in the middle of an epoch is not
         # to begin it again
         if self._epoch_has_ended and batch_idx == 0:

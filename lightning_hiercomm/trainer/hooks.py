@@ -134,12 +134,12 @@ class HierarchicalHooks(Reports):
                 self._join(trainer, self._settings.elastic)
             put_callback_first(trainer, self._epoch_clock)
             dump_within(trainer, self._dumped)
-            self._control.watch_over(trainer)
+            self._control.watch_over(trainer, None if self._elastic_node is None else self._elastic_node.leave_others)
             self._announce()  # here, or it would end up in the line of a progress bar
 
     def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
         """Come to the other nodes; a node that is healed there goes on from what it gets, like from a checkpoint."""
-        self._elastic_node = node = ElasticNode(elastic, self._checkpoints)
+        self._elastic_node = node = ElasticNode(elastic, self._checkpoints, self._control.told_to_leave)
         self._boundary = BoundaryCallback(node)
         put_callback_first(trainer, self._boundary)
         topology = self._topology
@@ -202,7 +202,9 @@ class HierarchicalHooks(Reports):
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
-        if self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
+        if self._topology.may_grow:
+            self._check_values()
+        elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
             self._begin_equal()
             self._run.begin_from_module()
         optimizers = max(1, len(self.schemes))
@@ -213,6 +215,21 @@ class HierarchicalHooks(Reports):
             # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
             steps = max(0, steps - trainer.global_step // optimizers)
         self._run.begin(epochs, steps)
+        if self._elastic_node is not None:
+            self._elastic_node.begin_training(trainer)
+
+    def _check_values(self) -> None:
+        """See that nobody has written to the module since nodes that may leave agreed on what they begin with.
+
+        Raises:
+            ValueError: If somebody has.
+        """
+        if self._run.values_have_changed(of_trained=True):
+            raise ValueError(
+                "elastic nodes: parameters were changed in on_fit_start or on_train_start, when the nodes had agreed on"
+                " what to begin with, or had healed this one: nobody else hears of it. Do that in configure_model or"
+                " setup"
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
@@ -375,9 +392,11 @@ class HierarchicalHooks(Reports):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
+        if self._topology.may_grow:
+            self._check_values()  # or what was written in `on_fit_start` would be taken for what was restored
         self._checkpoints.restore(self._run, self.precision_plugin)
         if self._elastic_node is not None:
-            self._elastic_node.end_if_over(self._module.trainer)
+            self._elastic_node.go_on(self._module.trainer)
 
     # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in what comes next) -----------------------
 

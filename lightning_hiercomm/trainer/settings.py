@@ -144,6 +144,7 @@ class Settings:
                 average_optimizer_state=average_optimizer_state,
                 checkpoint_replicas=checkpoint_replicas,
                 on_nonfinite=on_nonfinite,
+                evaluate=evaluate,
             )
         return cls(
             elastic=elastic,

@@ -22,6 +22,41 @@ from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_co
 log = logging.getLogger(__name__)
 
 
+class LeavesTogether(SIGTERMException):
+    """All ranks of this node leave here, because one of them was told to: raised where they are together anyway."""
+
+
+class OneRank:
+    """What brings the only rank of a node to its next batch: nobody else has to come there."""
+
+    stops_together = True
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.requeue_requested = False
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether it was told to leave."""
+        return self._trainer.received_sigterm
+
+    def should_stop(self) -> bool:
+        """Before a batch."""
+        return self.requeue_requested or self.stop_requested
+
+    def request_stop(self) -> None:
+        """It is told to leave."""
+        mark_sigterm_received(self._trainer)
+
+    def request_requeue(self) -> None:
+        """It is told that the time is nearly up."""
+        self.requeue_requested = True
+
+    def go_on(self) -> None:
+        """It has saved."""
+        self.requeue_requested = False
+
+
 class RunControl:
     """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them."""
 
@@ -29,6 +64,8 @@ class RunControl:
         self.plane: ControlPlane | None = None
         self._is_stopping_together = False
         self._has_noted_exception = False
+        self._ranks: ControlPlane | OneRank | None = None
+        self._before_batch: Callable[[], None] | None = None
 
     def start(
         self,
@@ -58,10 +95,29 @@ class RunControl:
             place = f"rank {rank} (node {node})"
             self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather)
 
-    def watch_over(self, trainer: pl.Trainer) -> None:
-        """Stop this trainer's ranks together from now on."""
+    def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
+        """Stop this trainer's ranks together from now on.
+
+        Args:
+            trainer: Theirs.
+            leave: Of a node that may leave others: called before it does so to be queued again.
+        """
         if self.plane is not None:
-            replace_sigterm_broadcast(trainer, self.plane)
+            self._ranks = self.plane
+            replace_sigterm_broadcast(trainer, self.plane, leave)
+        elif leave is not None:  # which others would hear of if Lightning saved inside the signal's handler
+            self._ranks = OneRank(trainer)
+            self._before_batch = replace_sigterm_broadcast(trainer, self._ranks, leave)
+
+    def before_batch(self) -> None:
+        """A batch starts: a node of one rank leaves here, if it was told to."""
+        if self._before_batch is not None:
+            self._before_batch()
+
+    def told_to_leave(self) -> LeavesTogether | None:
+        """What ends training where all ranks of a node wait for other nodes, if this one was told to leave."""
+        is_told = self._ranks is not None and self._ranks.stop_requested
+        return LeavesTogether() if is_told else None
 
     def note_start(self) -> None:
         """Remember that this rank is about to train, for others who ask."""
@@ -88,7 +144,9 @@ class RunControl:
         explain_unused_parameters(exception, module)
         if isinstance(exception, SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at one batch
-            self._is_stopping_together = self.plane is None or self.plane.stops_together
+            self._is_stopping_together = (
+                self.plane is None or self.plane.stops_together or isinstance(exception, LeavesTogether)
+            )
             if self._is_stopping_together:
                 return
         if self.plane is None or self._has_noted_exception or isinstance(exception, RankFailure):
@@ -114,6 +172,7 @@ class RunControl:
 
     def stop(self, trainer: pl.Trainer | None) -> None:
         """Leave the trainer as it was, and disconnect."""
+        self._ranks = self._before_batch = None
         if trainer is not None:
             restore_sigterm_broadcast(trainer)
         if self.plane is not None:

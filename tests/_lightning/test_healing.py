@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -17,6 +17,7 @@ from lightning_hiercomm._lightning.healing import (
     draw_train_data_anew,
     draw_train_data_once,
     end_training,
+    skip_sanity_check,
     state_of,
     take_state,
     tell_stage_of_dataloaders,
@@ -58,6 +59,10 @@ class Healing(SingleDeviceStrategy):
 
     state: dict[str, Any] | None = None
 
+    def on_train_start(self) -> None:
+        if self.state is not None:
+            begin_as(self.lightning_module.trainer, self.state)
+
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if self.state is not None:
@@ -65,23 +70,21 @@ class Healing(SingleDeviceStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self.state is not None and self.state["moment"] == "end":
-            end_training(self.lightning_module.trainer)
+        if self.state is not None:
+            skip_sanity_check(self.lightning_module.trainer)
+            if self.state["moment"] == "end":
+                end_training(self.lightning_module.trainer)
 
 
 class Boundary(pl.Callback):
     """Makes states where an elastic strategy does, after some optimizer steps."""
 
-    def __init__(self, at: int, state: dict[str, Any] | None) -> None:
-        self.at, self.state, self.made = at, state, None
+    def __init__(self, at: int) -> None:
+        self.at, self.made = at, None
 
     def look(self, trainer: pl.Trainer, moment: str) -> None:
         if trainer.global_step == self.at and self.made is None:
             self.made = unpacked(packed(state_of(trainer, moment)))
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.state is not None:
-            begin_as(trainer, self.state["moment"])
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.look(trainer, "epoch")
@@ -95,7 +98,7 @@ class Boundary(pl.Callback):
 
 def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **settings: Any):
     """Train; what the callback made at that step, and all by which two runs may differ."""
-    strategy, boundary, model = Healing(), Boundary(at, state), Net()
+    strategy, boundary, model = Healing(), Boundary(at), Net()
     strategy.state, model.schedule = state, schedule
     settings = {"max_epochs": 4, "val_check_interval": 1.0, "accumulate_grad_batches": 1, **settings}
     callbacks = [EarlyStopping("val", patience=100), ModelCheckpoint(folder, monitor="val")]
@@ -151,6 +154,58 @@ def test_a_healed_trainer_ends_as_one_that_was_never_lost_and_so_does_one_healed
     assert healed_again == undisturbed
 
 
+class Thaws(pl.Callback):
+    """As programs do it that train a head first."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.layer.bias.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.layer.bias.requires_grad_(True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("at", [4, 8, 9, 11])
+def test_a_healed_trainer_decides_by_what_is_in_no_checkpoint_as_one_that_was_never_lost(tmp_path, at):
+    """Metrics of an earlier validation, what a ModelCheckpoint saved last, accumulation, and what is thawed."""
+
+    class Model(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+            config = {"scheduler": scheduler, "monitor": "val", "interval": "step", "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+    class Saves(ModelCheckpoint):
+        def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+            saved.append(trainer.global_step)
+            super()._save_checkpoint(trainer, filepath)
+
+    saved: list[int] = []
+
+    def fit_from(state: dict[str, Any] | None, at: int):
+        strategy, boundary, model = Healing(), Boundary(at), Model()
+        strategy.state = state
+        saved.clear()
+        saves = Saves(tmp_path, "{step}", "val", every_n_train_steps=2, save_top_k=-1, save_last=True)
+        callbacks = [saves, GradientAccumulationScheduler({0: 2}), Thaws()]
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        settings = {"max_epochs": 5, "check_val_every_n_epoch": 2, "callbacks": callbacks}
+        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, **settings, **quiet)
+        put_callback_first(trainer, boundary)
+        data = DataLoader(TensorDataset(torch.ones(6, 4)))
+        trainer.fit(model, data, DataLoader(TensorDataset(torch.ones(2, 4))))
+        parameters = [parameter.tolist() for parameter in model.parameters()]
+        return boundary.made, (parameters, trainer.global_step, model.layer.bias.requires_grad), [*saved]
+
+    state, undisturbed, all_saved = fit_from(None, at)
+    assert state is not None
+    _, healed, own = fit_from(state, -1)
+    assert healed == undisturbed
+    assert own == [step for step in all_saved if step > at]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_that_comes_when_the_run_is_over_ends_with_its_parameters(tmp_path):
     state, undisturbed = fit(tmp_path, "steps", 24)
@@ -191,7 +246,7 @@ def test_a_healed_trainer_loads_what_is_left_of_the_epoch_and_the_next_one_whole
             return self.layer(batch[0] / 24).square().sum()
 
     def fit_from(state: dict[str, Any] | None, at: int):
-        strategy, boundary, seen[0] = Healing(), Boundary(at, state), []
+        strategy, boundary, seen[0] = Healing(), Boundary(at), []
         strategy.state = state
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=3, enable_checkpointing=False, **quiet)

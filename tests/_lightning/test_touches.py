@@ -56,6 +56,8 @@ from lightning_hiercomm._lightning.saves import (
     dump_as_ever,
     dump_within,
     holds_averaged_weights,
+    number_names_as_ever,
+    number_names_by_own_files,
 )
 from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
@@ -79,6 +81,7 @@ from lightning_hiercomm._lightning.trainer import (
     train_dataloaders,
     training_step_inputs,
     unmark_means_of_a_step,
+    validates_by_the_clock,
 )
 from lightning_hiercomm.comm.dtensor import fully_sharded_modules, local
 from lightning_hiercomm.comm.torch import unprofiled
@@ -807,3 +810,22 @@ def test_hooks_that_save_are_asked_when_a_checkpoint_is_dumped_and_the_dump_is_w
     pickle.dumps(trainer._checkpoint_connector.dump_checkpoint(True)["loops"])
     assert said == ["before", "module", "after", "module"]
     assert "dump_checkpoint" not in vars(trainer._checkpoint_connector)
+
+
+def test_files_are_numbered_by_what_a_checkpoint_callback_knows_and_not_by_what_lies_in_the_folder(tmp_path):
+    callback = pl.callbacks.ModelCheckpoint(tmp_path, "{epoch}", "x")
+    run, metrics = trainer(callbacks=[callback], enable_checkpointing=True), {"epoch": torch.tensor(0)}
+    (tmp_path / "epoch=0.ckpt").touch()
+    name = callback._get_metric_interpolated_filepath_name
+    assert name(metrics, run).endswith("epoch=0-v1.ckpt")
+    number_names_by_own_files(run)
+    assert name(metrics, run) == str(tmp_path / "epoch=0.ckpt")
+    callback.best_k_models[str(tmp_path / "epoch=0.ckpt")] = torch.tensor(1.0)
+    assert name(metrics, run).endswith("epoch=0-v1.ckpt")
+    number_names_as_ever(run)
+    assert "file_exists" not in vars(callback)
+
+
+def test_a_trainer_that_validates_by_the_clock_is_known():
+    assert validates_by_the_clock(trainer(val_check_interval="00:15:00:00"))
+    assert not validates_by_the_clock(trainer(val_check_interval=0.5))

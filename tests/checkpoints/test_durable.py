@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm.checkpoints import durable
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 
 OLD, NEW = {"x": torch.zeros(5)}, {"x": torch.ones(500_000)}
@@ -65,6 +67,44 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, momen
     monkeypatch.undo()
     assert holds(path, OLD)
     DurableCheckpointIO().save_checkpoint(NEW, path)  # what the dead one left behind is in nobody's way
+    assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_one_that_stood_still_while_another_wrote_the_same_file_spoils_neither(path, monkeypatch, ends):
+    """As a node that was stopped in its write, and whose place another has taken since."""
+    newest = {"x": torch.full((300,), 2.0)}
+    save = durable._save
+
+    def write_between(checkpoint, file):
+        save(checkpoint, file)
+        if checkpoint is NEW:
+            DurableCheckpointIO().save_checkpoint(newest, path)
+            assert holds(path, newest)
+
+    def write_around(checkpoint, file):
+        save(checkpoint, file)
+        if checkpoint is newest:
+            goes_on.set()
+            assert is_done.wait(10.0)
+        else:
+            is_open.set()
+            assert goes_on.wait(10.0)
+            save(checkpoint, file)
+
+    is_open, goes_on, is_done = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(durable, "_save", write_between if ends == "last" else write_around)
+    if ends == "last":
+        DurableCheckpointIO().save_checkpoint(NEW, path)
+    else:
+        late = threading.Thread(target=lambda: DurableCheckpointIO().save_checkpoint(newest, path))
+        early = threading.Thread(target=lambda: (DurableCheckpointIO().save_checkpoint(NEW, path), is_done.set()))
+        early.start()
+        assert is_open.wait(10.0)
+        late.start()
+        for thread in (early, late):
+            thread.join(10.0)
+    assert holds(path, newest)
     assert [*path.parent.iterdir()] == [path]
 
 

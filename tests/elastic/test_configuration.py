@@ -98,6 +98,7 @@ def test_schemes_that_cannot_lose_a_node_are_refused_with_what_to_take(make, sai
         ({"ranks_per_node": 2}, "leave ranks_per_node out"),
         ({"average_optimizer_state": True}, "leave average_optimizer_state out"),
         ({"checkpoint_replicas": True}, "leave checkpoint_replicas out"),
+        ({"evaluate": "replica"}, "leave evaluate out"),
         ({"on_nonfinite": "skip"}, "take on_nonfinite='raise'"),
     ],
 )

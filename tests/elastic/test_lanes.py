@@ -11,11 +11,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from harness import on_ranks
 from torch.distributed import TCPStore
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
-from lightning_hiercomm.elastic.lanes import GlooLinks
+from lightning_hiercomm.elastic.lanes import Breaker, GlooLinks, Lane, World
 from lightning_hiercomm.elastic.meeting import Meeting, Member
 
 
@@ -40,6 +41,22 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, has_gpu)] * 2
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the_exchange_fails(node):
+    """Who looked for another rank's raised an IndexError, which is not taken back."""
+    nodes = [[0, 1], [2]]
+
+    def gather(topology):
+        breaker = Breaker()
+        lane = Lane(Meter(), breaker)
+        lane.size, lane.is_open = len(nodes), True
+        world = World(topology.intra, lane if topology.local_rank == 0 else None)
+        world.reform(nodes, node)
+        return world.all_gather_object("own")
+
+    assert on_ranks(gather, (range(len(nodes[node])),)) == [["own"] * 3] * len(nodes[node])
 
 
 def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():

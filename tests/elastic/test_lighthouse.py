@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,6 +181,27 @@ def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
     assert [a.ask("a", {"life": "a"}, 1.5) for _ in range(2)] == [None, None]
     a.leave()
     assert caplog.text.count("the lighthouse at 127.0.0.1:9 does not answer") == 1
+
+
+@pytest.mark.parametrize("message", ["", "deadline exceeded"])
+def test_a_question_that_has_ended_without_an_answer_is_asked_again(message):
+    """Torchft's ends after a day with a TimeoutError; for ever after it was taken for one that is still open."""
+
+    class Client:
+        def heartbeat(self, name, timeout):
+            pass
+
+        def quorum(self, *args, **kwargs):
+            asked.append(args)
+            if len(asked) == 1:
+                raise TimeoutError(message)
+            return SimpleNamespace(participants=[SimpleNamespace(data={"life": "a"})])
+
+    asked = []
+    a = TorchftLighthouse("127.0.0.1:9", 0.5)
+    a._client = Client
+    assert [a.ask("a", {"life": "a"}, 5.0) for _ in range(2)] == [None, [{"life": "a"}]]
+    a.leave()
 
 
 def test_nothing_comes_back_from_torchft_after_a_node_has_left():

@@ -173,11 +173,22 @@ def test_a_node_that_missed_an_agreement_is_left_behind_and_the_others_go_on():
     assert meet(late, other, third, who=other).members == (other, third)
 
 
-def test_nodes_at_different_places_end_and_say_where_they_are():
-    members = [node("a", 5, place="after 50 optimizer steps"), node("b", 5, place="after 40 optimizer steps")]
-    for member in members:
-        with pytest.raises(NotInThisRun, match="node 'a' after 50 optimizer steps; node 'b' after 40"):
-            meet(*members, who=member)
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [([50, 40, 50], [0, 2]), ([57, 100, 100, 100], [1, 2, 3]), ([50, 40], [0]), ([40, 50, 50, 40], [0, 3])],
+    ids=str,
+)
+def test_a_node_that_is_at_another_place_than_most_ends_and_says_where_all_are(steps, left):
+    """Of as many, those go on of which one lives longest."""
+    members = [node(name, 5, place=f"after {at} optimizer steps") for name, at in zip("abcd", steps, strict=False)]
+    for index, member in enumerate(members):
+        if index in left:
+            assert meet(*members, who=member) == Meeting(tuple(members[each] for each in left))
+        else:
+            with pytest.raises(NotInThisRun, match=f"node 'a' after {steps[0]} optimizer steps; node 'b' after"):
+                meet(*members, who=member)
+    new = node("x")
+    assert meet(*members, new, who=new).members == tuple(members[each] for each in left)
 
 
 def test_a_later_life_of_a_node_takes_the_place_of_the_one_before():

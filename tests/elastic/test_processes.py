@@ -177,6 +177,21 @@ def test_a_node_that_is_told_to_leave_leaves_and_the_others_go_on(cluster):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_so_does_one_that_waits_for_a_lighthouse_that_is_gone(cluster, ranks):
+    with cluster(min_nodes=2, scheme="periodic", ranks=ranks, **LASTING) as nodes:
+        for node in range(2):
+            nodes.start(node)
+        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 10)
+        nodes.stop_lighthouse()
+        time.sleep(1.0)  # they come to their next agreement
+        for node in nodes._nodes.values():
+            os.kill(node.pid, signal.SIGTERM)
+        nodes.watch(timeout=20.0, restarts=False)
+        assert "failed" not in nodes.log(0, 0)
+
+
+@pytest.mark.nightly
 def test_when_all_have_died_the_run_goes_on_from_its_newest_checkpoint(cluster, tmp_path):
     folder = str(tmp_path / "checkpoints")
     with cluster(min_nodes=2, scheme="diloco", checkpoints=folder, resume=True, **LASTING) as nodes:

@@ -38,6 +38,43 @@ def test_only_those_who_know_the_token_find_what_is_kept():
     assert Seal("token").name("vote") != Seal("token").name("lane")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "life",
+        {"life": "x", "seal": "\ud800"},
+        {"life": "x", "seal": 5},
+        {"life": "x"},
+        {"life": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "shares": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("token", ["", "token"])
+def test_what_no_node_says_ends_nobody(said, token):
+    """Whoever reaches the lighthouse may say anything there."""
+    threads = Threads(PeriodicAveraging(sync_every=2), tokens={"0": token, "1": token})
+    threads.lights.min_nodes = 2
+    ask = threads.lights.ask
+
+    def ask_among_strangers(life, says, patience):
+        present = ask(life, says, patience)
+        has_begun = says["agreement"] >= 0  # which strangers may hold up
+        return [said, *present] if present is not None and has_begun else present
+
+    threads.lights.ask = ask_among_strangers
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(3):
+            own.step()
+        own.scheme.finish()
+        return own.membership.history.nodes
+
+    for node in range(2):
+        threads.start(node, work)
+    assert threads.end() == {("0", 0): 2, ("1", 0): 2}
+
+
 def test_a_node_with_another_token_is_not_heard_and_does_not_begin_beside_the_others():
     threads = Threads(PeriodicAveraging(sync_every=2), tokens={"0": "token", "1": "token", "2": "another"})
     threads.lights.min_nodes = 3

@@ -13,6 +13,7 @@ from elastic_threads import ElasticRank, Failing, Threads, play
 from harness import on_nodes
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.healing import Healing
@@ -979,6 +980,64 @@ def test_a_newcomer_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
     assert failed
     for history in histories.values():
         assert (history.heals, history.nodes) == (1, 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("waits_for", ["an answer", "more nodes"])
+def test_a_node_that_is_told_to_leave_while_it_waits_for_others_leaves(ranks, waits_for):
+    """Any rank may be the one that is told. Nobody would kill it but with SIGKILL."""
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    if waits_for == "an answer":
+        threads.lights.min_nodes = 2
+    else:
+        threads.elastic = Elastic(min_nodes=2, dead_after=0.5)
+
+    def work(own: ElasticRank):
+        if own.local == ranks - 1:
+            own.membership._told_to_leave = lambda: Told() if own.membership.me.asks else None
+        with pytest.raises(Told):
+            own.join()
+        return True
+
+    threads.start(0, work, ranks)
+    assert threads.end() == {("0", local): True for local in range(ranks)}
+
+
+class Told(SystemExit):
+    pass
+
+
+def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
+    """Of unequal sizes, say; it was made once more for ever, and nobody knew."""
+    from lightning_hiercomm.elastic.lanes import Lane
+
+    launch = Lane._launch
+
+    def said():
+        return [r.message for r in caplog.records if r.levelname == "WARNING"]
+
+    def failing(own, start):
+        move = launch(own, start)
+        is_due = own.is_open and threading.current_thread().name == "fails" and not said()
+        if is_due and move is not finished:
+            move._move = Failing(move._move)
+        return move
+
+    monkeypatch.setattr(Lane, "_launch", failing)
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "0":
+            threading.current_thread().name = "fails"
+        own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    results = play(PeriodicAveraging(sync_every=1), work, inner=adam, **TRAINING)
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+    of_first, of_second = sorted(said())
+    assert of_first == "node 0: the exchange of one agreement has failed 10 times (told to fail), and is made once more"
+    assert of_second.startswith("node 1: the exchange of one agreement has failed 10 times")
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])

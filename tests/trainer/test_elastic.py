@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from problems import Quadratic, one_trainer
 
+from lightning_hiercomm import DiLoCo, HierarchicalStrategy
 from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic import Elastic, membership
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.trainer import elastic
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 
 
@@ -37,9 +43,6 @@ class Logging(Quadratic):
 
 
 class Checks(BoundaryCallback):
-    def on_train_start(self, trainer, pl_module):
-        pass
-
     def on_train_epoch_start(self, trainer, pl_module):
         pass
 
@@ -75,7 +78,143 @@ def test_numbers_of_validation_and_whole_numbers_may_decide(tmp_path):
     assert len([*tmp_path.glob("at-*.ckpt")]) == 2
 
 
-def test_a_timer_is_refused_when_training_starts(tmp_path):
-    run = one_trainer(tmp_path, callbacks=[Timer(timedelta(hours=1))])
-    with pytest.raises(ValueError, match=r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"):
+class Averages(EMAWeightAveraging):
+    """As Lightning's documentation has users write it."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        (Timer(timedelta(hours=1)), r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"),
+        (Averages(), "Averages averages on each node by itself"),
+        (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*take save_last=True"),
+        (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "take every_n_train_steps"),
+        (LearningRateFinder(), "LearningRateFinder, and Tuner.lr_find, .*: find a rate without elastic="),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_callbacks_that_decide_on_each_node_by_itself_are_refused_when_training_starts(tmp_path, callback, said):
+    run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
+    with pytest.raises(ValueError, match=said):
         ElasticNode(Elastic(), Checkpoints())._check(run)
+
+
+def test_so_is_a_validation_by_the_clock(tmp_path):
+    run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
+    with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
+        ElasticNode(Elastic(), Checkpoints())._check(run)
+
+
+@pytest.mark.parametrize(
+    ("leads", "nodes", "gives_up", "writes"),
+    [
+        (True, 2, False, True),
+        (False, 2, False, False),
+        (True, 2, True, False),
+        (True, 1, True, True),
+    ],
+)
+def test_the_first_node_writes_and_not_when_it_leaves_the_others(leads, nodes, gives_up, writes):
+    """Nobody agrees with it any more: it would write what it alone has trained over what all have agreed on."""
+    node = ElasticNode(Elastic(), Checkpoints())
+    node._membership, node._history = SimpleNamespace(leads=leads), SimpleNamespace(nodes=nodes)
+    if gives_up:
+        node.give_up()
+    assert node.writes == writes
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
+    node = ElasticNode(Elastic(), Checkpoints())
+    node._membership, node._history = SimpleNamespace(leads=True), SimpleNamespace(nodes=nodes)
+    node.leave_others()
+    assert node.writes == (nodes == 1)
+
+
+def test_a_node_that_trains_other_parameters_is_at_another_place():
+    """Its tensors would not fit theirs, and the exchange be taken back again and again."""
+    node, scheme = ElasticNode(Elastic(), Checkpoints()), SimpleNamespace(steps=5)
+    node._run = SimpleNamespace(schemes=[scheme])
+    places = []
+    for sizes in ((3, 4), (3,)):
+        scheme.replica = Replica([torch.zeros(size) for size in sizes])
+        places.append(node._place())
+    assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
+
+
+@pytest.mark.parametrize(("moment", "done", "gives"), [("batch", 6, False), ("batch", 8, True), ("epoch", 6, True)])
+def test_a_newcomer_gets_no_state_while_gradients_are_accumulated(moment, done, gives):
+    """Its first step would have those of the rest only."""
+    node, given = ElasticNode(Elastic(), Checkpoints()), []
+    node._run = SimpleNamespace(topology=SimpleNamespace(ranks_on_node=2))
+    node._membership = SimpleNamespace(healing=SimpleNamespace(is_expected=True), give_state=given.append)
+    progress = SimpleNamespace(current=SimpleNamespace(completed=done))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
+    node.at_boundary(SimpleNamespace(fit_loop=loop, accumulate_grad_batches=4), moment)
+    assert bool(given) == gives
+
+
+@pytest.fixture
+def lighthouse(monkeypatch):
+    """One, to which this process comes as the only node."""
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
+    from torchft.coordination import LighthouseServer
+
+    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **settings)
+    monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", f"127.0.0.1:{server.address().rpartition(':')[2]}")
+    monkeypatch.setenv("HIERCOMM_ADDRESS", "127.0.0.1")
+    yield
+    server.shutdown()
+
+
+def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=None) -> pl.Trainer:
+    strategy = HierarchicalStrategy(DiLoCo(sync_every=2), elastic=Elastic(dead_after=0.5))
+    run = one_trainer(folder, strategy=strategy, callbacks=[*callbacks], max_epochs=1 if path is None else 2)
+    run.fit(module, ckpt_path=path)
+    return run
+
+
+class WithTeacher(BoringModel):
+    """Writes to a part of itself in a hook, as programs do that load what was trained before."""
+
+    def __init__(self, hook: str, part: str) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+        setattr(self, hook, lambda: self.get_parameter(part).data.fill_(7.0))
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_parameters_that_are_changed_when_nodes_have_agreed_are_refused_and_a_teacher_may_be_filled(
+    tmp_path, lighthouse, hook
+):
+    with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
+        fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
+    run = fit_alone(tmp_path, WithTeacher(hook, "teacher"))
+    run.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.raises(ValueError, match="changed in on_fit_start or on_train_start"):
+        fit_alone(tmp_path, WithTeacher(hook, "layer.weight"), path=tmp_path / "saved.ckpt")
+
+
+def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, lighthouse):
+    """It listened as long as the strategy lived, with the last state that it gave in memory."""
+    ports = []
+
+    class Looks(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            ports.append(trainer.strategy._elastic_node._store.port)
+            socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
+
+    run = fit_alone(tmp_path, Quadratic(), Looks())
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", ports[0]), 5.0)
+    assert run.strategy.schemes[0].steps > 0
+
+
+def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeypatch):
+    """Every node would take the second run for the first one, which is over."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setattr(membership, "_ended_here", set())
+    assert elastic._restarts() == 2
+    membership._ended_here.add("the first")
+    assert elastic._restarts() == 0

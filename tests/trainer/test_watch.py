@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
+
+import lightning.pytorch as pl
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hiercomm.control.plane import ControlPlane
@@ -71,3 +77,46 @@ def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
     error = ValueError("in this one")
     control.note_exception(error)
     assert told == [error]
+
+
+def test_ranks_that_learn_together_that_one_is_to_leave_exit_with_0_and_none_is_said_to_have_failed(control):
+    """While the node waits for other nodes: there all its ranks are together."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    control.watch_over(trainer, leave=lambda: None)
+    assert control.told_to_leave() is None
+    control.plane.stop_requested = True
+    error = pickle.loads(pickle.dumps(control.told_to_leave()))
+    told = []
+    control.plane.report_failure = told.append
+    control.note_exception(error)
+    assert not error.code
+    assert not told
+
+
+def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatch, tmp_path):
+    """Lightning would save inside the signal's handler: an agreement to which no other node comes."""
+    done = []
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", done.append)
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: done.append("saves"))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    settings = {"logger": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    trainer = pl.Trainer(accelerator="cpu", plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], **settings)
+    control = RunControl()
+    control.watch_over(trainer, leave=lambda: done.append("leaves"))
+    trainer.state.fn = TrainerFn.FITTING
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        control.before_batch()
+        signal.raise_signal(signal.SIGUSR2)
+        assert not done
+        assert control.told_to_leave() is None, "it could not be queued again there"
+        with pytest.raises(SIGTERMException):
+            control.before_batch()
+        assert done == ["leaves", "saves", ["scontrol", "requeue", "7"]]
+        assert trainer.received_sigterm
+        assert isinstance(control.told_to_leave(), SIGTERMException)
+    finally:
+        trainer._signal_connector.teardown()
+    control.stop(trainer)
+    assert control.told_to_leave() is None
+    control.before_batch()

@@ -396,6 +396,9 @@ class _Rank:
                 self._membership.give_state(self._state)
                 self._train_batch()
                 self._look()
+            if not self._record.ends_epoch:  # max_steps has cut it short
+                self.run.end_epoch()
+                self._look()
             self.run.finish()
             self._membership.give_state(self._state)
             return self.module
@@ -526,7 +529,8 @@ class _Rank:
         if ends_epoch:
             self.run.end_epoch()
         for scheduler, interval, frequency in self._schedulers:
-            done = self._scheme.steps if interval == "step" else self._record.epochs[self._epoch_began].number + 1
+            epochs = self._record.epochs[self._epoch_began].number + 1
+            done = self._batches - self._epoch_began if interval == "step" else epochs
             if (interval == "step" or ends_epoch) and done % frequency == 0:
                 scheduler.step()
 

@@ -141,6 +141,8 @@ class Played:
                 looks = True
                 own.transaction(lambda: None)
                 looks = False
+        if STEPS % EPOCH:
+            own.scheme.end_epoch(None)  # as a Trainer ends one that is cut short
         own.scheme.finish()
         own.membership.give_state(own.state)
         self.recorders[own.node, own.local] = recorder
@@ -259,6 +261,36 @@ def test_a_step_that_draws_random_numbers_is_refused(played):
     made = dataclasses.replace(program(SCHEMES["periodic"], None), module=Dropout())
     with pytest.raises(PlanningError, match="random numbers"):
         replay(played.record, made, Wires())
+
+
+def test_a_scheduler_steps_when_its_frequency_divides_the_batches_of_the_epoch(played):
+    """As Lightning's: not those of the run."""
+    stepped = set()
+
+    class Notes:
+        def __init__(self, module: Toy) -> None:
+            self.module = module
+
+        def step(self) -> None:
+            stepped.add(self.module.index)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Scheduled(Toy):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.index = index
+            return super().training_step(batch, index)
+
+        def configure_optimizers(self) -> Any:
+            scheduler = {"scheduler": Notes(self), "interval": "step", "frequency": 3}
+            return [super().configure_optimizers()], [scheduler]
+
+    replay(played.record, dataclasses.replace(program(SCHEMES["periodic"], None), module=Scheduled()), Wires())
+    assert stepped == {2, 5}
 
 
 def test_an_error_in_the_program_ends_the_replay_and_is_said(played):
