@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm._lightning.saves import model_checkpoints, with_plain_numbers
 
 _FIT = "fit_loop"
 _EPOCH = "epoch_loop"
@@ -55,6 +56,7 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     checkpoint["callbacks"] = _plain(checkpoint["callbacks"])
     kept = ("state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers", "epoch", "global_step")
     taken = {key: checkpoint[key] for key in (*kept, "pytorch-lightning_version") if key in checkpoint}
+    taken |= {key: with_plain_numbers(taken[key]) for key in ("optimizer_states", "lr_schedulers") if key in taken}
     others = _plain({key: value for key, value in checkpoint.items() if key not in taken})
     saved = checkpoint["state_dict"]
     module, logged = trainer.lightning_module, trainer._logger_connector
@@ -95,11 +97,10 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    savers = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
-    for each in savers:
+    for each in (found := model_checkpoints(trainer)):
         for name in _OF_SAVES:
             require_attribute(each, name)
-    return savers
+    return found
 
 
 def begin_as(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:

@@ -25,11 +25,13 @@ __all__ = [
     "dump_within",
     "entries_of_rank",
     "holds_averaged_weights",
+    "model_checkpoints",
     "number_names_as_ever",
     "number_names_by_own_files",
     "take_entries",
     "wait_for_saves",
     "with_base_io",
+    "with_plain_numbers",
 ]
 
 T = TypeVar("T")
@@ -102,7 +104,7 @@ def number_names_by_own_files(trainer: pl.Trainer) -> None:
     Lightning's looks into the folder. Where others write there who have come to a save earlier, that tells each of them
     something else.
     """
-    for callback in _savers(trainer):
+    for callback in model_checkpoints(trainer):
         require_attribute(callback, "file_exists")
 
         def file_exists(filepath: Any, trainer: pl.Trainer, callback: ModelCheckpoint = callback) -> bool:
@@ -113,12 +115,22 @@ def number_names_by_own_files(trainer: pl.Trainer) -> None:
 
 def number_names_as_ever(trainer: pl.Trainer) -> None:
     """Undo :func:`number_names_by_own_files`."""
-    for callback in _savers(trainer):
+    for callback in model_checkpoints(trainer):
         vars(callback).pop("file_exists", None)
 
 
-def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    """The callbacks that save."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """State with Python's numbers for numpy's, as schedules make of learning rates: those are read if trusted only."""
+    if type(value) is dict:
+        return {name: with_plain_numbers(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(with_plain_numbers, value))
+    return value.item() if type(value).__module__ == "numpy" and not value.shape else value
 
 
 def copied_where(value: T, is_held: Callable[[Tensor], bool]) -> T:

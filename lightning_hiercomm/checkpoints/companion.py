@@ -15,6 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hiercomm._lightning.saves import with_plain_numbers
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
@@ -273,13 +274,7 @@ def _held_state(state: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, Tensor) and local(value) is not value
     ]
-    groups = [{name: _plain(value) for name, value in group.items()} for group in state["param_groups"]]
-    return {**state, "state": held, "sharded": sharded, "param_groups": groups}
-
-
-def _plain(value: Any) -> Any:
-    """Python's number for one of numpy's, as schedules make of learning rates: that is read from trusted files only."""
-    return value.item() if type(value).__module__ == "numpy" and not value.shape else value
+    return {**with_plain_numbers(state), "state": held, "sharded": sharded}
 
 
 def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -38,11 +38,19 @@ class Healing:
         store: On the node's first rank, its own.
         dead_after: Seconds of silence after which another node counts as gone.
         seal: Signs what travels, and names it.
+        device: On which the node's ranks talk to each other. Default: the CPU.
     """
 
     def __init__(
-        self, intra: Communicator, links: Links, store: Store | None, dead_after: float, seal: Seal | None = None
+        self,
+        intra: Communicator,
+        links: Links,
+        store: Store | None,
+        dead_after: float,
+        seal: Seal | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device or torch.device("cpu")
         self._seal = seal or Seal()
         self._intra = intra
         self._links = links
@@ -162,9 +170,10 @@ class Healing:
             return None
         if data is None:
             data = torch.empty(said, dtype=torch.uint8)
-        self._intra.broadcast(data, 0).wait()
+        there = data.to(self._device)  # nccl moves nothing that is not
+        self._intra.broadcast(there, 0).wait()
         try:
-            state: dict[str, Any] = unpacked(data)
+            state: dict[str, Any] = unpacked(there.cpu())
         except pickle.UnpicklingError as error:
             raise NotInThisRun(
                 f"the state of node {source.node!r} holds what `weights_only` loading refuses: {error}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_hiercomm.elastic.configuration import Elastic
@@ -119,6 +120,7 @@ class Membership:
             after that.
         seal: Of the run's token.
         told_to_leave: Asked while the node waits for others: what ends training on a rank that is to leave, or None.
+        device: On which the node's ranks talk to each other. Default: the CPU.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Membership:
         before_change: Callable[[], Callable[[], None]],
         seal: Seal | None = None,
         told_to_leave: Callable[[], BaseException | None] = lambda: None,
+        device: torch.device | None = None,
     ) -> None:
         self._seal = seal or Seal()
         self._told_to_leave = told_to_leave
@@ -143,7 +146,7 @@ class Membership:
         self._before_change = before_change
         own = replace(me, life=f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}") if self.is_first else me
         self.me: Member = self._share(own)
-        self.healing = Healing(self._intra, links, store, elastic.dead_after, self._seal)
+        self.healing = Healing(self._intra, links, store, elastic.dead_after, self._seal, device)
         self.history = History()
         self._store = store
         self._known: dict[str, str] = {}

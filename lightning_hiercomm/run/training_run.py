@@ -53,6 +53,7 @@ class TrainingRun:
         after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick;
             returns what else was sick, with what it held.
         has_begun: Whether training has, in this process.
+        has_finished: Whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
@@ -87,6 +88,7 @@ class TrainingRun:
         self._last_schedules: list[dict[str, Any]] | None = None
         self.after_healing: Callable[[], Sequence[tuple[Tensor, Tensor]]] = lambda: ()
         self.has_begun = False
+        self.has_finished = False
         self.is_closed = False
         self._is_stepping = False
         self._hooks = [
@@ -206,7 +208,7 @@ class TrainingRun:
             epochs: The number of epochs the run will have, or None if that is not known.
             steps: The number of optimizer steps after which the run ends, or None if that is not known.
         """
-        self.has_begun = True
+        self.has_begun, self.has_finished = True, False
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
 
@@ -308,6 +310,7 @@ class TrainingRun:
             scheme.replica.find_buffers()
             scheme.finish()
         self.agreed_model.is_left_out = bool(self._tell_of_healing())
+        self.has_finished = True
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()

@@ -11,6 +11,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_hiercomm._lightning.launcher import check_ranks_of_node
+from lightning_hiercomm._lightning.trainer import validates_by_the_clock
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import check_backend, check_equal_work
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
@@ -38,6 +39,11 @@ def check_launch(
 def check_training(trainer: pl.Trainer, scheme: Scheme, topology: Topology) -> None:
     """Refuse ranks with unequal work, and warn of a run too short for its scheme, before it begins; collective."""
     check_equal_work(topology, trainer.num_training_batches)
+    if validates_by_the_clock(trainer) and topology.world_size > 1:
+        raise ValueError(
+            "Trainer(val_check_interval=...) of a time: every rank looks at its own clock, and may validate after"
+            " another batch than others, who would wait for it: give a number of batches, or a share of the epoch"
+        )
     _, steps = length_of_run(trainer)
     length = math.inf if steps is None else steps
     for warning in scheme.check_run(topology.num_nodes, steps_of_epoch(trainer), length):

@@ -118,6 +118,7 @@ class ElasticNode:
             self._before_change,
             seal,
             self._told_to_leave,
+            run.replicas.device,
         )
         self._history = self._membership.history
         batches = trainer.fit_loop.epoch_loop.batch_progress

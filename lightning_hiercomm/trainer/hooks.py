@@ -205,8 +205,7 @@ class HierarchicalHooks(Reports):
         if self._topology.may_grow:
             self._check_values()
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
-            self._begin_equal()
-            self._run.begin_from_module()
+            self._begin_equal_anew()
         optimizers = max(1, len(self.schemes))
         if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
             # Lightning counts the steps of all together, each scheme those of its own: as if they took turns
@@ -217,6 +216,17 @@ class HierarchicalHooks(Reports):
         self._run.begin(epochs, steps)
         if self._elastic_node is not None:
             self._elastic_node.begin_training(trainer)
+
+    def _begin_equal_anew(self) -> None:
+        """Give all ranks rank 0's values of what somebody has written; in mid-period, what nodes train differs."""
+        if self._run.values_have_changed(of_trained=True):
+            self._begin_equal()
+            self._run.begin_from_module()
+        else:  # a teacher, say
+            trained = set(self._run.trained())
+            others = [p for name, p in self._module.named_parameters() if name not in trained]
+            broadcast_values(others, self._topology.world)
+            self._run.remember_values()
 
     def _check_values(self) -> None:
         """See that nobody has written to the module since nodes that may leave agreed on what they begin with.
@@ -313,6 +323,8 @@ class HierarchicalHooks(Reports):
 
     def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A checkpoint, of which all parts are made of the agreed model."""
+        if self._run.has_finished and self._may_communicate:  # callbacks that average may have written to the module
+            self._run.agreed_model.average_module()
         if not self._may_communicate or self._run.agreed_model.is_in_module:
             return dump()
         with self.agreed_model():

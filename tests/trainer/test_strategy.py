@@ -15,9 +15,10 @@ from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, one_trainer, same_bits
+from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
@@ -531,6 +532,64 @@ def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
         for name, expected in reports[0]["state_dict"].items():
             assert torch.equal(report["state_dict"][name], expected), name
     assert not torch.equal(reports[0]["state_dict"]["conv.weight"], Mixed().conv.weight)
+
+
+class Teaching(Net):
+    """A frozen teacher, which somebody fills when training starts; again when it is resumed."""
+
+    def on_train_start(self):
+        with torch.no_grad():
+            self.frozen.weight.fill_(self.global_rank + 1.0)
+
+
+def _taught_and_resumed(folder):
+    reports = []
+    for path in (None, folder / "saved.ckpt"):
+        module, saves = Teaching(), [] if path else [SaveAfterOne(folder / "saved.ckpt")]
+        strategy = HierarchicalStrategy(
+            PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1, checkpoint_replicas=True
+        )
+        one_trainer(folder, devices=2, strategy=strategy, callbacks=saves).fit(module, ckpt_path=path)
+        reports.append((module.frozen.weight[0, 0].item(), [p.tolist() for p in module.parameters()]))
+    return reports
+
+
+class SaveAfterOne(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_teacher_that_is_filled_when_training_starts_leaves_what_nodes_train_as_it_is(borrow):
+    for (filled, whole), (again, resumed) in borrow(_taught_and_resumed, ranks=2):
+        assert filled == again == 1.0  # rank 0's
+        assert resumed == whole
+
+
+class WithoutNorm(Net):
+    """For whose statistics StochasticWeightAveraging would add an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.Identity()
+
+
+def test_the_last_file_holds_the_mean_of_what_callbacks_average_apart(fit, tmp_path):
+    last = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+    callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1), last]
+    strategy = {"scheme": PeriodicAveraging(100, at_epoch_end=False), "ranks_per_node": 1}
+    reports = fit(WithoutNorm(), strategy, devices=2, max_epochs=4, callbacks=callbacks, enable_checkpointing=True)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    for name, value in reports[0]["state_dict"].items():
+        assert torch.equal(saved[name], value), name
+
+
+def test_a_validation_by_the_clock_is_refused_where_ranks_wait_for_each_other(fit):
+    with pytest.raises(ProcessException, match="every rank looks at its own clock"):
+        fit(Net(), {"ranks_per_node": 1}, devices=2, val_check_interval="00:00:10:00", forked=True)
 
 
 class AskedToEnd(pl.Callback):
