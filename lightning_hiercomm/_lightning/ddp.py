@@ -192,8 +192,14 @@ def in_ddp(
         settled: Whether buckets are to follow from the module alone; if not, it is DDP to the bit.
     """
     kind = SettledDDP if settled else CopiedDDP
-    with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
-        return kind(module, device_ids=device_ids, **arguments)
+    if device_ids is None:
+        return kind(module, device_ids=None, **arguments)
+    here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+    beside.wait_stream(here)  # DDP sends what has just been made equal
+    with torch.cuda.stream(beside):
+        wrapped = kind(module, device_ids=device_ids, **arguments)
+    here.wait_stream(beside)
+    return wrapped
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:

@@ -72,7 +72,7 @@ class Background:
 
     def _enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> _StreamJob:
         if self._put_off is not None:
-            return _PutOff(stream, self._device, work, self._put_off)
+            return _PutOff(stream, self._device, work, self._put_off, self._meter)
         with self._meter.beside_training():
             return _StreamJob(stream, self._device, work)
 
@@ -131,13 +131,19 @@ class _PutOff(_StreamJob):
     """The same, done when somebody waits for it or for one behind it."""
 
     def __init__(
-        self, stream: torch.cuda.Stream, device: torch.device, work: Callable[[], object], put_off: deque[_PutOff]
+        self,
+        stream: torch.cuda.Stream,
+        device: torch.device,
+        work: Callable[[], object],
+        put_off: deque[_PutOff],
+        meter: Meter,
     ) -> None:
         self._stream = stream
         self._device = device
         self._ready = streams.mark(device)  # it waits for what training has got until now, not until it is done
         self._work: Callable[[], object] | None = work
         self._put_off = put_off
+        self._meter = meter
         put_off.append(self)
 
     def wait(self) -> None:
@@ -160,7 +166,8 @@ class _PutOff(_StreamJob):
             job = self._put_off.popleft()
             work, job._work = job._work, None
             assert work is not None
-            job._run(job._ready, work)
+            with self._meter.beside_training():  # whoever waits for the job counts all of it
+                job._run(job._ready, work)
 
 
 class Reading(Handle):

@@ -117,9 +117,9 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
 class MPICommunicator(Communicator):
     """The members of one MPI communicator.
 
-    MPI reads and writes CPU tensors where they are. CUDA tensors, too, if the MPI library says that it can, but for
-    sums, which no library adds up there beside training; otherwise they pass through pinned host memory. Sums of 16-bit
-    floats, which MPI does not know, are done by torch.
+    MPI reads and writes CPU tensors where they are. CUDA tensors pass through pinned host memory, but for exchanges
+    with an MPI library that says that it is CUDA-aware: of moves beside training such libraries know only those. Sums
+    of 16-bit floats, which MPI does not know, are done by torch.
 
     Args:
         group: The MPI communicator, which nobody else uses.
@@ -150,7 +150,6 @@ class MPICommunicator(Communicator):
             lambda memory: [self.group.Iallreduce(mpi.IN_PLACE, memory(tensor), _operation(op, tensor.dtype))],
             reads=[tensor],
             writes=[tensor],
-            sums=True,
         )
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -161,7 +160,6 @@ class MPICommunicator(Communicator):
             lambda memory: [self.group.Ireduce_scatter_block(memory(tensor), memory(output), operation)],
             reads=[tensor],
             writes=[output],
-            sums=True,
         )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -185,6 +183,7 @@ class MPICommunicator(Communicator):
             ],
             reads=[tensor for tensor, _ in send],
             writes=[buffer for buffer, _ in receive],
+            directly=True,
         )
 
     def _launch(
@@ -192,9 +191,9 @@ class MPICommunicator(Communicator):
         start: Callable[[Callable[[Tensor], Any]], list[Any]],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        sums: bool = False,
+        directly: bool = False,
     ) -> Handle:
-        move = _Move(self, start, reads, writes, through_host=sums or not _is_cuda_aware())
+        move = _Move(self, start, reads, writes, through_host=not (directly and _is_cuda_aware()))
         _progress().add(move)
         return move
 

@@ -99,7 +99,7 @@ class _Staged(Handle):
         def move() -> None:
             sent.synchronize()  # a thread of its own waits, and lets go of the interpreter's lock meanwhile
             launch(lambda tensor: on_host[id(tensor)]).wait()
-            with torch.no_grad(), streams.within(copying):
+            with torch.inference_mode(), streams.within(copying):  # an agreed model may be looked at in that
                 for tensor in writes:
                     tensor.copy_(on_host[id(tensor)], non_blocking=True)
                 self._arrived = streams.mark(device)

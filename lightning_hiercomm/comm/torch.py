@@ -201,6 +201,8 @@ class TorchCommunicator(Communicator):
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl:
+            if tensor.is_complex():  # of torch's moves this one alone does not look at the real numbers by itself
+                output, tensor = (torch.view_as_real(each).flatten() for each in (output, tensor))
             return self._launch(
                 lambda: [dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)], [output, tensor]
             )
