@@ -793,6 +793,8 @@ class Averaging(Reference):
         else:
             self.when = ("epoch", args["sync_every"])
         self.is_alone = len(self.nodes) == 1 and (self.gradients_kind == "node" or len(self.nodes[0]) == 1)
+        for _, dropped, *_ in getattr(self, "flying", ()):  # whose outer steps count all the same
+            self.end_round(dropped)
         self.parts = self.pieces(self.what)
         self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors], int]] = []
         if not hasattr(self, "period"):

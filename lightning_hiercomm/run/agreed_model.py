@@ -190,7 +190,7 @@ class AgreedModel:
             moved: Buffers that schemes have averaged, but somebody may have moved since.
         """
         # where schemes have nothing to do, buffers are DDP's
-        is_alone = all(scheme.is_alone for scheme in self._schemes)
+        is_alone = bool(self._schemes) and all(scheme.is_alone for scheme in self._schemes)
         others = self._replicas.of_no_scheme(self._held, with_buffers=not is_alone)
         differing = self._differing(others if is_alone else [*others, *moved])
         if not differing:

@@ -176,7 +176,10 @@ class Agreement(Scheme):
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_nodes_that_stay=stay,
             begins_with_copy=self.begins_with_copy,
-            can_average_optimizer_state=self.staleness == 0 and self.what == 1,
+            can_average_optimizer_state=self.staleness == 0
+            and self.what == 1
+            and self.merging.ends_in_agreement
+            and not isinstance(self.through, Graph),
             outer_copies=2.0 if isinstance(self.merging, OuterOptimizer) else 0.0,  # momentum, agreed values
             drift=(self.period or math.inf) + self.staleness,
             period=no_period or self.period or 1,
@@ -252,6 +255,9 @@ class RunningAgreement(RunningScheme[A]):
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
+        self._in_flight.settle()
+        for dropped in self._in_flight.exchanges:  # whose outer steps count all the same
+            self._end_round(dropped.parts)
         self._in_flight.drop()
         self._second = self._opened_second(self._second)
         self._parts, self._carrier = self._cut()

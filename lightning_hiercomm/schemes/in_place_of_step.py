@@ -31,7 +31,7 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
     original = optimizer.step
     was_called = False
 
-    def step(closure: Callable[[], Any] | None = None) -> Any:
+    def step(closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         nonlocal was_called
         was_called = True
         loss = None
@@ -42,7 +42,9 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
 
         def step_as_ever() -> Any:
             with autocast.entered():
-                return original() if closure is None else original(_EvaluatedOnce(optimizer, closure, loss))
+                if closure is None:
+                    return original(**arguments)
+                return original(_EvaluatedOnce(optimizer, closure, loss), **arguments)
 
         with autocast.left():
             update(step_as_ever)

@@ -48,7 +48,8 @@ class EpochClock(pl.Callback):
         self._control.before_batch()
         # such a run gets no `on_train_epoch_start` for the next epoch, and one resumed in the middle of an epoch is not
         # to begin it again
-        if self._epoch_has_ended and batch_idx == 0:
+        # (not by `batch_idx`, which counts from the resume where the step takes batches out of the loader by itself)
+        if self._epoch_has_ended and trainer.fit_loop.batch_idx == 0:
             self._begin_epoch(trainer)
         self._epoch_has_ended = False
         self._control.note_progress(f"training batch {batch_idx}", trainer)

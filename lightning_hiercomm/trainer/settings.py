@@ -132,7 +132,7 @@ class Settings:
         if average_optimizer_state and not scheme.profile.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
-                " agree on everything at once: leave it out, or use PeriodicAveraging"
+                " agree on all that they hold: leave it out, or use PeriodicAveraging"
             )
         elastic = Elastic.of(elastic)
         if elastic is not None:

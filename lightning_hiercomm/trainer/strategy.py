@@ -27,6 +27,7 @@ from lightning_hiercomm._lightning.ddp import (
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
+    requiring_gradients,
     time_buffer_broadcasts,
     unused_parameters,
     warning_of_unused_parameters,
@@ -233,10 +234,16 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
+        reduced = self._known.keys() - {id(parameter) for parameter in self._frozen}
         self._known = {id(parameter): parameter for parameter in self._module.parameters()}
         self._frozen = [p for p in self._known.values() if not p.requires_grad]
         if self._gradients_cross_ranks():
-            super().configure_ddp()
+            # programs that let some be unused toggle them: one that is frozen for another's turn comes back
+            returning = reduced if self._ddp_kwargs.get("find_unused_parameters") else ()
+            toggled = [p for p in self._frozen if id(p) in returning]
+            self._frozen = [p for p in self._frozen if id(p) not in returning]
+            with requiring_gradients(toggled):
+                super().configure_ddp()
         else:
             finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
             self._expects_all_used = self.scheme.gradients != "none" and not finds_unused

@@ -764,3 +764,25 @@ def test_parameters_that_are_thawed_or_frozen_leave_the_outer_steps_of_all_other
     for held in on_nodes(work, scheme, nodes, **arguments):
         for name, (first, last) in {"a": (0, 10), "b": (5, 16), "c": (0, 16)}.items():
             torch.testing.assert_close(held[name], alone(name, first, last), rtol=0, atol=1e-12)
+
+
+def test_a_thaw_while_something_is_in_flight_leaves_the_outer_scheduler_its_period(on_nodes):
+    scheme = DiLoCo(4, partial(SGD, lr=1.0), staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
+
+    def work(rank, thaws_before):
+        rates = []
+        for step in range(1, 13):
+            if step == thaws_before:
+                rank.module["b"].requires_grad_(True)
+                rank.scheme.agree()
+                rank.scheme.follow(rank.replica())
+            rank.train(1.0)
+            rates.append(rank.scheme.outer.learning_rate)
+        return rates[3::4]
+
+    arguments = {"shapes": {"a": 2, "b": 2}, "frozen": ["b"], "dtype": torch.float64}
+    for thaws_before in (3, 5):
+        assert (
+            on_nodes(partial(work, thaws_before=thaws_before), scheme, ((0,), (1,)), **arguments)
+            == [[0.5, 0.25, 0.125]] * 2
+        )

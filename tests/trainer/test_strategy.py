@@ -569,6 +569,81 @@ def test_a_teacher_that_is_filled_when_training_starts_leaves_what_nodes_train_a
         assert resumed == whole
 
 
+class Toggling(pl.LightningModule):
+    """Trains two parts in turns, the second one frozen for the first, as it is when a batch begins; a third thaws."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second, self.third = (torch.nn.Linear(1, 1) for _ in range(3))
+        for part in self.children():
+            torch.nn.init.ones_(part.weight)
+            torch.nn.init.zeros_(part.bias)
+        self.third.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.third.requires_grad_(True)
+
+    def training_step(self, batch, batch_idx):
+        of_first, of_second = self.optimizers()
+        x = torch.full((1, 1), 1.0 + self.global_rank)
+        self.second.requires_grad_(True)
+        of_second.zero_grad()
+        self.manual_backward((self.second(self.first(self.third(x)).detach()) - self.global_rank).square().sum())
+        of_second.step()
+        self.second.requires_grad_(False)
+        of_first.zero_grad()
+        self.manual_backward((self.second(self.first(self.third(x))) - 1.0).square().sum())
+        of_first.step()
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(5, 1))
+
+    def configure_optimizers(self):
+        first = [*self.first.parameters(), *self.third.parameters()]
+        return torch.optim.SGD(first, lr=0.01), torch.optim.SGD(self.second.parameters(), lr=0.01)
+
+
+def test_what_is_toggled_off_when_something_thaws_goes_on_to_be_reduced(fit):
+    strategy = {"scheme": AllReduce(), "find_unused_parameters": True}
+    same_bits(fit(Toggling(), strategy, devices=2, max_epochs=1, use_distributed_sampler=False))
+
+
+class TakingBatches(Oracle):
+    """Takes its batches out of the loader by itself."""
+
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+class CountsSteps(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path, self.seen = path, []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append(trainer.strategy.schemes[0].step_in_epoch)
+        if trainer.global_step == 2 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def _resumed_within_an_epoch(folder):
+    seen = []
+    for path in (None, folder / "saved.ckpt"):
+        counts = CountsSteps(folder / "saved.ckpt")
+        strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=1)
+        one_trainer(folder, devices=2, strategy=strategy, callbacks=[counts], max_steps=5, max_epochs=None).fit(
+            TakingBatches(8), ckpt_path=path
+        )
+        seen.append(counts.seen)
+    return seen
+
+
+def test_a_step_that_takes_its_batches_by_itself_goes_on_within_an_epoch(borrow):
+    assert borrow(_resumed_within_an_epoch, ranks=2) == [[[1, 2, 3, 4, 5], [3, 4, 5]]] * 2
+
+
 class WithoutNorm(Net):
     """For whose statistics StochasticWeightAveraging would add an epoch."""
 

@@ -455,19 +455,25 @@ def average_in_node(buckets: Sequence[Bucket], topology: Topology) -> None:
 
 @torch.no_grad()
 def average_optimizer_state(
-    optimizer: Optimizer, replica: Replica, topology: Topology, healthy: Collection[int] | None = None
+    optimizer: Optimizer,
+    replica: Replica,
+    topology: Topology,
+    healthy: Collection[int] | None = None,
+    on_nonfinite: OnNonfinite = "ignore",
 ) -> None:
     """Replace momentum and moments by their weighted mean over all ranks; blocks.
 
     What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
     anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
-    parameter no gradient, has no mean: the others keep their own until all hold it.
+    parameter no gradient, has no mean: the others keep their own until all hold it. So do they where one has a state
+    that is not finite (the square of a gradient of 1e20), unless that is ignored.
 
     Args:
         optimizer: Whose state.
         replica: What it trains.
         topology: The ranks.
         healthy: Those of whom the mean is; the others, which begin anew, take their count of steps, too. None: all.
+        on_nonfinite: Whether anybody looks.
     """
     held = {
         (index, name): tensor
@@ -482,10 +488,10 @@ def average_optimizer_state(
     state = list(held.values())
     whole = Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node)
     if healthy is None:
-        Average(whole, topology)()
+        Average(whole, topology, on_nonfinite=on_nonfinite)()
         return
     weights = among(healthy, topology.weights)
-    Average(whole, topology, weights=lambda _: weights)()
+    Average(whole, topology, on_nonfinite=on_nonfinite, weights=lambda _: weights)()
     states = [optimizer.state.get(parameter, {}) for parameter in replica.parameters]
     taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(healthy)]
     for state, steps in zip(states, taken, strict=True):

@@ -130,7 +130,7 @@ class Care:
             return
         if self._optimizer is None:
             raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-        average_optimizer_state(self._optimizer, self.replica, self._topology, healthy)
+        average_optimizer_state(self._optimizer, self.replica, self._topology, healthy, self.policy.on_nonfinite)
 
     def verify(self, step: int) -> None:
         """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.

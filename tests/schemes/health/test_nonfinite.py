@@ -202,6 +202,18 @@ def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(inner):
         assert state == pytest.approx(healthy[1])
 
 
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_optimizers_state_that_is_not_finite_stays_its_ranks_own(policy):
+    def work(rank: Rank) -> float:
+        for step in range(4):  # whose square is infinite, but no parameter is
+            rank.train(1e22 if (step, rank.rank) == (1, 1) else 1.0)
+        return float(rank.optimizer.state[rank.parameters[0]]["exp_avg_sq"])
+
+    scheme = harness.with_policy(PeriodicAveraging(2), on_nonfinite=policy, average_optimizer_state=True)
+    own = [math.isfinite(state) for state in on_nodes(work, scheme, THREE, inner=partial(Adam, lr=0.1))]
+    assert own == [True, False, True]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
     """As if the sick node had never been there, but for when the others' values were taken."""
