@@ -1252,15 +1252,38 @@ def _check_same(told: list[list[Told]], other: list[list[Told]], message: str) -
                 assert y is not None
                 same = torch.equal(x.nan_to_num(nan=123.0), y.nan_to_num(nan=123.0))
                 assert same, f"{message}: rank {rank} after step {step}: {x.tolist()} and {y.tolist()}"
+            if a.buffer is not None and b.buffer is not None:
+                assert torch.equal(a.buffer, b.buffer), f"{message}: rank {rank}'s buffer: {a.buffer} and {b.buffer}"
 
 
 def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: float) -> None:
+    buffer = _expected_statistics(c) if c.buffer == "statistics" else None
+    for rank, seen in enumerate(told):
+        assert seen.end is not None
+        _close(seen.end.double(), reference.end.double(), tolerance, f"rank {rank} ends with")
+        if buffer is not None:
+            assert seen.buffer is not None
+            expected = torch.full_like(seen.buffer.double(), buffer)
+            _close(seen.buffer.double(), expected, 1e-5, f"rank {rank} ends with the buffer")
     for step, expected in enumerate(reference.trace):
         for rank, seen in enumerate(told):
             _close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
     for step, values in reference.looks.items():
         for rank, seen in enumerate(told):
             _close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
+
+
+def _expected_statistics(c: Combination) -> float:
+    """What a running mean ends on: its steps are linear, so when ranks agree on it does not matter."""
+    shares = c.argument("gradients", "node") != "none" and c.argument("hierarchical", True)
+    node = {rank: number for number, ranks in enumerate(_NODES[c.nodes]) for rank in ranks}
+    mean = 0.0
+    for rank, weight in zip(c.ranks, c.weights_at(c.total), strict=True):
+        own = 1.0
+        for _ in range(c.total):
+            own = 0.9 * own + 0.1 * (node[rank] if shares else rank)
+        mean += weight * own
+    return mean
 
 
 def _is_outer(c: Combination) -> bool:

@@ -238,6 +238,9 @@ def test_gossip_with_an_outer_optimizer_is_noloco(on_nodes, nodes, outer, graph,
 
 
 class AtOddSteps(When):
+    def __repr__(self):
+        return "odd steps"
+
     def due(self, step, step_in_epoch, parts):
         return range(parts) if step % 2 else ()
 
@@ -245,7 +248,7 @@ class AtOddSteps(When):
         return 1
 
 
-@pytest.mark.parametrize("when", [2, 4, Staggered(4), Staggered(8), AtOddSteps()], ids=str)
+@pytest.mark.parametrize("when", [2, 4, Staggered(4), Staggered(8), AtOddSteps()], ids=repr)
 def test_a_graph_takes_its_next_turn_at_each_agreement(on_nodes, when):
     """Or, agreeing every second step, nodes would know only those two places away."""
     what = 2 if isinstance(when, Staggered) else 1
