@@ -221,7 +221,7 @@ def _digest(value: Any, digest: hashlib.blake2b) -> None:
 def random_state() -> dict[str, Any]:
     """The state of torch's, Python's and NumPy's random streams on this rank, as tensors and primitives."""
     version, numbers, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []  # by which number it goes may change
     state = {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
     if "numpy" in sys.modules:  # or nobody has drawn from it
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
@@ -233,7 +233,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """Put back what :func:`random_state` took."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        if len(state["cuda"]) == 1:
+            torch.cuda.set_rng_state(state["cuda"][0])
+        else:  # of earlier versions, of all that were visible
+            torch.cuda.set_rng_state_all(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     if "numpy" in state and importlib.util.find_spec("numpy") is not None:

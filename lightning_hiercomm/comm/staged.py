@@ -97,6 +97,7 @@ class _Staged(Handle):
         streams.keep_for(copying, *reads, *writes)
 
         def move() -> None:
+            streams.work_for(device)
             sent.synchronize()  # a thread of its own waits, and lets go of the interpreter's lock meanwhile
             launch(lambda tensor: on_host[id(tensor)]).wait()
             with torch.inference_mode(), streams.within(copying):  # an agreed model may be looked at in that

@@ -35,6 +35,12 @@ def check_known(device: torch.device) -> None:
         )
 
 
+def work_for(device: torch.device) -> None:
+    """Let this thread work for a device: a new one works for the first, and would claim memory of it."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(device)
+
+
 def new(device: torch.device) -> torch.cuda.Stream:
     """A stream of its own."""
     return torch.cuda.Stream(device)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -49,7 +49,8 @@ class EpochClock(pl.Callback):
         # such a run gets no `on_train_epoch_start` for the next epoch, and one resumed in the middle of an epoch is not
         # to begin it again
         # (not by `batch_idx`, which counts from the resume where the step takes batches out of the loader by itself)
-        if self._epoch_has_ended and trainer.fit_loop.batch_idx == 0:
+        is_new = trainer.fit_loop.batch_idx == 0 or not any(scheme.steps for scheme in self._run.schemes)
+        if self._epoch_has_ended and is_new:  # or of another strategy, which knew no schedule
             self._begin_epoch(trainer)
         self._epoch_has_ended = False
         self._control.note_progress(f"training batch {batch_idx}", trainer)
@@ -109,6 +110,9 @@ def steps_of_epoch(trainer: pl.Trainer) -> float:
 def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     """Epochs and optimizer steps after which the user wants a run to end."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+    if epochs is not None:  # without the one that only collects statistics, which the callback adds when a fit starts
+        averaging = (each for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging))  # type: ignore[attr-defined]
+        epochs = min([epochs, *(int(getattr(each, "swa_end", epochs)) + 1 for each in averaging)])
     return epochs, trainer.max_steps if trainer.max_steps >= 0 else None
 
 

@@ -399,7 +399,10 @@ class HierarchicalHooks(Reports):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._may_communicate:
             return super().optimizer_state(optimizer)
-        return self._run.scheme_of(raw_optimizer(optimizer)).optimizer_state(only_on=0)  # which writes
+        raw = raw_optimizer(optimizer)
+        if hasattr(raw, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, whose state Lightning gathers
+            return super().optimizer_state(raw)
+        return self._run.scheme_of(raw).optimizer_state(only_on=0)  # which writes
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

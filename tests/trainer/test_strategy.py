@@ -18,10 +18,12 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, one_trainer, same_bits
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
+    DASO,
     AllReduce,
     DiLoCo,
     Gossip,
@@ -642,6 +644,41 @@ def _resumed_within_an_epoch(folder):
 
 def test_a_step_that_takes_its_batches_by_itself_goes_on_within_an_epoch(borrow):
     assert borrow(_resumed_within_an_epoch, ranks=2) == [[[1, 2, 3, 4, 5], [3, 4, 5]]] * 2
+
+
+class Phases(pl.Callback):
+    """Which phase each epoch's last step was in."""
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.is_last_batch and not trainer.fit_loop._skip_backward:
+            pl_module.report = [*(pl_module.report or ()), trainer.strategy.phase]
+
+
+class WithPhases(Net):
+    report = None
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_cool_down_comes_in_the_last_epoch_that_trains(fit, averages):
+    """Where there are statistics to collect for its average, the callback adds an epoch that does not."""
+    callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1)] if averages else []
+    strategy = {"scheme": DASO(2, warmup_epochs=1, cooldown_epochs=1), "ranks_per_node": 1}
+    for report in fit(WithPhases(), strategy, devices=2, max_epochs=4, callbacks=[*callbacks, Phases()]):
+        assert report["report"] == ["warm-up", "cycling", "cycling", "cool-down"]
+
+
+class Sharing(Oracle):
+    """Each rank keeps the optimizer's state of its share of the parameters."""
+
+    def configure_optimizers(self):
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam, lr=0.05)
+
+
+def test_an_optimizer_that_shares_its_state_out_is_saved_whole(fit, tmp_path):
+    saves = SaveAfterOne(tmp_path / "saved.ckpt")
+    fit(Sharing(), {"scheme": AllReduce(), "ranks_per_node": 1}, devices=2, max_epochs=1, callbacks=[saves])
+    (state,) = torch.load(tmp_path / "saved.ckpt", weights_only=True)["optimizer_states"]
+    assert state["state"][0]["exp_avg"].abs().sum() > 0
 
 
 class WithoutNorm(Net):
