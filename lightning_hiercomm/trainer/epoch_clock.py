@@ -36,6 +36,7 @@ class EpochClock(pl.Callback):
         self._control = control
         self._begin_validation = begin_validation
         self._epoch_has_ended = True
+        self._epoch_end_is_noted = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An epoch starts."""
@@ -69,6 +70,10 @@ class EpochClock(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A validation starts: strategies hear of it only after the callbacks that may swap weights for it."""
+        if (
+            trainer.should_stop and trainer.fit_loop.epoch_loop.done
+        ):  # perhaps this rank alone; others would wait for it
+            self._note_epoch_end()
         self._begin_validation()
 
     def on_validation_batch_start(
@@ -90,7 +95,7 @@ class EpochClock(pl.Callback):
         self._control.note_exception(exception, pl_module)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
-        self._epoch_has_ended = False
+        self._epoch_has_ended = self._epoch_end_is_noted = False
         if self._batches is not None:
             self._batches.begin_epoch(trainer.current_epoch)
         self._run.begin_epoch(trainer.current_epoch, trainer.callback_metrics)
@@ -98,8 +103,13 @@ class EpochClock(pl.Callback):
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:
             self._epoch_has_ended = True
-            self._control.note_epoch_end()
+            self._note_epoch_end()
             self._run.end_epoch()
+
+    def _note_epoch_end(self) -> None:
+        if not self._epoch_end_is_noted:
+            self._epoch_end_is_noted = True
+            self._control.note_epoch_end()
 
 
 def steps_of_epoch(trainer: pl.Trainer) -> float:

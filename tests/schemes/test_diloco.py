@@ -615,9 +615,9 @@ def test_bad_arguments_are_named(arguments, message):
 @pytest.mark.parametrize(
     ("outer", "message"),
     [
-        (partial(torch.optim.LBFGS, lr=0.1), "LBFGS needs whole tensors"),
-        (partial(torch.optim.Adafactor, lr=0.1), "Adafactor needs whole tensors"),
-        (partial(torch.optim.Muon, lr=0.1), "Muon"),
+        (partial(getattr(torch.optim, name), lr=0.1), f"{name} needs whole tensors" if name != "Muon" else name)
+        for name in ("LBFGS", "Adafactor", "Muon")
+        if hasattr(torch.optim, name)  # which comes later than the oldest torch
     ],
 )
 def test_an_outer_optimizer_of_whole_tensors_is_refused(on_nodes, outer, message):

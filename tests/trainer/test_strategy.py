@@ -412,6 +412,25 @@ def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_a
     assert "rank 0 (node 0) ended an epoch after 5 batches of the run, and rank 1" in capfd.readouterr().err
 
 
+def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit, capfd):
+    class Stopping(Oracle):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 0 and batch_idx == 2:
+                self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.x.sum(), sync_dist=True)
+
+        def val_dataloader(self):
+            return DataLoader(torch.ones(4, 1))
+
+    strategy = {"scheme": PeriodicAveraging(50, at_epoch_end=False), "ranks_per_node": 1}
+    with pytest.raises(Exception, match=r"exit code 1|took more\. All ranks must"):
+        fit(Stopping(12), strategy, devices=2, forked=True)
+    assert "rank 0 (node 0) ended an epoch after 3 batches of the run, and rank 1" in capfd.readouterr().err
+
+
 def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
     """The finder restores what was before, with barriers, before anybody hears why it ends."""
 
