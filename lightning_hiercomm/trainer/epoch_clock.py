@@ -70,9 +70,7 @@ class EpochClock(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A validation starts: strategies hear of it only after the callbacks that may swap weights for it."""
-        if (
-            trainer.should_stop and trainer.fit_loop.epoch_loop.done
-        ):  # perhaps this rank alone; others would wait for it
+        if trainer.should_stop and trainer.fit_loop.epoch_loop.done:  # perhaps it is this rank alone that stops
             self._note_epoch_end()
         self._begin_validation()
 

@@ -39,7 +39,7 @@ class Graph(Value, ABC):
 
         Args:
             size: Number of ranks that gossip, at least 2. (With hierarchical gossip a "rank" of the graph is a node.)
-            step: Turns before this one: optimizer steps where nodes meet at each, else periods of the schedule.
+            step: Turns before this one: optimizer steps, or agreements where nodes do not meet at every step.
             segment: Index of the segment of the model.
         """
 
