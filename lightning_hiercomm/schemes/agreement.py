@@ -477,6 +477,8 @@ class RunningAgreement(RunningScheme[A]):
         have another carrier, and would take their share of the link from those that training waits for.
         """
         self.care.verify(self.steps)
+        if arrived is not None and arrived.is_sick:  # what leaves now is what it is healed to
+            self._merge_up_to(None, arrived)
         sent: Exchange | None = None
         if leaving:
             carrier = self._carrier_beside_training

@@ -18,6 +18,7 @@ from lightning_hiercomm.schemes import (
     Agreement,
     AllReduce,
     DiLoCo,
+    Full,
     Gossip,
     OuterOptimizer,
     PeriodicAveraging,
@@ -200,6 +201,20 @@ def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(inner):
     for trace, state in on_nodes(partial(work, victim=2), scheme, **training):
         assert trace == pytest.approx(healthy[0])
         assert state == pytest.approx(healthy[1])
+
+
+def test_a_node_that_peers_have_healed_counts_when_the_next_exchange_leaves():
+    def work(rank: Rank, victim: int) -> list[float]:
+        own = -1.0 if rank.rank == 2 else 0.0
+        return [rank.train(math.nan if (step, rank.rank) == (1, victim) else own).item() for step in range(12)]
+
+    scheme = with_policy(Agreement(2, through=Full(), merge="delta", staleness=2), "skip")
+    healthy, with_sick = (
+        on_nodes(partial(work, victim=victim), scheme, THREE, start=0.0, inner=partial(SGD, lr=1.0))
+        for victim in (-1, 2)
+    )
+    for undisturbed, healed in zip(healthy, with_sick, strict=True):  # at the fifth step, as if it began there
+        assert healed[4:] == pytest.approx(undisturbed[:8])
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
