@@ -804,18 +804,21 @@ def test_a_checksum_is_of_every_kind_of_value():
     assert checksum([float("nan")]) == checksum([float("nan")])
 
 
-def test_the_random_streams_of_all_gpus_go_on(monkeypatch):
-    own = [torch.arange(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
-    put_back = []
+def test_the_random_stream_of_a_ranks_gpu_goes_on_by_whatever_number_it_goes(monkeypatch):
+    own, put_back = torch.arange(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: own)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: own)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", put_back.extend)
     state = random_state()
     set_random_state(state)
-    assert put_back == own
+    assert put_back == [own]
+    of_all = [torch.ones(16, dtype=torch.uint8), own]  # as earlier versions have it
+    set_random_state({**state, "cuda": of_all})
+    assert put_back == [own, *of_all]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     set_random_state(state)  # a resume without a GPU
-    assert put_back == own
+    assert put_back == [own, *of_all]
 
 
 @pytest.mark.parametrize(
