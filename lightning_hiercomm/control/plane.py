@@ -106,7 +106,7 @@ class ControlPlane:
         self._progress = 0
         self._gone: set[int] = set()
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
-        self._said: dict[str, hub.Message] = {}
+        self._said: dict[tuple[str, bool], hub.Message] = {}
         self._listener: socket.socket | None = None
         self._hub: subprocess.Popen[bytes] | None = None
         self._channel: hub.Channel | None = None
@@ -276,8 +276,8 @@ class ControlPlane:
                 log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._hold_at = self._stop_at = None
             self.requeue_requested = False
-            for kind in ("requeue", "hold"):
-                self._said.pop(kind, None)  # a new hub is not to ask for it once more
+            # a new hub is not to ask for it once more; where this rank came from it hears, for others may still ask
+            self._said.pop(("requeue", True), None)
             if self._stops_next:
                 self._hold(0)
 
@@ -373,7 +373,7 @@ class ControlPlane:
                     self._receive(message)
                 while not self._outbox.empty():
                     message = self._outbox.get()
-                    self._said[message["kind"]] = message  # for a new hub
+                    self._said[message["kind"], "round" in message] = message  # for a new hub
                     channel.send(message)
                     if message["kind"] == "bye":
                         return

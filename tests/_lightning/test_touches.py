@@ -587,6 +587,10 @@ def test_ddp_strategy_takes_any_keyword_and_ddp_only_its_own():
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())
 
 
+HAS_FSDP2 = hasattr(torch.distributed.fsdp, "fully_shard")
+
+
+@pytest.mark.skipif(not HAS_FSDP2, reason="torch has it there from 2.6 on")
 def test_a_dtensors_local_tensor_is_always_the_same_one(process_group):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
     layer = torch.nn.Linear(3, 2)
@@ -602,6 +606,7 @@ def test_a_dtensors_local_tensor_is_always_the_same_one(process_group):
     assert layer.weight.full_tensor().tolist() == [[7.0] * 3] * 2
 
 
+@pytest.mark.skipif(not HAS_FSDP2, reason="torch has it there from 2.6 on")
 def test_fsdp2_goes_on_with_gathered_parameters_unless_told_to_reshard(process_group):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
     layer = torch.nn.Linear(1, 1, bias=False)

@@ -53,6 +53,7 @@ def pretend(rank: int, size: int = 5) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
+@pytest.mark.skipif(not over_torch._names_agree(), reason="before torch 2.14 all ranks make all groups")
 @pytest.mark.parametrize("rank", range(5))
 def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made):
     pretend(rank)

@@ -141,6 +141,24 @@ def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
     assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
 
 
+def test_a_rank_that_has_not_heard_where_to_save_when_the_hub_is_lost_hears_it_from_the_new_one(star):
+    planes, begun = star(3), (3, 10, 6)
+    for plane, batches in zip(planes, begun, strict=True):
+        assert not any(plane.should_stop() for _ in range(batches))
+    receive, missed = planes[2]._receive, []
+    planes[2]._receive = lambda message: missed.append(message) if message["kind"] == "stop_at" else receive(message)
+    planes[0].request_requeue()
+    wait_until(lambda: all(plane.requeue_requested for plane in planes))
+    assert stopping_batches(planes[:2], begun[:2]) == [11, 11]
+    for plane in planes[:2]:
+        plane.go_on()
+    wait_until(lambda: missed)
+    planes[2]._receive = receive
+    star.lose_hub()
+    wait_until(lambda: planes[2]._stop_at is not None)
+    assert stopping_batches(planes[2:], begun[2:]) == [11]
+
+
 def test_a_hub_that_is_lost_while_all_save_asks_nobody_to_save_again(star):
     planes, begun = star(2), (3, 6)
     for plane, batches in zip(planes, begun, strict=True):

@@ -94,12 +94,14 @@ class Averages(EMAWeightAveraging):
     ids=lambda value: type(value).__name__,
 )
 def test_callbacks_that_decide_on_each_node_by_itself_are_refused_when_training_starts(tmp_path, callback, said):
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
     with pytest.raises(ValueError, match=said):
         ElasticNode(Elastic(), Checkpoints())._check(run)
 
 
 def test_so_is_a_validation_by_the_clock(tmp_path):
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
     with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
         ElasticNode(Elastic(), Checkpoints())._check(run)
