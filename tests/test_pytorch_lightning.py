@@ -107,6 +107,7 @@ def test_batches_are_measured_and_divided(tmp_path, capfd, monkeypatch):
     assert "A global batch of 16 samples on 4 ranks" in capfd.readouterr().out
 
 
+@pytest.mark.long("spawned processes import Lightning and its other tree")
 @pytest.mark.usefixtures("spawns_forks")
 def test_a_spawned_process_finds_the_second_tree():
     strategy = second.HierarchicalStrategy(ranks_per_node=1, start_method="spawn")

@@ -90,6 +90,7 @@ def test_a_peer_that_does_not_install_is_a_row_that_says_so(monkeypatch: pytest.
     assert results["accelerate.0"][0].error == "does not install: no such version"
 
 
+@pytest.mark.long("two launches, of which one fails")
 @pytest.mark.slow
 def test_a_failing_row_does_not_take_the_next_one_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "interpreter", lambda venv: stand_in_for_python())

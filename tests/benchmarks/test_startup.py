@@ -18,6 +18,7 @@ from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.control import open_files
 
 
+@pytest.mark.long("starts up to sixteen ranks twice")
 def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # lanes are large from two ranks on
     few, many = startup.measure(6, 2), startup.measure(14, 2)
@@ -31,6 +32,7 @@ def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(m
     assert many.handles[DDP] - few.handles[DDP] == 8
 
 
+@pytest.mark.long("starts up to sixteen ranks twice")
 def test_ranks_too_many_for_a_mesh_need_words_and_handles_that_do_not_grow_with_them(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", 5)

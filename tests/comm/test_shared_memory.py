@@ -39,6 +39,7 @@ def move_more_than_a_slot(rank):
         assert torch.equal(spread, everyones[1])
 
 
+@pytest.mark.long("four ranks move tensors of many sizes and types")
 @over_shared_memory
 def test_tensors_of_many_slots_and_odd_sizes_arrive(world):
     world.run(move_more_than_a_slot)

@@ -107,6 +107,7 @@ def read(store):
     return store.get("key")
 
 
+@pytest.mark.long("a process imports torch, and its death is missed after a while")
 def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     process, address = node
     links = GlooLinks("127.0.0.1", dead_after=10.0)

@@ -395,6 +395,7 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
         fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, forked=True)
 
 
+@pytest.mark.long("a hub looks around every few seconds, and ranks are started and end")
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(50, at_epoch_end=False)], ids=type)
 def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_and_are_named(fit, capfd, scheme):
     class Uneven(Oracle):
