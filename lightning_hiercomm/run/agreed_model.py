@@ -269,6 +269,10 @@ class AgreedModel:
             self._replicas.have_written()
             self._own = []
 
+    def forget(self) -> None:
+        """The run is over, perhaps while somebody was looking: what the module holds now stays in it."""
+        self._depth, self._own, self._own_others, self._sick = 0, [], [], []
+
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside, the module holds the agreed parameters. Collective."""

@@ -395,6 +395,7 @@ class TrainingRun:
             timeout: Seconds to wait for each.
         """
         self.is_closed = True
+        self.agreed_model.forget()
         for hook in self._hooks:
             hook.remove()
         for scheme in self.schemes:

@@ -566,7 +566,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 return run
         raise RuntimeError(
             f"{type(module).__name__} has no optimizer yet: call fabric.setup(module, optimizer), or"
-            " fabric.setup_optimizers(optimizer) before the first backward pass"
+            " fabric.setup_optimizers(optimizer) before the first backward pass; or freeze its parameters"
+            " (requires_grad_(False)) if nothing is to train them"
         )
 
     def _run_of(self, optimizer: Optimizer) -> TrainingRun:

@@ -11,7 +11,7 @@ import torch
 from covering import asked
 from harness import on_ranks
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from problems import one_trainer
+from problems import Net, one_trainer
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
@@ -317,3 +317,36 @@ def test_what_is_equal_on_all_ranks_keeps_its_bits_when_the_module_is_averaged()
     for kept, averaged in on_ranks(work, nodes=((0,), (1,), (2,))):
         assert torch.equal(kept, equal)
         assert averaged.tolist() == [1.0] * 3
+
+
+class FailsToValidate(Net):
+    """Each rank learns from other samples."""
+
+    fails = True
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1.0 + self.global_rank)
+
+    def validation_step(self, batch, batch_idx):
+        if self.fails:
+            raise ValueError("the dog ate the batch")
+        self.log("seen", self.layers[0].weight.sum())
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+def _validated_after_an_error(folder):
+    strategy = HierarchicalStrategy(PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1)
+    trainer, module = one_trainer(folder, devices=2, strategy=strategy), FailsToValidate()
+    with pytest.raises(ValueError, match="the dog"):
+        trainer.fit(module)
+    held, module.fails = module.layers[0].weight.sum().item(), False
+    (seen,) = trainer.validate(module, verbose=False)
+    return held, seen["seen"], module.layers[0].weight.sum().item()
+
+
+def test_a_validation_after_one_that_failed_leaves_the_module_as_it_is(borrow):
+    for held, seen, left in borrow(_validated_after_an_error, ranks=2):
+        assert seen == pytest.approx(held)
+        assert left == held
