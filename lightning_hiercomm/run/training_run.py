@@ -304,6 +304,16 @@ class TrainingRun:
             scheme.end_epoch(loss)
 
     @outside_autocast()
+    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        """A file is about to be saved, or the run to end, and nobody will know of the metrics later. Collective.
+
+        Args:
+            logged: What the user has logged so far.
+        """
+        for scheme in self.schemes:
+            scheme.hear_metrics(logged)
+
+    @outside_autocast()
     def finish(self) -> None:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         for scheme in self.schemes:

@@ -234,6 +234,13 @@ class RunningScheme(Generic[S]):
             loss: This rank's mean training loss of the epoch (scalar), if :attr:`Scheme.watches_loss`.
         """
 
+    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        """A file is about to be saved, or the run to end, and nobody will know of the metrics later. Collective.
+
+        Args:
+            logged: What the user has logged so far.
+        """
+
     def finish(self) -> None:
         """The run is over: nothing stays in flight, and every rank holds the agreed parameters."""
         self.agree()

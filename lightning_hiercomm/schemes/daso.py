@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -108,8 +108,9 @@ class DASO(Agreement):
         exchange: Who carries the parameters between nodes. ``"rotating"``: one rank per node carries all of them, the
             next rank the next time (the paper). ``"sharded"``: all ranks carry equal parts, which is faster where every
             rank has a network link of its own. The numbers are the same.
-        monitor: The metric that is watched in place of the training loss, such as ``"val_loss"``: lower is better, and
-            it must be logged in every epoch. Default: what ``training_step`` returns. Both are averaged over all ranks.
+        monitor: The metric that is watched in place of the training loss, such as ``"val_loss"``: lower is better. It
+            must be logged by the end of the first cycling epoch, and judges those that log it. Default: what
+            ``training_step`` returns. Both are averaged over all ranks.
         adapt: Let B and S follow the loss, as above. False keeps them as they are.
         gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged, so every rank trains alone between
             exchanges, which then average inside the node as well.
@@ -238,6 +239,8 @@ class RunningDASO(RunningAgreement[DASO]):
         self._warmup_ends = _Moment(epoch=0)
         self._cooldown_begins: _Moment | None = None
         self._awaits_metric = False
+        self._last_metric: Tensor | None = None  # as it was known when the epoch began
+        self._heard_metric: tuple[float, float] | None = None  # of the epoch that is to be judged, when a file was saved
         self._has_resumed = False
         self._has_missed_a_loss = False
 
@@ -310,19 +313,32 @@ class RunningDASO(RunningAgreement[DASO]):
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
         self._enter(self._phase_of_next_step())
-        if self._awaits_metric:
-            monitor = self.config.monitor
-            assert monitor is not None
+        monitor = self.config.monitor
+        if self._awaits_metric and monitor is not None:
             self._awaits_metric = False
-            if monitor in metrics:
-                self._judge(*self._summed(metrics[monitor]))
-            elif not self._has_resumed:  # Lightning forgets its metrics between runs
+            if (metric := self._new_metric(metrics)) is not None:
+                self._judge(*self._summed(metric))
+            elif self._heard_metric is not None:  # Lightning forgets its metrics between runs
+                self._judge(*self._heard_metric)
+            elif monitor not in metrics and not self._has_resumed:
                 logged = ", ".join(metrics) or "nothing"
                 raise ValueError(
                     f"monitor={monitor!r} was not logged in epoch {epoch - 1}; logged: {logged}."
                     " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
                 )
+        self._last_metric = metrics.get(monitor or "")
+        self._heard_metric = None
         self._has_resumed = False
+
+    def _new_metric(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
+        """What is monitored, if it has been logged since the epoch began: Lightning keeps what was logged before."""
+        metric = metrics.get(self.config.monitor or "")
+        return None if metric is self._last_metric else metric
+
+    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        if self._awaits_metric:
+            weighted, total = self._summed(self._new_metric(logged()))
+            self._heard_metric = (weighted, total) if total else None
 
     def before_step(self, last: bool) -> None:
         self._enter(self._phase_of_next_step())
@@ -451,6 +467,7 @@ class RunningDASO(RunningAgreement[DASO]):
             "plateau_best": self.plateau.best,
             "plateau_bad_values": self.plateau.bad_values,
             "awaits_metric": self._awaits_metric,
+            "heard_metric": self._heard_metric,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -461,6 +478,7 @@ class RunningDASO(RunningAgreement[DASO]):
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]
         self._awaits_metric = state["awaits_metric"] and self.config.monitor is not None
+        self._heard_metric = state.get("heard_metric")
         self._has_resumed = True
 
 

@@ -86,6 +86,7 @@ class EpochClock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The run is over."""
+        self._run.hear_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -352,6 +352,8 @@ class HierarchicalHooks(Reports):
         entries = entries_of_rank(checkpoint)
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
+        if together and not run.has_finished:
+            run.hear_metrics(lambda: self._module.trainer.callback_metrics)
         checkpoints.add_to(checkpoint, run, self.batches, together)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node does

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, steps
+from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, reloaded, steps
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader
@@ -318,6 +318,45 @@ def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
         return seen
 
     assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 2, 1]] * 4
+
+
+def test_an_epoch_is_judged_by_the_metric_that_was_known_when_the_file_was_saved_from_which_the_run_goes_on():
+    scheme = cycling(4, 1, patience=0, monitor="val_loss")()
+
+    def work(rank):
+        logged = {"val_loss": torch.tensor(1.0)}
+        for epoch in range(2):
+            rank.scheme.begin_epoch(epoch, logged if epoch else {})
+            rank.train(last=True)
+            rank.scheme.end_epoch(None)
+        rank.scheme.hear_metrics(lambda: logged)
+        before_validation = reloaded(rank.scheme.schedule())
+        rank.scheme.hear_metrics(lambda: {"val_loss": torch.tensor(1.0)})
+        after_validation = reloaded(rank.scheme.schedule())
+        periods = []
+        for state in (before_validation, after_validation):
+            with attached(rank.topology, scheme, epochs=10, begins_epoch=False) as again:
+                again.scheme.load_state_dict(state)
+                again.scheme.begin_epoch(2, {})
+                periods.append(again.scheme.period)
+        return periods
+
+    assert on_four_ranks(work, scheme) == [[4, 2]] * 4
+
+
+def test_a_monitored_metric_is_judged_once_where_not_every_epoch_logs_it():
+    def work(rank):
+        scheme, logged, seen = rank.scheme, {}, []
+        for epoch in range(7):
+            scheme.begin_epoch(epoch, logged)
+            seen.append(scheme.period)
+            rank.train(last=True)
+            scheme.end_epoch(None)
+            if epoch % 2 == 0:  # Lightning keeps it until the next one
+                logged["val_loss"] = torch.tensor(2.0 ** -min(epoch, 4))
+        return seen
+
+    assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 4, 4, 4, 4, 4]] * 4
 
 
 def test_epochs_without_a_loss_change_nothing_and_say_so_once(caplog):
@@ -661,6 +700,21 @@ def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
     reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
     for report in reports:
         assert [sync_every for _, sync_every in report["report"][::2]] == [4, 4, 4, 2, 1, 4, 2]
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.borrows
+def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tmp_path, replicas):
+    save = ModelCheckpoint(tmp_path / "files", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    strategy = {"scheme": cycling(4, 1, patience=0, monitor="val_loss")(), "checkpoint_replicas": replicas}
+    arguments = {"limit_train_batches": 1, "max_epochs": 4, "devices": 2, "callbacks": [save]}
+    arguments["enable_checkpointing"] = True
+    strategy["ranks_per_node"] = 1
+    whole = fit(Watched(learning_rate=0.0), strategy, **arguments)[0]["report"]
+    assert [period for _, period in whole] == [4, 4, 2, 1]
+    path = {"ckpt_path": tmp_path / "files" / "epoch=1.ckpt"}
+    resumed = fit(Watched(learning_rate=0.0), strategy, fit_arguments=path, **arguments)[0]["report"]
+    assert [period for _, period in resumed] == [2, 1]
 
 
 @pytest.mark.borrows
