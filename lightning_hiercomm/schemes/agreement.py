@@ -427,9 +427,9 @@ class RunningAgreement(RunningScheme[A]):
         void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
         self._parts_sent += len(parts)
         landed = self._carrier.landed if isinstance(self._carrier, Average) else ()
-        self._recover(self._carrier, void, landed, self._carrier.is_sick)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
+        self._recover(self._carrier, void, landed, self._carrier.is_sick)  # who is healthy of those who agree: the last
         self._end_round(parts)
         self.agreements += 1
         if is_all and self._merge.ends_in_agreement and not isinstance(self.config.through, Graph):

@@ -189,13 +189,14 @@ def test_without_gradients_in_the_node_only_the_sick_rank_is_left_out():
 
 
 @pytest.mark.parametrize("inner", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.1)], ids=["SGD", "Adam"])
-def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(inner):
+@pytest.mark.parametrize("agreement", [PeriodicAveraging(2), DiLoCo(2, partial(SGD, lr=1.0))], ids=["mean", "outer"])
+def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(agreement, inner):
     def work(rank: Rank, victim: int) -> tuple[list[float], dict[str, float]]:
         trace = [rank.train(math.nan if (step, rank.rank) == (1, victim) else 1.0).item() for step in range(6)]
         return trace[1::2], {name: float(value) for name, value in rank.optimizer.state[rank.parameters[0]].items()}
 
-    scheme = harness.with_policy(PeriodicAveraging(2), on_nonfinite="skip", average_optimizer_state=True)
-    training = {"nodes": THREE, "inner": inner, "dtype": torch.float64}
+    scheme = harness.with_policy(agreement, on_nonfinite="skip", average_optimizer_state=True)
+    training = {"nodes": THREE, "inner": inner, "dtype": torch.float64, "buffer": torch.ones(2)}
     # all have the same gradients, so nobody is missed
     healthy, *_ = on_nodes(partial(work, victim=-1), scheme, **training)
     for trace, state in on_nodes(partial(work, victim=2), scheme, **training):
