@@ -1075,6 +1075,9 @@ class Delayed(Reference):
         scale = 1 / ((1 - momentum) * 2.5) if rule == "glu" else 0.25
         for rank, own in x.items():
             weights = (own if arrived is None else arrived).clone()
+            guess = (self.pre - weights) * (1 - momentum) / (rate * k)
+            if rule == "glu" and args["hold"] and (arrived is not None or (rank not in self.guesses and not self.skips(rank))):
+                self.guesses[rank] = guess
             if not self.skips(rank):
                 g = gradients[rank]
                 kept = self.kept_by_rule.get(rank, torch.zeros_like(g))
@@ -1088,11 +1091,7 @@ class Delayed(Reference):
                     strength = 2.0 / (self.kept_by_rule[rank] + 1e-7).sqrt()
                     weights -= rate * (g + strength * g * g * (weights - own) + decay * weights)
                 else:
-                    guess = (self.pre - weights) * (1 - momentum) / (rate * k)
-                    if args["hold"]:
-                        if arrived is not None or rank not in self.guesses:
-                            self.guesses[rank] = guess
-                        guess = self.guesses[rank]
+                    guess = self.guesses[rank] if args["hold"] else guess
                     weights -= scale * rate * (2.0 * gradients[rank] + decay * weights + 0.5 * guess)
             self.put(rank, weights)
         self.pre = self.pre if arrived is None else arrived

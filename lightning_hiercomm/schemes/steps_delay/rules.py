@@ -72,19 +72,28 @@ def glu(update: LocalUpdate) -> None:
     """
     if update.learning_rate == 0:  # a schedule's first or last step: the local learning rate is 0, too
         return
-    scale = (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
     weights, local_learning_rate = update.weights, update.local_learning_rate
     direction, share = update.gradient, update.alpha
     if update.weight_decay:
         direction, share = direction.mul(share).add_(weights, alpha=update.weight_decay), 1.0
     if not update.hold:
         # w' - loc_lr * beta * grad_sync in one pass, without a copy: w' moves away from pre
-        weights.lerp_(update.pulled, -local_learning_rate * update.beta * scale)
+        weights.lerp_(update.pulled, -local_learning_rate * update.beta * _global_scale(update))
     else:
-        if update.has_arrived or "grad_sync" not in update.state:
-            update.state["grad_sync"] = (update.pulled - weights).mul_(scale)
+        hold_global_gradient(update)
         weights.sub_(update.state["grad_sync"], alpha=local_learning_rate * update.beta)
     weights.sub_(direction, alpha=local_learning_rate * share)
+
+
+def hold_global_gradient(update: LocalUpdate) -> None:
+    """Guess GLU's global gradient, which stays the same until the next pull arrives, and move nothing."""
+    if update.learning_rate != 0 and (update.has_arrived or "grad_sync" not in update.state):
+        update.state["grad_sync"] = (update.pulled - update.weights).mul_(_global_scale(update))
+
+
+def _global_scale(update: LocalUpdate) -> float:
+    """What makes a gradient of the way that the server went between two pulls."""
+    return (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
 
 
 def sgd(update: LocalUpdate) -> None:

@@ -29,7 +29,7 @@ from lightning_hiercomm.schemes.optimizer_state import (
     wraps_another,
 )
 from lightning_hiercomm.schemes.profile import Profile
-from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalRule, LocalUpdate, glu, sgd
+from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalRule, LocalUpdate, glu, hold_global_gradient, sgd
 from lightning_hiercomm.schemes.steps_delay.section import Section, ShardOn
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
@@ -398,21 +398,22 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 weights = held if arrived is None else new().copy_(arrived[here])
                 if arrived is not None:
                     samples.append(sample(held, offset, section.bucket.numel))
+                gradient = part.view(gradients=True) if has_gradient else weights[:0]
+                if gradient is None:
+                    gradient = part.pack_gradients(new())
+                update = LocalUpdate(
+                    weights=weights,
+                    gradient=-gradient if is_ascent else gradient,
+                    taken_at=held,
+                    pulled=self._pulled[index][here],
+                    has_arrived=arrived is not None,
+                    state=state,
+                    **settings,
+                )
                 if has_gradient:
-                    gradient = part.view(gradients=True)
-                    if gradient is None:
-                        gradient = part.pack_gradients(new())
-                    self.config.rule(
-                        LocalUpdate(
-                            weights=weights,
-                            gradient=-gradient if is_ascent else gradient,
-                            taken_at=held,
-                            pulled=self._pulled[index][here],
-                            has_arrived=arrived is not None,
-                            state=state,
-                            **settings,
-                        )
-                    )
+                    self.config.rule(update)
+                elif self.config.rule is glu and self.config.hold:  # the others' way does not depend on it
+                    hold_global_gradient(update)
                 if weights is not in_place:
                     part.unpack(weights)
             offset += part.numel

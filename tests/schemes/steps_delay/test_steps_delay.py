@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -50,6 +50,7 @@ def simulate(
     alpha: float = 2.0,
     beta: float = 0.5,
     scale: float = 4.0,
+    skipped: Collection[tuple[int, int]] = (),
 ) -> tuple[list[list[float]], list[float]]:
     """Algorithms 1 and 2 in one process, with a server: device weights of every node, and the server's."""
     w = torch.zeros_like(goals[0])
@@ -59,7 +60,10 @@ def simulate(
     pre: torch.Tensor | None = None
     held = [torch.zeros_like(w) for _ in goals]
     for n in range(number):
-        gradients = [x - goal for x, goal in zip(devices, goals, strict=True)]
+        gradients = [
+            torch.zeros_like(x) if (n, node) in skipped else x - goal
+            for node, (x, goal) in enumerate(zip(devices, goals, strict=True))
+        ]
         mean = sum(weight * g for weight, g in zip(weights, gradients, strict=True))
         mom = momentum * mom + mean + weight_decay * w
         w = w - lr(n) * mom
@@ -77,8 +81,8 @@ def simulate(
         if u > 0 and u % delay == 0:
             pre = bases[0].clone()
         bases = [
-            base - scale * lr(n) * (alpha * g + weight_decay * base + beta * guess)
-            for base, g, guess in zip(bases, gradients, guesses, strict=True)
+            base - ((n, node) not in skipped) * scale * lr(n) * (alpha * g + weight_decay * base + beta * guess)
+            for node, (base, g, guess) in enumerate(zip(bases, gradients, guesses, strict=True))
         ]
         devices = [base.clone() for base in bases]
         if n % delay == delay - 1:
@@ -112,6 +116,21 @@ def test_a_held_global_gradient_stays_until_the_next_pull():
     arguments = {"delay": 2, "warmup": 2, "lr": lambda n: 0.01, "momentum": 0.9, "weight_decay": 0.0}
     devices, _ = simulate(goals, [0.5, 0.5], 6, hold=True, **arguments)
     assert [run.trace[5] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("at", [3, 4, 5])  # a pull arrives in the iterations 4 and 6
+def test_a_step_that_a_scaler_skips_leaves_out_a_nodes_own_gradient_only(at, hold):
+    def work(run: Rank) -> Rank:
+        for n in range(8):
+            run.train(skip=(n, run.rank) == (at, 0))
+        return run
+
+    runs = train(work, StepsDelay(2, warmup_steps=2, hold=hold), targets=(1.0, 7.0))
+    goals = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([7.0], dtype=torch.float64)]
+    arguments = {"delay": 2, "warmup": 2, "lr": lambda n: 0.01, "momentum": 0.9, "weight_decay": 0.0}
+    devices, _ = simulate(goals, [0.5, 0.5], 8, hold=hold, skipped={(at, 0)}, **arguments)
+    assert [run.trace[7] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
 
 
 @settings(max_examples=25, deadline=None)
