@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -412,9 +413,14 @@ class RunningDASO(RunningAgreement[DASO]):
     # ---- plateau -------------------------------------------------------------------------------------------------
 
     def _summed(self, loss: Tensor | None) -> tuple[float, float]:
-        """The weighted sum of all ranks' losses, and that of the weights of those that have one. Collective."""
-        weight = 0.0 if loss is None else self.topology.rank_weight
-        value = 0.0 if loss is None else float(loss)
+        """The weighted sum of all ranks' losses, and that of the weights of those that have one. Collective.
+
+        Where the others go on without a sick rank, they are judged without it, too.
+        """
+        value = None if loss is None else float(loss)
+        if value is not None and self.care.policy.on_nonfinite == "skip" and not math.isfinite(value):
+            value = None
+        weight, value = (0.0, 0.0) if value is None else (self.topology.rank_weight, value)
         sums = torch.tensor([weight * value, weight], device=self.replica.device)
         self.topology.world.all_reduce(sums).wait()
         weighted, total = sums.tolist()

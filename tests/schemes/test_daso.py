@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from functools import partial
 
 import pytest
 import torch
-from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, reloaded, steps
+from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, reloaded, steps, with_policy
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader
@@ -301,6 +302,21 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
         return seen
 
     assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [[4, 4, 4, 2, 2]] * 4
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("skip", [4, 4, 4]), ("raise", [4, 2, 1])])
+def test_the_loss_of_a_sick_rank_does_not_count_where_the_others_go_on_without_it(policy, expected):
+    def work(rank):
+        seen = []
+        for epoch, loss in enumerate((4.0, 2.0, 1.0)):
+            rank.scheme.begin_epoch(epoch, {})
+            rank.train(last=True)
+            rank.scheme.end_epoch(torch.tensor(math.nan if epoch and rank.rank == 1 else loss))
+            seen.append(rank.scheme.period)
+        return seen
+
+    scheme = with_policy(cycling(4, 1, patience=0)(), on_nonfinite=policy)
+    assert on_four_ranks(work, scheme) == [expected] * 4
 
 
 def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
