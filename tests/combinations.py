@@ -1076,7 +1076,7 @@ class Delayed(Reference):
         for rank, own in x.items():
             weights = (own if arrived is None else arrived).clone()
             guess = (self.pre - weights) * (1 - momentum) / (rate * k)
-            if rule == "glu" and args["hold"] and (arrived is not None or (rank not in self.guesses and not self.skips(rank))):
+            if arrived is not None or (rank not in self.guesses and not self.skips(rank)):
                 self.guesses[rank] = guess
             if not self.skips(rank):
                 g = gradients[rank]

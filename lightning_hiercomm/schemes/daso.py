@@ -241,7 +241,7 @@ class RunningDASO(RunningAgreement[DASO]):
         self._cooldown_begins: _Moment | None = None
         self._awaits_metric = False
         self._last_metric: Tensor | None = None  # as it was known when the epoch began
-        self._heard_metric: tuple[float, float] | None = None  # of the epoch that is to be judged, when a file was saved
+        self._heard_metric: tuple[float, float] | None = None  # of the epoch to be judged, when a file was saved
         self._has_resumed = False
         self._has_missed_a_loss = False
 

@@ -9,7 +9,16 @@ from functools import partial
 
 import pytest
 import torch
-from harness import TWO_BY_TWO, attached, needs_a_thread_beside_training, on_nodes, on_ranks, reloaded, steps, with_policy
+from harness import (
+    TWO_BY_TWO,
+    attached,
+    needs_a_thread_beside_training,
+    on_nodes,
+    on_ranks,
+    reloaded,
+    steps,
+    with_policy,
+)
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from problems import Oracle
 from torch.utils.data import DataLoader

@@ -29,7 +29,14 @@ from lightning_hiercomm.schemes.optimizer_state import (
     wraps_another,
 )
 from lightning_hiercomm.schemes.profile import Profile
-from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalRule, LocalUpdate, glu, hold_global_gradient, sgd
+from lightning_hiercomm.schemes.steps_delay.rules import (
+    LOCAL_RULES,
+    LocalRule,
+    LocalUpdate,
+    glu,
+    hold_global_gradient,
+    sgd,
+)
 from lightning_hiercomm.schemes.steps_delay.section import Section, ShardOn
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
