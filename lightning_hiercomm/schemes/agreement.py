@@ -296,6 +296,7 @@ class RunningAgreement(RunningScheme[A]):
                 wire,
                 # by steps, a graph that goes round might come by the same of its turns at every agreement
                 turn=lambda: 1 + self._parts_sent // max(1, len(self._parts)),
+                average_in_node=lambda leaving: self.care.average_in_node(leaving, self.steps),
                 land=self._land,
                 look=lambda leaving: self.care.look(leaving, self.steps),
             )

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.base import Context
-from lightning_hiercomm.schemes.carriers.mean import average_in_node
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
@@ -137,7 +136,7 @@ class RunningPeriodicAveraging(RunningAgreement[PeriodicAveraging]):
         if self.config.order == "after_step" and self._is_due(self.step_in_epoch):
             self.average()
         elif (every := self.config.node_sync_every) is not None and self.step_in_epoch % every == 0:
-            average_in_node(self.replica.buckets_of_parameters, self.topology)
+            self.care.average_in_node(self.replica.buckets_of_parameters, self.steps)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         if self.config.at_epoch_end and self.unagreed_steps and not self._averaged_before_last:

@@ -32,6 +32,7 @@ from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
 from lightning_hiercomm.schemes.health.nonfinite import (
     OnNonfinite,
     arrived_mark,
+    choose,
     is_marked,
     mark_of,
     mark_of_buckets,
@@ -444,13 +445,36 @@ def same_step(topology: Topology, step: int, device: torch.device) -> Handle:
 
 
 @torch.no_grad()
-def average_in_node(buckets: Sequence[Bucket], topology: Topology) -> None:
-    """Replace values by their weighted mean over the ranks of this node; blocks."""
-    mean = LaneSum(AsIs(), topology.intra)
+def average_in_node(
+    buckets: Sequence[Bucket],
+    topology: Topology,
+    mark: Tensor | None = None,
+    healthy: Collection[int] | None = None,
+) -> list[Bucket]:
+    """Replace values by their weighted mean over the ranks of this node; blocks.
+
+    Args:
+        buckets: Of these values.
+        topology: The ranks.
+        mark: See :func:`~lightning_hiercomm.schemes.health.nonfinite.mark_of_buckets`. None: nobody looks.
+        healthy: Those of whom the mean is; the others' values are not read. None: all.
+
+    Returns:
+        The buckets for which nothing finite has arrived, the same on all ranks; they stay as they are.
+    """
+    weights = topology.weights if healthy is None else among(healthy, topology.weights)
+    mean, is_void = LaneSum(AsIs(), topology.intra), list[Tensor]()
     for bucket in buckets:
-        flat = bucket.pack()
-        mean.launch(flat, weights=topology.in_node(topology.weights))()
+        flat = bucket.pack() if healthy is None or topology.rank in healthy else bucket.empty().zero_()
+        if mark is not None:
+            put_mark(mark, flat)
+        mean.launch(flat, weights=topology.in_node(weights))()
+        if mark is not None:
+            is_void.append(arrived_mark(flat).isnan())
+            flat = choose(~is_void[-1], flat, bucket.pack)
         bucket.unpack(flat)
+    void = torch.stack(is_void).tolist() if is_void else []
+    return [bucket for bucket, is_one in zip(buckets, void, strict=False) if is_one]
 
 
 @torch.no_grad()

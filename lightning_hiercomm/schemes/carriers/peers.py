@@ -19,7 +19,6 @@ from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.carriers.in_flight import Move
-from lightning_hiercomm.schemes.carriers.mean import average_in_node
 from lightning_hiercomm.schemes.health.nonfinite import choose, is_marked, mark_of
 from lightning_hiercomm.schemes.words.graphs import Graph, Round, round_of
 
@@ -287,6 +286,7 @@ class PeerMean(Carrier):
         through: Its twin.
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         turn: Says which turn of the graph is the next one, from 1.
+        average_in_node: Writes the mean of the node's ranks to what differs among them.
         land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
         look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.health.care.Care.look`.
     """
@@ -300,6 +300,7 @@ class PeerMean(Carrier):
         background: Background,
         wire: Wire,
         turn: Callable[[], int],
+        average_in_node: Callable[[Sequence[Bucket]], object],
         land: Land | None = None,
         look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
     ) -> None:
@@ -309,6 +310,7 @@ class PeerMean(Carrier):
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
         self._land = land
+        self._average_in_node = average_in_node
         self._look = look
         self._next_turn = turn
         self._sick: bool | None = None
@@ -324,7 +326,7 @@ class PeerMean(Carrier):
         self._turn = self._next_turn()
         leaving = self.buckets if only is None else [self.buckets[index] for index in only]
         # ranks that train alone agree first: it is nodes that the graph knows
-        average_in_node([bucket for bucket in leaving if not bucket.equal_in_node], self.topology)
+        self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
         self._sick = self._look(leaving)
         self.is_sick = bool(self._sick)
         return finished  # ranks that come after different numbers of steps wait for others than those that come
@@ -338,12 +340,14 @@ class PeerMean(Carrier):
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.anchors[index : index + 1]):
             background.uses(tensor)
-        if self.is_sick:
+        is_sick = self.is_sick  # by now; what leaves next may be healthy, before this has arrived
+        if is_sick:
             own.zero_()
 
         def land(change: Tensor) -> None:
             mean = change.add_(self.carried(own, index))
-            if self._land is not None:
+            # of a sick node none of whose peers is healthy the last agreed values stay, for it to go on from later
+            if self._land is not None and not (is_sick and is_marked(mean)):
                 anchor = self.anchors[index]
                 mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 

@@ -15,7 +15,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.base import Land
-from lightning_hiercomm.schemes.carriers.mean import Average, among, average_optimizer_state
+from lightning_hiercomm.schemes.carriers.mean import Average, among, average_in_node, average_optimizer_state
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
@@ -122,6 +122,41 @@ class Care:
         on_nonfinite = self.policy.on_nonfinite
         average = Average(self.replica, self._topology, buckets=buckets, on_nonfinite=on_nonfinite, weights=weights)
         return self.repair(average, average(step), step, average.landed)
+
+    def average_in_node(self, buckets: Sequence[Bucket], step: int) -> None:
+        """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
+
+        The mean is that of the healthy, as in :meth:`repair`. If the node has none, its values stay as they are, for
+        the other nodes to heal.
+
+        Args:
+            buckets: Which.
+            step: Optimizer steps that were taken, equally many on all ranks.
+
+        Raises:
+            NonfiniteError: On all ranks of the node, if that is the policy.
+        """
+        topology, looks = self._topology, self.policy.on_nonfinite != "ignore"
+        if topology.ranks_on_node == 1:
+            return
+        void = average_in_node(buckets, topology, mark_of_buckets(buckets).to(self.replica.device) if looks else None)
+        if not void:
+            return
+        found: list[str | None] = topology.intra.all_gather_object(describe(self.replica))
+        told = dict(zip(topology.intra.ranks, found, strict=True))
+        healthy = [rank for rank, what in told.items() if what is None]
+        sick = [f"rank {rank} (node {topology.node}): {what}" for rank, what in told.items() if what is not None]
+        trouble = f"after {step} optimizer steps these are NaN or infinite: {'; '.join(sick)}"
+        if sick and self.policy.on_nonfinite == "raise":
+            raise NonfiniteError(f"{trouble}. {self._advice}")
+        if not healthy:
+            return
+        average_in_node(void, topology, healthy=healthy)
+        if sick and topology.local_rank == 0:
+            log.warning("%s. The node goes on without them (on_nonfinite='skip')", trouble)
+        self.nonfinite += bool(sick)
+        if topology.rank not in healthy:
+            self.begin_optimizer_anew()
 
     def average_optimizer_state(self) -> None:
         """All nodes hold the same parameters: let them agree on the optimizer's state as well, if it is asked for."""

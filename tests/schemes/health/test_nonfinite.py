@@ -218,6 +218,16 @@ def test_a_node_that_peers_have_healed_counts_when_the_next_exchange_leaves():
         assert healed[4:] == pytest.approx(undisturbed[:8])
 
 
+@pytest.mark.parametrize("scheme", ["noloco", "noloco, overlapped"])
+def test_a_node_that_has_only_sick_peers_for_once_gets_well_later(scheme):
+    def work(rank: Rank) -> Rank:  # of three nodes in a ring one hears of the other sick one only
+        return falls_sick(rank, steps=14, at=1, victim=rank.rank if rank.rank != 1 else -1)
+
+    for rank in run_to_end(work, with_policy(ALL[scheme](), "skip"), THREE, shapes=SHAPES, inner=partial(SGD, lr=0.1)):
+        assert torch.tensor(rank.trace[-1]).isfinite().all()
+        assert 0.0 < rank.values.min() <= rank.values.max() <= 10.0
+
+
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_an_optimizers_state_that_is_not_finite_stays_its_ranks_own(policy):
     def work(rank: Rank) -> float:
