@@ -42,6 +42,12 @@ class Feedback:
         self.sender.zero_()
         self.reducer.zero_()
 
+    def multiply(self, factor: float) -> None:
+        """What is summed from now on is so many times as large."""
+        streams.keep_here(self.sender, self.reducer)  # perhaps made on the stream of an exchange
+        self.sender.mul_(factor)
+        self.reducer.mul_(factor)
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of both."""
         streams.keep_here(self.sender, self.reducer)  # perhaps made on the stream of an exchange

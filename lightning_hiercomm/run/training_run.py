@@ -253,6 +253,12 @@ class TrainingRun:
         if state:
             self._loss_sum, self._loss_count = state["sum"].to(self.replicas.device), state["count"]
 
+    def note_loss_scale(self, precision: object) -> None:
+        """A backward pass comes, in the scale of the precision's gradient scaler, if it has one."""
+        scaler = getattr(precision, "scaler", None)
+        if scaler is not None and self.gradients.keeps_back:  # or the host would wait for a number that nobody needs
+            self.gradients.note_scale(float(scaler.get_scale()))
+
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
         """One attempt of an optimizer to step.
 

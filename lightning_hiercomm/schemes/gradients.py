@@ -48,6 +48,9 @@ class GradientPath(ABC):
             contents: The model's parameters in it, in their order, and with which element of each it begins.
         """
 
+    def note_scale(self, scale: float) -> None:
+        """Hear by what a gradient scaler multiplies the gradients from now on; nothing is on its way."""
+
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         """The average of a sparse gradient (``Embedding(sparse=True)``); blocks.
 
@@ -129,9 +132,18 @@ class _KeptBack:
         self._device = device
         self._contents: dict[int, Contents] = {}
         self._feedback: dict[tuple[int, int], tuple[Feedback, Contents | None]] = {}
+        self._scale: float | None = None
 
     def note(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
         self._contents[index] = tuple((self._places.get(id(each), -1), start) for each, start in contents)
+
+    @torch.no_grad()
+    def note_scale(self, scale: float) -> None:
+        """What was kept back of gradients in another scale is to be added to some in this one."""
+        if self._scale is not None and self._scale != scale:
+            for feedback, _ in self._feedback.values():
+                feedback.multiply(scale / self._scale)
+        self._scale = scale
 
     def contents(self, index: int) -> Contents | None:
         """Of a bucket, as noted last."""
@@ -153,9 +165,11 @@ class _KeptBack:
         return feedback
 
     def state_dict(self) -> dict[str, Any]:
-        return {"feedback": [(*key, each.state_dict(), of) for key, (each, of) in self._feedback.items()]}
+        feedback = [(*key, each.state_dict(), of) for key, (each, of) in self._feedback.items()]
+        return {"feedback": feedback, "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scale = state.get("scale")
         for index, *more in state["feedback"]:  # files of earlier versions do not know contents, and perhaps no pieces
             piece = more.pop(0) if isinstance(more[0], int) else 0
             saved, contents = (*more, None)[:2]
@@ -209,6 +223,9 @@ class WorldSum(GradientPath):
 
     def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
         self._kept_back.note(index, contents)
+
+    def note_scale(self, scale: float) -> None:
+        self._kept_back.note_scale(scale)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._topology.rank_weight, self._topology.world)
@@ -287,6 +304,9 @@ class NodesMean(GradientPath):
 
     def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
         self._kept_back.note(index, contents)
+
+    def note_scale(self, scale: float) -> None:
+        self._kept_back.note_scale(scale)
 
     def state_dict(self) -> dict[str, Any]:
         return self._kept_back.state_dict()

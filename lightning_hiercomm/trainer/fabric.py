@@ -384,6 +384,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
             if self._losses_have_stepped:
                 self._losses, self._losses_have_stepped = [], False
             self._losses.append(tensor.detach())
+        for run in self._runs:
+            run.note_loss_scale(self.precision)
         super().backward(tensor, module, *args, **kwargs)
         self._has_gone_backward = True
         self._reduce_late()

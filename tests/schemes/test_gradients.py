@@ -8,12 +8,15 @@ import pytest
 import torch
 from harness import needs_sparse_tensors, on_cpu, place
 from harness import on_ranks as on_each
+from lightning.pytorch.plugins.precision import MixedPrecision
+from problems import Oracle
 
 from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import AllReduce
 from lightning_hiercomm.schemes.gradients import NodeMean, NodesMean, Untouched, WorldSum, gradient_path
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -163,6 +166,29 @@ def test_the_bytes_between_nodes_are_those_of_the_formula(nodes, wire):
     expected = 2 * (count - 1) / count * 4 * numel * fraction
     for sent in on_ranks(work, nodes, wire=wire):
         assert expected * 0.999 <= sent <= expected * 1.02
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,), (3,))], ids=str)
+def test_what_was_kept_back_has_the_scale_of_the_gradients_to_which_it_is_added(nodes, resumes):
+    """A gradient scaler halves its scale before every step."""
+    numel, rounds = 700, 20
+
+    def work(path, topology):
+        total = torch.zeros(numel, dtype=torch.float64, device=place.device)
+        for n in range(rounds):
+            path.note_scale(2.0**-n)
+            bucket = gradient_of(topology.rank, numel) * 2.0**-n
+            path.reduce(bucket).wait()
+            total += bucket.double() * 2.0**n
+            if resumes:
+                path.load_state_dict(path.state_dict())
+        return total / rounds
+
+    exact = weighted_mean(range(sum(map(len, nodes))), (1,) * sum(map(len, nodes)), numel)
+    mean = on_ranks(work, nodes, wire="int4")[0]
+    # the same as of constant gradients, above
+    assert (mean - exact).abs().max() <= 1.3 * HALF_A_SCALE["int4"] * 8 / rounds
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4"])
@@ -326,3 +352,18 @@ def test_sparse_gradients_of_a_node_cost_its_entries_and_not_the_table():
 
     for sent in on_ranks(work, ((0, 1), (2, 3)), "node"):
         assert 0 < sent < 1000
+
+
+class Growing(Oracle):
+    """Reports in which scale the gradients' way has kept something back of each batch."""
+
+    def on_train_batch_end(self, *_):
+        self.report.append(self.trainer.strategy._run.gradients.state_dict()["scale"])
+
+
+@pytest.mark.borrows
+def test_what_is_kept_back_in_a_fit_has_the_scale_of_the_gradient_scaler(fit):
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    strategy = {"scheme": AllReduce(), "ranks_per_node": 1, "wire_dtype": "int8"}
+    reports = fit(Growing(steps=3), strategy, devices=2, plugins=[precision])
+    assert [report["report"] for report in reports] == [[1024.0, 2048.0, 4096.0]] * 2
