@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -220,19 +223,35 @@ class RunningGossip(RunningScheme[Gossip]):
 
     # ---- the algorithm -------------------------------------------------------------------------------------------
 
-    def _mix_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
+    def _mix_and_step(self, optimizer_step: Callable[..., object] | None) -> None:
         """The optimizer steps x with gradients taken at z, after what arrived meanwhile was mixed in."""
         was_sick = self._merge()
         if optimizer_step is None or was_sick:  # its gradients are those of what it was
             return
         weights, share = self._own_weights, self._share_of_updates
+        seen = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
         self._scale(weights)
         before = [parameter.detach().clone() for parameter in self.replica.parameters] if share != 1.0 else []
-        optimizer_step()
+        optimizer_step(partial(self._as_far_from_z, seen, weights))
         with torch.no_grad():
             for parameter, value in zip(self.replica.parameters, before, strict=False):
                 parameter.lerp_(value, 1.0 - share)
         self._scale([1.0 / weight for weight in weights])
+
+    @contextmanager
+    def _as_far_from_z(self, seen: Mapping[int, Tensor], weights: Sequence[float]) -> Iterator[None]:
+        """Inside, parameters are as far from z as the optimizer (SAM's kind) has moved them from x, to look there.
+
+        Args:
+            seen: z, by segment, where it is not x.
+            weights: By segment.
+        """
+        held = {index: self._segments[index].pack() for index in seen}
+        for index, z in seen.items():
+            self._segments[index].unpack(held[index] + z * (1.0 - weights[index]))
+        yield
+        for index, values in held.items():
+            self._segments[index].unpack(values)
 
     def _send(self) -> None:
         """Send a share of every segment that this rank carries, and make room for what comes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.autocast import Autocast
 
-Update = Callable[[Callable[[], object] | None], object]
+Update = Callable[[Callable[..., object] | None], object]
 """Called in place of an optimizer's step, when the gradients are there.
 
-It gets the user's own step; or None where a gradient scaler skipped it, on this rank or on its node.
+It gets the user's own step; or None where a gradient scaler skipped it, on this rank or on its node. The step takes a
+context manager for ``looking``: around whatever evaluates the loss again.
 """
 
 
@@ -40,11 +41,11 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
                 loss = closure()
         autocast = Autocast()
 
-        def step_as_ever() -> Any:
+        def step_as_ever(looking: Callable[[], AbstractContextManager[object]] = nullcontext) -> Any:
             with autocast.entered():
                 if closure is None:
                     return original(**arguments)
-                return original(_EvaluatedOnce(optimizer, closure, loss), **arguments)
+                return original(_EvaluatedOnce(optimizer, closure, loss, looking), **arguments)
 
         with autocast.left():
             update(step_as_ever)
@@ -71,17 +72,28 @@ class _EvaluatedOnce:
         optimizer: Has the gradients.
         closure: What was called.
         loss: What it returned.
+        looking: Around every further call.
     """
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], loss: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        loss: Any,
+        looking: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._optimizer = optimizer
         self._closure = closure
         self._loss = loss
+        self._looking = looking
         self._left: list[tuple[int, int] | None] | None = self._gradients()
 
     def __call__(self) -> Any:
         left, self._left = self._left, None
-        return self._loss if left is not None and left == self._gradients() else self._closure()
+        if left is not None and left == self._gradients():
+            return self._loss
+        with self._looking():
+            return self._closure()
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """What changes when somebody writes to a gradient, or takes it away."""

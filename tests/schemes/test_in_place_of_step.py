@@ -8,7 +8,7 @@ from harness import on_ranks, place
 
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import Gossip, PeriodicAveraging
+from lightning_hiercomm.schemes import Gossip, Graph, PeriodicAveraging
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.in_place_of_step import in_place_of_step
 
@@ -93,3 +93,30 @@ def test_an_optimizer_that_evaluates_the_loss_twice_does_so_after_the_nodes_have
 
     # from 0: up by -0.5, down from 0 by 0.5 (-0.5 - target). Then from the mean, 1, likewise
     assert on_ranks(body, [[0], [1]]) == [1.25, 1.75]
+
+
+class Unequal(Graph):
+    """0 -> {1, 2}, 1 -> {2}, 2 -> {0}: push-sum weights (5/6, 5/6, 4/3) after one step."""
+
+    def send_to(self, size, step, segment):
+        return [[1, 2], [2], [0]]
+
+
+def test_under_push_sum_an_optimizer_that_goes_to_look_does_so_from_what_the_forward_pass_saw():
+    looked: dict[int, list[float]] = {}
+
+    def body(topology: Topology) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64, device=place.device))
+        optimizer, calls = SAM([parameter], lr=0.5), looked.setdefault(topology.rank, [])
+        running = Gossip(Unequal(), segments=1).build(Context(Replica([parameter]), topology, optimizer))
+        try:
+            running.begin_run(1, None)
+            running.begin_epoch(0, {})
+            for _ in range(3):
+                running.step(lambda: optimizer.step(closure_of(parameter, optimizer, 8.0, calls)))
+        finally:
+            running.close()
+
+    on_ranks(body, [[0], [1], [2]])
+    for calls in looked.values():  # gradients point down, so it looks half below where it has looked first
+        assert calls[1::2] == pytest.approx([seen - 0.5 for seen in calls[::2]])
