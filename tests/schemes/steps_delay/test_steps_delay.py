@@ -634,6 +634,28 @@ def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull
     assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 3] * 2
 
 
+@pytest.mark.parametrize("shape", [(1024,), (32, 32), (33,), (7, 3)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda values: values.mul_(0.5),
+        lambda values: values.neg_(),
+        lambda values: values.copy_(values.flip(0)),
+        lambda values: values.copy_(values.roll(1, 0)),
+    ],
+    ids=["halved", "negated", "turned round", "rolled"],
+)
+def test_so_are_those_of_which_the_plain_sum_of_the_bits_stays(write, shape):
+    def work(rank: Rank) -> None:
+        rank.train(lambda x: -torch.arange(1.0, x.numel() + 1))
+        with torch.no_grad():
+            write(rank.parameters[0].data)
+        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step"):
+            rank.agreed()
+
+    on_nodes(work, StepsDelay(2, warmup_steps=0), shapes={"a": shape})
+
+
 @pytest.mark.parametrize("asks", ["look", "thaw", "finish"])
 @pytest.mark.parametrize("steps", [3, 4])  # of a period of two, after one of warm-up
 def test_weights_that_are_written_after_the_last_step_are_refused_when_the_servers_are_asked_for(asks, steps):
