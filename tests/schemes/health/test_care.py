@@ -17,9 +17,11 @@ from lightning_hiercomm.schemes import (
     Agreement,
     DiLoCo,
     Gossip,
+    Graph,
     OuterOptimizer,
     PeriodicAveraging,
     RandomPermutation,
+    Ring,
     Scheme,
 )
 
@@ -202,35 +204,41 @@ def noloco(plain: Plain, in_node: bool = True) -> Callable[[int], None]:
     return step
 
 
-def gossip(plain: Plain, fair: str | None) -> Callable[[int], None]:
+def gossip(plain: Plain, graph: Graph, push_sum: bool = True, overlap: bool = False) -> Callable[[int], None]:
     parts, nodes = (slice(0, 5), slice(5, 9)), range(len(plain.nodes))
     w = [[1.0] * len(nodes) for _ in parts]
+    late: list[Tensor] = []
 
     def step(number: int) -> None:
-        in_x = [torch.cat([plain.x[r][p] * w[i][n] for i, p in enumerate(parts)]) for n, r in _first(plain)]
-        slopes = plain.slopes(number, True)
-        x = [in_x[n] - LR * slopes[r] for n, r in _first(plain)]
+        slopes = [plain.slopes(number, True)[ranks[0]] for ranks in plain.nodes]
+        seen = [plain.x[ranks[0]] for ranks in plain.nodes]
+        was_sick = [not x.isfinite().all() for x in seen]
+        if late:  # gradients are those of before it was added, and none of whoever was sick
+            seen = [after if sick else x + after for x, after, sick in zip(seen, late, was_sick, strict=True)]
+            slopes = [0.0 * after if sick else slope for slope, after, sick in zip(slopes, late, was_sick, strict=True)]
+        x = [torch.cat([own[p] * w[i][n] for i, p in enumerate(parts)]) for n, own in enumerate(seen)]
+        x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]
         is_well = [bool(each.isfinite().all()) for each in x]
-        z = [x_.clone() for x_ in x]
+        z = [each.clone() for each in x]
         for i, part in enumerate(parts):
-            sources = RandomPermutation(fair).receive_from(len(nodes), number - 1, i)
-            share = [1 / (1 + sources.count(n)) for n in nodes]
-            mass = [share[n] * w[i][n] for n in nodes]
-            after = [mass[n] + mass[sources[n]] for n in nodes]
+            sends = graph.send_to(len(nodes), number - 1, i)
+            mass = [w[i][n] / (len(sends[n]) + 1) if push_sum else 1.0 for n in nodes]
             for n in nodes:
-                own, theirs = x[n][part] / w[i][n], x[sources[n]][part] / w[i][sources[n]]
-                own, theirs = (own if is_well[n] else theirs), (theirs if is_well[sources[n]] else own)
-                z[n][part] = (mass[n] * own + mass[sources[n]] * theirs) / after[n]
-            w[i] = after
+                sources = [n, *(m for m in nodes if n in sends[m])]
+                values = {m: x[m][part] / w[i][m] for m in sources if is_well[m]}
+                stand_in = values[n] if is_well[n] else sum(values.values()) / len(values)
+                total = sum(mass[m] for m in sources)
+                z[n][part] = sum(mass[m] * values.get(m, stand_in) for m in sources) / total
+            if push_sum:
+                w[i] = [mass[n] + sum(mass[m] for m in nodes if n in sends[m]) for n in nodes]
+        if overlap:  # until then a node goes on with what it has
+            late[:] = [after if not well else after - own for own, after, well in zip(x, z, is_well, strict=True)]
+            z = x
         for node, ranks in enumerate(plain.nodes):
             for r in ranks:
                 plain.x[r] = z[node].clone()
 
     return step
-
-
-def _first(plain: Plain) -> list[tuple[int, int]]:
-    return [(node, ranks[0]) for node, ranks in enumerate(plain.nodes)]
 
 
 def _cycling(staleness: int, **more: str) -> Scheme:
@@ -256,8 +264,17 @@ CASES: dict[str, Case] = {
         lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer(), gradients="none"),
         partial(noloco, in_node=False),
     ),
-    "gossip": (lambda: Gossip(segments=2), partial(gossip, fair="uniform")),
-    "gossip, push-sum": (lambda: Gossip(segments=2, fair=None), partial(gossip, fair=None)),
+    "gossip": (lambda: Gossip(segments=2), partial(gossip, graph=RandomPermutation())),
+    "gossip, overlapped": (
+        lambda: Gossip(segments=2, overlap=True),
+        partial(gossip, graph=RandomPermutation(), overlap=True),
+    ),
+    "gossip, push-sum": (lambda: Gossip(segments=2, fair=None), partial(gossip, graph=RandomPermutation(None))),
+    "gossip, ring": (lambda: Gossip("ring", segments=2), partial(gossip, graph=Ring())),
+    "gossip, plain means": (
+        lambda: Gossip(segments=2, fair=None, push_sum=False),
+        partial(gossip, graph=RandomPermutation(None), push_sum=False),
+    ),
 }
 
 
