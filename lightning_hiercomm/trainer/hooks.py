@@ -30,7 +30,6 @@ from lightning_hiercomm._lightning.saves import (
 )
 from lightning_hiercomm._lightning.trainer import (
     exception_of_tuner,
-    is_interrupted,
     is_of_tuner,
     put_callback_first,
     raw_optimizer,
@@ -181,14 +180,14 @@ class HierarchicalHooks(Reports):
                 dump_as_ever(trainer)
             detach_batches(trainer)
         if self._elastic_node is not None:
-            self._elastic_node.leave(trainer, at_once=is_interrupted(trainer))
+            self._elastic_node.leave(trainer, at_once=self._control.is_interrupted(trainer))
             if trainer is not None and self._boundary is not None:
                 remove_callback(trainer, self._boundary)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
         self._control.stop(trainer)
         super().teardown()
-        if self.topology is not None and not is_interrupted(trainer):  # others may be gone, or stuck
+        if self.topology is not None and not self._control.is_interrupted(trainer):  # others may be gone, or stuck
             self.topology.close()
 
     # ---- training ------------------------------------------------------------------------------------------------
