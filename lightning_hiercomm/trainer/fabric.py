@@ -209,7 +209,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def epochs(self, count: int, first: int = 0, steps: int | None = None) -> Iterator[int]:
         """Numbers of epochs, to loop over: schemes learn where an epoch begins and ends, and where the run does.
 
-        After the last one every rank holds the agreed parameters, and training is over.
+        After the last one every rank holds the agreed parameters, and training is over. If the loop is left before
+        (``break``), that is so after :meth:`finish`, or when another one begins.
 
         Args:
             count: Epochs of the whole run.
@@ -449,9 +450,13 @@ class HierarchicalFabricStrategy(DDPStrategy):
         return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
 
     def _begin(self, epochs: int | None, steps: int | None) -> None:
-        self._has_begun = True
+        goes_on, self._has_begun = self._has_begun, True
         self._length = epochs, steps
         for run in self._runs:
+            if goes_on and not run.has_finished:  # somebody left the loop before, but what nodes have learned counts
+                run.finish()
+                run.agreed_model.average_module()
+                run.remember_values()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
                 self._begin_equal(run.module)
                 run.begin_from_module()

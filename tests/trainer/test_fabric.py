@@ -263,6 +263,26 @@ def test_weights_that_are_loaded_after_the_setup_are_trained(scheme):
     launched(scheme, pretrained)
 
 
+def left_and_begun_again(fabric, strategy):
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    seen = []
+    for count in (2, 4):
+        for _ in strategy.epochs(count, first=count - 2):
+            seen.append(module.weight.item())
+            fabric.backward(-model(torch.full((1, 1), 1.0 + fabric.global_rank)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            break
+    strategy.finish()
+    assert [*seen, module.weight.item()] == [0.0, 2.5, 5.0]
+
+
+def test_another_loop_goes_on_from_what_all_nodes_have_learned_in_one_that_was_left():
+    launched(PeriodicAveraging(100), left_and_begun_again)
+
+
 def thawing(fabric, strategy, folder):
     """The bias is thawed after three steps; on nodes of three ranks and one, in float64, with a reference."""
     module = nn.Linear(1, 1).double()
