@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -38,6 +39,7 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
@@ -186,6 +188,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         )
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
+        self._seen: list[Replica] = []
         self._last_bucket: Mark | None = None
         self._expects_all_used = False
 
@@ -193,7 +196,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
-        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None}
+        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None, "_seen": []}
 
     @classmethod
     @override
@@ -262,12 +265,19 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
         # DDP ignores what was frozen, or not there, when it was made
-        if any(p.requires_grad for p in self._frozen) or any(id(p) not in self._known for p in trained):
+        if any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()
+
+    def _trains_what_came_later(self) -> bool:
+        replicas, seen = [scheme.replica for scheme in self.schemes], self._seen
+        if len(replicas) == len(seen) and all(map(operator.is_, replicas, seen)):
+            return False  # who trains more than its replica holds has just been given another
+        self._seen = replicas
+        trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
+        return any(id(p) not in self._known for p in trained)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
