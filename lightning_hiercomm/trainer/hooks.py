@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,9 +152,11 @@ class HierarchicalHooks(Reports):
         replicas.check_names()
         return settings.new_run(replicas, self._topology)
 
-    def _begin_equal(self) -> None:
-        """Give all ranks rank 0's values; collective."""
-        broadcast_values([*self._module.parameters(), *self._module.buffers()], self._topology.world)
+    def _begin_equal(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Give all ranks rank 0's values of some of the module's tensors; collective. None: of all."""
+        if tensors is None:
+            tensors = [*self._module.parameters(), *self._module.buffers()]
+        broadcast_values(tensors, self._topology.world)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -223,8 +225,7 @@ class HierarchicalHooks(Reports):
             self._run.begin_from_module()
         else:  # a teacher, say
             trained = set(self._run.trained())
-            others = [p for name, p in self._module.named_parameters() if name not in trained]
-            broadcast_values(others, self._topology.world)
+            self._begin_equal([p for name, p in self._module.named_parameters() if name not in trained])
             self._run.remember_values()
 
     def _check_values(self) -> None:
