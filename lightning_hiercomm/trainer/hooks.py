@@ -29,6 +29,7 @@ from lightning_hiercomm._lightning.saves import (
     with_base_io,
 )
 from lightning_hiercomm._lightning.trainer import (
+    draw_first_indices,
     exception_of_tuner,
     is_of_tuner,
     put_callback_first,
@@ -217,6 +218,9 @@ class HierarchicalHooks(Reports):
         self._run.begin(epochs, steps)
         if self._elastic_node is not None:
             self._elastic_node.begin_training(trainer)
+        if self._checkpoints.has_random_state:
+            draw_first_indices(trainer)
+            self._checkpoints.restore_random_state()
 
     def _begin_equal_anew(self) -> None:
         """Give all ranks rank 0's values of what somebody has written; in mid-period, what nodes train differs."""
@@ -245,13 +249,6 @@ class HierarchicalHooks(Reports):
         if batch_idx == 0 and skips_backward(self._module.trainer):
             self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
         self._run.follow_thawed()
-        self._checkpoints.restore_random_state()  # a step that takes the loader itself moves no batch to the device
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._may_communicate and self._run.has_begun and self._module.trainer.training:
-            self._checkpoints.restore_random_state()  # what is drawn for the batch is drawn from here on
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
