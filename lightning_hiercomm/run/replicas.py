@@ -31,9 +31,10 @@ class Replicas:
 
     Where the module is sharded over the node, a replica holds this rank's shards.
 
-    A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when training begins, is a mask or a bound and no statistic: it has no mean, and so does not travel in training. Once
-    it has become finite on all ranks (the best loss so far), what is seen and saved holds its mean. The unit vectors of
-    spectral norm have none either: there what is seen and saved holds the first rank's.
+    A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when training begins, is a
+    mask or a bound and no statistic: it has no mean, and so does not travel in training. Once it has become finite on
+    all ranks (the best loss so far), what is seen and saved holds its mean. The unit vectors of spectral norm have none
+    either: there what is seen and saved holds the first rank's.
 
     Args:
         module: What trains.
