@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from lightning_hiercomm._lightning.ddp import (
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
-    requiring_gradients,
     time_buffer_broadcasts,
     unused_parameters,
     warning_of_unused_parameters,
@@ -245,7 +244,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             returning = reduced if self._ddp_kwargs.get("find_unused_parameters") else ()
             toggled = [p for p in self._frozen if id(p) in returning]
             self._frozen = [p for p in self._frozen if id(p) not in returning]
-            with requiring_gradients(toggled):
+            with _requiring_gradients(toggled):
                 super().configure_ddp()
         else:
             finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
@@ -342,3 +341,15 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             meter = self._topology.meter
             meter.add_wait(self._run.gradients.tier, self._last_bucket, meter.mark(self.root_device))
             self._last_bucket = None
+
+
+@contextmanager
+def _requiring_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters require gradients which do not outside: DDP passes over those that do not when it is made."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
