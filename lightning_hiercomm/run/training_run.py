@@ -262,6 +262,23 @@ class TrainingRun:
         count = round(sums[1].item())
         return {"sum": sums[0].clone(), "count": count} if count else {}
 
+    def common_loss(self, loss: Any) -> Any:
+        """The mean of a loss over the ranks that average their gradients. Collective over these.
+
+        By their loss, optimizers like LBFGS decide how often they evaluate it: those ranks must decide alike, or their
+        backward passes no longer match.
+        """
+        topology, gradients = self.topology, self.schemes[0].config.gradients
+        if gradients == "none" or not isinstance(loss, Tensor):
+            return loss
+        # by numbers that nothing rounds, or none would seem to change any more
+        common = loss.detach().clone().view(1)
+        if gradients == "node":
+            topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
+        else:
+            topology.world.all_reduce(common, weight=topology.rank_weight).wait()
+        return common.view(())
+
     def load_loss(self, state: Mapping[str, Any]) -> None:
         """Go on with :meth:`loss_so_far`."""
         if state:

@@ -308,18 +308,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             return result
 
         def with_common_loss() -> Any:
-            # by its loss such an optimizer decides how often it evaluates it: ranks that average gradients must decide
-            # alike, or their backward passes no longer match
-            loss = closure()
-            if not isinstance(loss, Tensor):
-                return loss
-            # and by numbers that nothing rounds, or none would seem to change any more
-            common, topology = loss.detach().clone().view(1), self._topology
-            if self.scheme.gradients == "node":
-                topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
-            else:
-                topology.world.all_reduce(common, weight=topology.rank_weight).wait()
-            return common.view(())
+            return self._run.common_loss(closure())
 
         return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)
 
