@@ -233,6 +233,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         # its own group tells DDP which parameters nobody used: those get no gradient
         group = process_group(world if self.scheme.gradients == "world" else intra)
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
+        self._frozen, self._known = [], {}  # what is frozen since the last fit is not so for another's turn
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:

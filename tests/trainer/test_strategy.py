@@ -677,6 +677,23 @@ def test_ddp_is_made_anew_when_parameters_come_and_not_before_every_batch(borrow
     assert report == other
 
 
+def _frozen_between_fits(folder):
+    strategy = HierarchicalStrategy(AllReduce(), ranks_per_node=2, find_unused_parameters=True)
+    reduced, reduce = [], strategy._reduce_bucket
+    strategy._reduce_bucket = lambda bucket: (reduced.append(bucket.buffer().numel()), reduce(bucket))[1]
+    trainer, module = one_trainer(folder, devices=2, strategy=strategy, max_epochs=1), Oracle(steps=1)
+    module.unused = torch.nn.Parameter(torch.zeros(10))
+    for _ in range(2):
+        trainer.fit(module)
+        module.unused.requires_grad_(False)
+        trainer.fit_loop.max_epochs += 1
+    return reduced
+
+
+def test_what_is_frozen_between_two_fits_is_not_reduced_in_the_second(borrow):
+    assert borrow(_frozen_between_fits, ranks=2) == [[11, 1]] * 2
+
+
 class TakingBatches(Oracle):
     """Takes its batches out of the loader by itself."""
 
