@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -200,18 +200,6 @@ def in_ddp(
         wrapped = kind(module, device_ids=device_ids, **arguments)
     here.wait_stream(beside)
     return wrapped
-
-
-@contextmanager
-def requiring_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters require gradients which do not outside: DDP passes over those that do not when it is made."""
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain, islice
 from traceback import walk_tb
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_hiercomm._lightning import require_attribute
 
@@ -267,6 +269,19 @@ def join_train_batches(trainer: pl.Trainer, batches: list[Any]) -> Any:
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     return tree_unflatten(batches, combined._spec)
+
+
+def draw_first_indices(trainer: pl.Trainer) -> None:
+    """Let samplers of the train dataloaders draw the seed of the epoch that they have begun.
+
+    Torch's ``DataLoader`` without workers asks for the first indices when it loads the first batch, and not before.
+    """
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    assert combined._iterator is not None
+    for iterator in combined._iterator.iterators:
+        if type(iterator) is _SingleProcessDataLoaderIter:
+            iterator._sampler_iter = chain([*islice(iterator._sampler_iter, 1)], iterator._sampler_iter)
 
 
 def restart_train_dataloaders(trainer: pl.Trainer) -> None:

@@ -334,11 +334,16 @@ class Checkpoints:
                     " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
                 )
 
+    @property
+    def has_random_state(self) -> bool:
+        """Whether there are random streams that were saved in mid-epoch, and are not put back yet."""
+        return self._random_state is not None
+
     def restore_random_state(self) -> None:
-        """Put back random streams that were saved in mid-epoch, once that epoch's loader has drawn its seed."""
-        if self._random_state is not None:
-            set_random_state(self._random_state)
-            self._random_state = None
+        """Put them back, once that epoch's loader and sampler have drawn their seeds, and before a batch is loaded."""
+        assert self._random_state is not None
+        set_random_state(self._random_state)
+        self._random_state = None
 
 
 def _delete(io: CheckpointIO, companions: Iterable[str]) -> None:

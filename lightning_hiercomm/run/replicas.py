@@ -31,10 +31,10 @@ class Replicas:
 
     Where the module is sharded over the node, a replica holds this rank's shards.
 
-    A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when this is made and all
-    ranks are equal, is a mask or a bound and no statistic: it has no mean, and so does not travel in training. Once
-    it has become finite on all ranks (the best loss so far), what is seen and saved holds its mean. The unit vectors of
-    spectral norm have none either: there what is seen and saved holds the first rank's.
+    A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when training begins, is a
+    mask or a bound and no statistic: it has no mean, and so does not travel in training. Once it has become finite on
+    all ranks (the best loss so far), what is seen and saved holds its mean. The unit vectors of spectral norm have none
+    either: there what is seen and saved holds the first rank's.
 
     Args:
         module: What trains.
@@ -62,10 +62,14 @@ class Replicas:
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
         self._node = node or {}
-        # decided once, by name: later, ranks might decide differently
-        named = module.named_buffers(remove_duplicate=False)
         self.directions = names_of_directions(module)
-        self.without_mean = {name for name, buffer in named if not has_mean(local(buffer))} | self.directions
+        # by name, and not asked again when training has begun: then, ranks might decide differently
+        self.without_mean = {name for name, lacks in self.lack_mean().items() if lacks}
+
+    def lack_mean(self) -> dict[str, bool]:
+        """Of each buffer, by its name, whether it has no mean on this rank at the moment."""
+        named = self.module.named_buffers(remove_duplicate=False)
+        return {name: name in self.directions or not has_mean(local(buffer)) for name, buffer in named}
 
     def check_names(self) -> None:
         """See that the module has what ``average_buffers`` names.

@@ -59,6 +59,7 @@ class ShardedGradients:
         self._leaves_early: bool | None = None  # until a backward pass has been seen
         self._is_backward = False
         self._times_written: Counter[int] = Counter()
+        self._written_in: dict[int, torch.cuda.Stream] = {}
         self._sent = 0
         self._in_flight: deque[tuple[int, Tensor, Handle]] = deque()
         self._missing: dict[int, Tensor] = {}
@@ -72,6 +73,7 @@ class ShardedGradients:
     def backward(self) -> Iterator[None]:
         """Around a backward pass, after which gradients are complete; at its end they are averaged. Collective."""
         self._times_written.clear()
+        self._written_in.clear()
         self._is_backward = True
         try:
             yield
@@ -103,6 +105,8 @@ class ShardedGradients:
         if not self._is_backward:
             return
         self._times_written[id(parameter)] += 1
+        if streams.has(self._device):  # FSDP2's own for what it shards, that of the backward pass for others
+            self._written_in[id(parameter)] = streams.current(self._device)
         if not self._leaves_early:
             return
         if self._times_written[id(parameter)] > 1:
@@ -118,6 +122,8 @@ class ShardedGradients:
         """Let the next bucket leave; of those before it a few stay on their way."""
         index, bucket = self._sent, self._buckets[self._sent]
         self._sent += 1
+        for stream in {self._written_in[id(p)] for p in self._owners[index] if id(p) in self._written_in}:
+            streams.current(self._device).wait_stream(stream)
         flat = bucket.empty(multiple_of=self._topology.holders[bucket.held_by].lanes)
         for parameter, (piece, values) in zip(self._owners[index], bucket.split(flat), strict=True):
             if parameter.grad is None:

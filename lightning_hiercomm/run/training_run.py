@@ -91,6 +91,7 @@ class TrainingRun:
         self.has_finished = False
         self.is_closed = False
         self._is_stepping = False
+        self._knows_means = topology.may_grow  # and whoever comes later would decide alone
         self._hooks = [
             optimizer.register_step_pre_hook(self._check_is_heard)
             for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True)
@@ -162,9 +163,20 @@ class TrainingRun:
         Args:
             names: Of the buffers; None if the file does not say.
         """
-        if names is not None and self.replicas.without_mean != {*names}:
+        if names is None:
+            return
+        self._knows_means = True
+        if self.replicas.without_mean != {*names}:
             self.replicas.without_mean = {*names}
             self.begin_from_module()
+
+    def _look_for_means(self) -> None:
+        """Decide once more which buffers have a mean: programs fill them in ``on_fit_start``, say. Collective."""
+        lack = self.replicas.lack_mean()
+        if lack:
+            lacks = torch.tensor([*map(int, lack.values())], device=self.replicas.device)
+            self.topology.world.all_reduce(lacks, op="max").wait()
+            self.go_on_without_mean([name for name, is_lacking in zip(lack, lacks.tolist(), strict=True) if is_lacking])
 
     def trained(self) -> list[str]:
         """Names of the parameters that the schemes train at the moment."""
@@ -209,6 +221,8 @@ class TrainingRun:
             steps: The number of optimizer steps after which the run ends, or None if that is not known.
         """
         self.has_begun, self.has_finished = True, False
+        if not self._knows_means:
+            self._look_for_means()
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
 
@@ -247,6 +261,23 @@ class TrainingRun:
         self.topology.world.all_reduce(sums.mul_(self.topology.rank_weight)).wait()
         count = round(sums[1].item())
         return {"sum": sums[0].clone(), "count": count} if count else {}
+
+    def common_loss(self, loss: Any) -> Any:
+        """The mean of a loss over the ranks that average their gradients. Collective over these.
+
+        By their loss, optimizers like LBFGS decide how often they evaluate it: those ranks must decide alike, or their
+        backward passes no longer match.
+        """
+        topology, gradients = self.topology, self.schemes[0].config.gradients
+        if gradients == "none" or not isinstance(loss, Tensor):
+            return loss
+        # by numbers that nothing rounds, or none would seem to change any more
+        common = loss.detach().clone().view(1)
+        if gradients == "node":
+            topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
+        else:
+            topology.world.all_reduce(common, weight=topology.rank_weight).wait()
+        return common.view(())
 
     def load_loss(self, state: Mapping[str, Any]) -> None:
         """Go on with :meth:`loss_so_far`."""

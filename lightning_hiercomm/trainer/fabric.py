@@ -39,6 +39,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
@@ -209,7 +210,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def epochs(self, count: int, first: int = 0, steps: int | None = None) -> Iterator[int]:
         """Numbers of epochs, to loop over: schemes learn where an epoch begins and ends, and where the run does.
 
-        After the last one every rank holds the agreed parameters, and training is over.
+        After the last one every rank holds the agreed parameters, and training is over. If the loop is left before
+        (``break``), that is so after :meth:`finish`, or when another one begins.
 
         Args:
             count: Epochs of the whole run.
@@ -439,7 +441,18 @@ class HierarchicalFabricStrategy(DDPStrategy):
         if not self._has_begun:  # a loop without epochs is one
             self._begin(None, None)
             self._begin_or_go_on()
-        step, run = super().optimizer_step, self._run_of(optimizer)
+        step, run, closure = super().optimizer_step, self._run_of(optimizer), kwargs.get("closure")
+        last = run.scheme_of(optimizer).step_in_epoch + 1 == self._steps_of_epoch
+        if closure is None:
+            self._watch_losses(run)
+            return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
+        if evaluates_loss(optimizer):
+            kwargs["closure"] = lambda: run.common_loss(closure())
+        result = run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
+        self._watch_losses(run)  # which go backward inside
+        return result
+
+    def _watch_losses(self, run: TrainingRun) -> None:
         if not self._has_gone_backward and (self._watches_loss or any(late for _, _, late in self._late())):
             raise RuntimeError(
                 f"{type(self).__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
@@ -447,13 +460,15 @@ class HierarchicalFabricStrategy(DDPStrategy):
         for loss in self._losses:  # a loss is that of the optimizers that step before the next backward pass
             run.watch_loss(loss)
         self._losses_have_stepped = True
-        last = run.scheme_of(optimizer).step_in_epoch + 1 == self._steps_of_epoch
-        return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
 
     def _begin(self, epochs: int | None, steps: int | None) -> None:
-        self._has_begun = True
+        goes_on, self._has_begun = self._has_begun, True
         self._length = epochs, steps
         for run in self._runs:
+            if goes_on and not run.has_finished:  # somebody left the loop before, but what nodes have learned counts
+                run.finish()
+                run.agreed_model.average_module()
+                run.remember_values()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
                 self._begin_equal(run.module)
                 run.begin_from_module()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,8 +29,8 @@ from lightning_hiercomm._lightning.saves import (
     with_base_io,
 )
 from lightning_hiercomm._lightning.trainer import (
+    draw_first_indices,
     exception_of_tuner,
-    is_interrupted,
     is_of_tuner,
     put_callback_first,
     raw_optimizer,
@@ -153,9 +153,11 @@ class HierarchicalHooks(Reports):
         replicas.check_names()
         return settings.new_run(replicas, self._topology)
 
-    def _begin_equal(self) -> None:
-        """Give all ranks rank 0's values; collective."""
-        broadcast_values([*self._module.parameters(), *self._module.buffers()], self._topology.world)
+    def _begin_equal(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Give all ranks rank 0's values of some of the module's tensors; collective. None: of all."""
+        if tensors is None:
+            tensors = [*self._module.parameters(), *self._module.buffers()]
+        broadcast_values(tensors, self._topology.world)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -181,14 +183,14 @@ class HierarchicalHooks(Reports):
                 dump_as_ever(trainer)
             detach_batches(trainer)
         if self._elastic_node is not None:
-            self._elastic_node.leave(trainer, at_once=is_interrupted(trainer))
+            self._elastic_node.leave(trainer, at_once=self._control.is_interrupted(trainer))
             if trainer is not None and self._boundary is not None:
                 remove_callback(trainer, self._boundary)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
         self._control.stop(trainer)
         super().teardown()
-        if self.topology is not None and not is_interrupted(trainer):  # others may be gone, or stuck
+        if self.topology is not None and not self._control.is_interrupted(trainer):  # others may be gone, or stuck
             self.topology.close()
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -216,6 +218,9 @@ class HierarchicalHooks(Reports):
         self._run.begin(epochs, steps)
         if self._elastic_node is not None:
             self._elastic_node.begin_training(trainer)
+        if self._checkpoints.has_random_state:
+            draw_first_indices(trainer)
+            self._checkpoints.restore_random_state()
 
     def _begin_equal_anew(self) -> None:
         """Give all ranks rank 0's values of what somebody has written; in mid-period, what nodes train differs."""
@@ -224,8 +229,7 @@ class HierarchicalHooks(Reports):
             self._run.begin_from_module()
         else:  # a teacher, say
             trained = set(self._run.trained())
-            others = [p for name, p in self._module.named_parameters() if name not in trained]
-            broadcast_values(others, self._topology.world)
+            self._begin_equal([p for name, p in self._module.named_parameters() if name not in trained])
             self._run.remember_values()
 
     def _check_values(self) -> None:
@@ -245,13 +249,6 @@ class HierarchicalHooks(Reports):
         if batch_idx == 0 and skips_backward(self._module.trainer):
             self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
         self._run.follow_thawed()
-        self._checkpoints.restore_random_state()  # a step that takes the loader itself moves no batch to the device
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._may_communicate and self._run.has_begun and self._module.trainer.training:
-            self._checkpoints.restore_random_state()  # what is drawn for the batch is drawn from here on
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

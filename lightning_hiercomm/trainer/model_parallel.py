@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -270,11 +270,12 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         self._begin_equal()
 
     @override
-    def _begin_equal(self) -> None:
-        """Give all nodes node 0's values, part by part; collective."""
+    def _begin_equal(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Give all nodes node 0's values of some of the module's tensors, part by part; collective. None: of all."""
         topology = self._topology
         reshard(self._module)
-        tensors = [*self._module.parameters(), *self._module.buffers()]
+        if tensors is None:
+            tensors = [*self._module.parameters(), *self._module.buffers()]
         if topology.inter is not None:
             broadcast_values([local(tensor) for tensor in tensors if local(tensor) is not tensor], topology.inter)
         broadcast_values([tensor for tensor in tensors if local(tensor) is tensor], topology.world)

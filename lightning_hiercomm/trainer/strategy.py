@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,7 +28,6 @@ from lightning_hiercomm._lightning.ddp import (
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
-    requiring_gradients,
     time_buffer_broadcasts,
     unused_parameters,
     warning_of_unused_parameters,
@@ -38,6 +38,7 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
@@ -186,6 +187,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         )
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
+        self._seen: list[Replica] = []
         self._last_bucket: Mark | None = None
         self._expects_all_used = False
 
@@ -193,7 +195,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
-        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None}
+        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None, "_seen": []}
 
     @classmethod
     @override
@@ -231,6 +233,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         # its own group tells DDP which parameters nobody used: those get no gradient
         group = process_group(world if self.scheme.gradients == "world" else intra)
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
+        self._frozen, self._known = [], {}  # what is frozen since the last fit is not so for another's turn
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
@@ -242,7 +245,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             returning = reduced if self._ddp_kwargs.get("find_unused_parameters") else ()
             toggled = [p for p in self._frozen if id(p) in returning]
             self._frozen = [p for p in self._frozen if id(p) not in returning]
-            with requiring_gradients(toggled):
+            with _requiring_gradients(toggled):
                 super().configure_ddp()
         else:
             finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
@@ -262,12 +265,19 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
         # DDP ignores what was frozen, or not there, when it was made
-        if any(p.requires_grad for p in self._frozen) or any(id(p) not in self._known for p in trained):
+        if any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()
+
+    def _trains_what_came_later(self) -> bool:
+        replicas, seen = [scheme.replica for scheme in self.schemes], self._seen
+        if len(replicas) == len(seen) and all(map(operator.is_, replicas, seen)):
+            return False  # who trains more than its replica holds has just been given another
+        self._seen = replicas
+        trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
+        return any(id(p) not in self._known for p in trained)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -299,18 +309,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             return result
 
         def with_common_loss() -> Any:
-            # by its loss such an optimizer decides how often it evaluates it: ranks that average gradients must decide
-            # alike, or their backward passes no longer match
-            loss = closure()
-            if not isinstance(loss, Tensor):
-                return loss
-            # and by numbers that nothing rounds, or none would seem to change any more
-            common, topology = loss.detach().clone().view(1), self._topology
-            if self.scheme.gradients == "node":
-                topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
-            else:
-                topology.world.all_reduce(common, weight=topology.rank_weight).wait()
-            return common.view(())
+            return self._run.common_loss(closure())
 
         return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)
 
@@ -332,3 +331,15 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             meter = self._topology.meter
             meter.add_wait(self._run.gradients.tier, self._last_bucket, meter.mark(self.root_device))
             self._last_bucket = None
+
+
+@contextmanager
+def _requiring_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters require gradients which do not outside: DDP passes over those that do not when it is made."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)

@@ -64,6 +64,7 @@ class RunControl:
         self.plane: ControlPlane | None = None
         self._is_stopping_together = False
         self._has_noted_exception = False
+        self._is_ending = False
         self._ranks: ControlPlane | OneRank | None = None
         self._before_batch: Callable[[], None] | None = None
 
@@ -90,7 +91,7 @@ class RunControl:
         """
         if self.plane is not None:
             return
-        self._is_stopping_together = self._has_noted_exception = False  # of the run before
+        self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
         if size > 1:
             place = f"rank {rank} (node {node})"
             self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather)
@@ -137,10 +138,15 @@ class RunControl:
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
-        return self._is_stopping_together or not is_interrupted(trainer)
+        return self._is_stopping_together or not self.is_interrupted(trainer)
+
+    def is_interrupted(self, trainer: pl.Trainer | None) -> bool:
+        """Whether an exception is being handled; Lightning does not say so of a rank that it has forked or spawned."""
+        return self._is_ending or is_interrupted(trainer)
 
     def note_exception(self, exception: BaseException, module: pl.LightningModule | None = None) -> None:
         """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
+        self._is_ending = True
         explain_unused_parameters(exception, module)
         if isinstance(exception, SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at one batch

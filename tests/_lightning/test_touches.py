@@ -61,6 +61,7 @@ from lightning_hiercomm._lightning.saves import (
 )
 from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
+    draw_first_indices,
     exception_of_tuner,
     is_interrupted,
     is_of_tuner,
@@ -457,6 +458,28 @@ def test_the_training_step_is_called_with_what_we_would_call_it_with():
     for inputs, seen in zip(expected, called, strict=True):
         assert inputs[0] is seen[0]
         assert inputs[1:] == seen[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
+    drawn = []
+
+    class Shuffled(BoringModel):
+        def train_dataloader(self):
+            return DataLoader(torch.arange(6.0), shuffle=True, num_workers=workers)
+
+        def on_train_start(self):
+            draw_first_indices(self.trainer)
+            drawn.append(torch.get_rng_state())
+
+        def training_step(self, batch, batch_idx):
+            drawn.append((torch.get_rng_state(), batch.item()))
+            return self.layer(torch.ones(1, 32)).sum()
+
+    trainer(max_epochs=1, use_distributed_sampler=False).fit(Shuffled())
+    before, *batches = drawn
+    assert sorted(value for _, value in batches) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(torch.equal(state, before) for state, _ in batches)
 
 
 def test_train_dataloaders_are_found_restarted_and_their_batches_joined():

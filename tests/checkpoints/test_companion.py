@@ -710,6 +710,38 @@ def test_the_loss_so_far_the_scale_and_numpys_stream_go_on(fit, tmp_path, replic
         assert [period for period, _, _ in other["report"]] == [4, 2, 2, 2, 2, 1]
 
 
+class Drawing(Net):
+    """Batches that its own process draws, and changes by chance before they go to the device."""
+
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__()
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [torch.randn(5), torch.tensor(index % 2)]
+
+    def on_before_batch_transfer(self, batch: list[torch.Tensor], dataloader_idx: int) -> list[torch.Tensor]:
+        return [batch[0] + torch.randn_like(batch[0]), torch.randint(2, (len(batch[1]),))]
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self, batch_size=2, shuffle=self.shuffle)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_is_drawn_for_the_first_batch_after_a_resume_in_mid_epoch_goes_on_too(tmp_path, shuffle):
+    whole, resumed = Drawing(shuffle), Drawing(shuffle)
+    for module in (whole, resumed):
+        strategy = HierarchicalStrategy("periodic", checkpoint_replicas=True)
+        saves = [SaveAfter(2, tmp_path / "saved.ckpt")] if module is whole else []
+        trainer = one_trainer(tmp_path, strategy=strategy, callbacks=saves, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, ckpt_path=None if module is whole else tmp_path / "saved.ckpt")
+    assert len(whole.report) == STEPS
+    assert resumed.report == whole.report[2:]
+
+
 # ---- without processes -----------------------------------------------------------------------------------------------
 
 

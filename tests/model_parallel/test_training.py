@@ -102,6 +102,7 @@ def _train_all(runs, folder):
             }
     results["again"] = _fit_again()
     results["sick"] = {name: _fall_sick(name) for name in ("periodic", "diloco", "gossip", "noloco")}
+    results["taught"] = _fit_taught()
     results["logged"] = _fit_monitored(folder / "logged")
     return results
 
@@ -119,6 +120,25 @@ def _fall_sick(name):
     module, run = Net("adamw"), trainer(strategy, callbacks=[OneShardFallsSick()])
     run.fit(module)
     return {"state": whole_state(module), "left_out": run.strategy.communication()["nonfinite"]}
+
+
+class Taught(Net):
+    """Its first layer is frozen, and filled by every rank when training starts."""
+
+    def build(self):
+        net = super().build()
+        net[0].requires_grad_(False)
+        return net
+
+    def on_train_start(self):
+        with torch.no_grad():
+            self.net[0].weight.fill_(self.global_rank)
+
+
+def _fit_taught():
+    module = Taught()
+    trainer(HierarchicalModelParallelStrategy(PeriodicAveraging(5), ranks_per_node=2), max_epochs=1).fit(module)
+    return module.net[0].weight.to_local().unique().tolist()
 
 
 def _fit_monitored(folder):
@@ -180,6 +200,10 @@ def test_the_monitor_logs_what_a_sharded_node_sends(trained):
     for row in rows:  # an agreement every five steps, of which a node sends the model to the other
         assert float(row["hiercomm/inter_bytes"]) == pytest.approx(4 * parameters / 5, rel=0.05)
         assert float(row["hiercomm/disagreement"]) > 0
+
+
+def test_frozen_shards_that_are_filled_when_training_starts_are_those_of_the_first_node(trained):
+    assert [results["taught"] for results in trained] == [[0.0], [1.0], [0.0], [1.0]]
 
 
 @pytest.mark.parametrize("name", ["periodic", "diloco", "gossip", "noloco"])

@@ -125,6 +125,29 @@ def test_a_buffer_that_was_infinite_is_part_of_the_agreed_model_once_it_is_finit
     assert on_ranks(body, [[0], [1]]) == [[3.0, 3.0, 1.5, 1.0, 1.5], [inf, inf, 1.5, 2.0, 1.5]]
 
 
+def test_whether_a_buffer_has_a_mean_is_decided_when_training_begins():
+    def body(topology: Topology) -> list[float]:
+        module = Pair()
+        module.register_buffer("filled", torch.tensor(torch.nan))
+        module.register_buffer("partly", torch.tensor(torch.nan))
+        module.register_buffer("mask", torch.zeros(2))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in (module.first, module.second)]
+        replicas = Replicas(module, optimizers)
+        run = TrainingRun(PeriodicAveraging(1), replicas, topology, on_nonfinite="raise")
+        module.filled.fill_(1.0 + topology.rank)
+        module.mask.fill_(-torch.inf)
+        if topology.rank == 0:
+            module.partly.fill_(1.0)
+        with begun(run):
+            for which in (0, 1):
+                add(run, which, 1.0)
+            assert module.mask.isneginf().all()
+            assert replicas.without_mean == {"partly", "mask"}
+            return module.filled.item()
+
+    assert on_ranks(body, [[0], [1]]) == [1.5, 1.5]
+
+
 LOWEST = torch.finfo(torch.float32).min
 MASKS = {
     "infinite": torch.full((6, 6), -torch.inf).triu(1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from datetime import timedelta
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -261,6 +263,57 @@ def pretrained(fabric, strategy):
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), DiLoCo(2)], ids=[*SCHEMES, "diloco"])
 def test_weights_that_are_loaded_after_the_setup_are_trained(scheme):
     launched(scheme, pretrained)
+
+
+def left_and_begun_again(fabric, strategy):
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    seen = []
+    for count in (2, 4):
+        for _ in strategy.epochs(count, first=count - 2):
+            seen.append(module.weight.item())
+            fabric.backward(-model(torch.full((1, 1), 1.0 + fabric.global_rank)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            break
+    strategy.finish()
+    assert [*seen, module.weight.item()] == [0.0, 2.5, 5.0]
+
+
+def test_another_loop_goes_on_from_what_all_nodes_have_learned_in_one_that_was_left():
+    launched(PeriodicAveraging(100), left_and_begun_again)
+
+
+def by_closures(fabric, strategy, make, watched):
+    """Rank r's loss is that of its number, so that the loss of some grows where that of most shrinks."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, -1.0)
+    model, optimizer = fabric.setup(module, make(module.parameters()))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = 0.5 * (model(torch.ones(1, 1)) - 10.0 * fabric.global_rank).square().sum()
+        fabric.backward(loss)
+        return loss
+
+    for _ in strategy.epochs(1):
+        optimizer.step(closure)
+        node = fabric.all_gather(module.weight.detach())[fabric.global_rank // 2 * 2 :][:2]
+        assert node[0] == node[1] != -1.0
+        assert strategy._runs[0].loss_so_far().get("count", 0) == watched
+
+
+@pytest.mark.parametrize(
+    ("scheme", "make", "watched"),
+    [
+        (PeriodicAveraging(100), partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), 0),
+        (DASO(), partial(torch.optim.SGD, lr=0.1), 1),
+    ],
+    ids=["lbfgs", "a watched loss"],
+)
+def test_a_step_may_evaluate_the_loss_itself(scheme, make, watched):
+    launched(scheme, by_closures, make, watched, timeout=timedelta(seconds=20))
 
 
 def thawing(fabric, strategy, folder):

@@ -632,6 +632,68 @@ def test_what_is_toggled_off_when_something_thaws_goes_on_to_be_reduced(fit):
     same_bits(fit(Toggling(), strategy, devices=2, max_epochs=1, use_distributed_sampler=False))
 
 
+class Growing(pl.LightningModule):
+    """Trains a parameter that is no part of it, and, from the middle of the second batch on, one more that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.first = torch.nn.Parameter(torch.zeros(1))
+        self.apart = [torch.nn.Parameter(torch.zeros(1))]
+        self.report = []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        parameters = [*self.parameters(), *self.apart]
+        self.manual_backward(sum((each - self.global_rank).square().sum() for each in parameters))
+        optimizer.step()
+        if batch_idx == 1:
+            self.late = torch.nn.Parameter(torch.zeros(1))
+            optimizer.add_param_group({"params": [self.late]})
+            optimizer.step()
+        self.report.append([each.item() for each in self.parameters()])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.first, *self.apart], lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(12, 1))
+
+
+def _wrapped_while_growing(folder):
+    strategy, wrapped = HierarchicalStrategy(PeriodicAveraging(100), ranks_per_node=2), []
+    wrap = strategy._wrap_in_ddp
+    strategy._wrap_in_ddp = lambda: (wrapped.append(1), wrap())
+    module = Growing()
+    one_trainer(folder, devices=2, strategy=strategy, max_epochs=1).fit(module)
+    return len(wrapped), module.report
+
+
+def test_ddp_is_made_anew_when_parameters_come_and_not_before_every_batch(borrow):
+    (times, report), (_, other) = borrow(_wrapped_while_growing, ranks=2)
+    assert len(report) == 6
+    assert times == 3  # at first, for the one that is apart, and for the late one
+    assert report == other
+
+
+def _frozen_between_fits(folder):
+    strategy = HierarchicalStrategy(AllReduce(), ranks_per_node=2, find_unused_parameters=True)
+    reduced, reduce = [], strategy._reduce_bucket
+    strategy._reduce_bucket = lambda bucket: (reduced.append(bucket.buffer().numel()), reduce(bucket))[1]
+    trainer, module = one_trainer(folder, devices=2, strategy=strategy, max_epochs=1), Oracle(steps=1)
+    module.unused = torch.nn.Parameter(torch.zeros(10))
+    for _ in range(2):
+        trainer.fit(module)
+        module.unused.requires_grad_(False)
+        trainer.fit_loop.max_epochs += 1
+    return reduced
+
+
+def test_what_is_frozen_between_two_fits_is_not_reduced_in_the_second(borrow):
+    assert borrow(_frozen_between_fits, ranks=2) == [[11, 1]] * 2
+
+
 class TakingBatches(Oracle):
     """Takes its batches out of the loader by itself."""
 

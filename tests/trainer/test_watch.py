@@ -65,13 +65,24 @@ def test_a_process_alone_exits_as_it_says():
     assert error.code == 0
 
 
+def test_a_forked_rank_that_raises_asks_no_other_any_more(control):
+    """Lightning calls it interrupted in the process only that has forked it."""
+    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    assert control.ranks_are_together(trainer)
+    control.note_exception(ValueError("before training begins"))
+    assert not control.ranks_are_together(trainer)
+    assert control.is_interrupted(trainer)
+
+
 def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
     """A program may catch an error, and train once more with the same Trainer."""
     control.note_exception(ValueError("in the run before"))
     control.plane = None
+    assert control.is_interrupted(None)
     plane = ControlPlane(1, 2, "rank 1 (node 1)")
     monkeypatch.setattr("lightning_hiercomm.trainer.watch.start_control_plane", lambda *_: plane)
     control.start(1, 2, 1, ("localhost", 0), None, broadcast=lambda said: said, gather=lambda said: [said])
+    assert not control.is_interrupted(None)
     told = []
     monkeypatch.setattr(plane, "report_failure", told.append)
     error = ValueError("in this one")
