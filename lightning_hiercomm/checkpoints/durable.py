@@ -32,7 +32,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             return
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_name(f"{place.name}.part")
+        beside = place.with_name(f"{name_beside(place.name)}.part")
         beside.unlink(missing_ok=True)  # of one that has died, or stands still, and would go on to write into this one
         own = None
         try:
@@ -48,6 +48,14 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 beside.unlink(missing_ok=True)
             raise
         _sync_folder(place.parent)
+
+
+def name_beside(name: str) -> str:
+    """With what the names of files beside a checkpoint begin.
+
+    Of ``hpc_ckpt_1.ckpt`` too: Lightning looks for the newest by the numbers in all names with that beginning.
+    """
+    return name.replace("hpc_ckpt_", "hpc-")
 
 
 class _Remembering:
