@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +57,25 @@ def name_beside(name: str) -> str:
     Of ``hpc_ckpt_1.ckpt`` too: Lightning looks for the newest by the numbers in all names with that beginning.
     """
     return name.replace("hpc_ckpt_", "hpc-")
+
+
+def replace(place: Path, new: Path) -> None:
+    """Give a directory beside a place that name. What had it has another between the two renames, and then is gone."""
+    old = place.with_name(f"{name_beside(place.name)}.old")
+    remove(old)
+    if os.path.lexists(place):
+        place.rename(old)
+    new.rename(place)
+    _sync_folder(place.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _Remembering:
