@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
+from lightning_hiercomm._lightning.saves import entries_of_rank
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
@@ -125,3 +127,26 @@ def test_a_scheme_finds_its_own_schedule_again():
         return run.schemes[0].schedule()
 
     assert on_two_nodes(scheme("daso"), work) == [schedule] * 2
+
+
+def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
+    """Of replicas that have loaders of their own, as of shards, and schedulers that look at what a rank logs."""
+    path, io = tmp_path / "saved.ckpt", DurableCheckpointIO()
+
+    def work(run):
+        rank, world = run.topology.rank, run.topology.world
+        loops = {"fit_loop": {"state_dict": {"combined_loader": [{"shard": rank}]}}}
+        checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
+        entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
+        checkpoints.add_to(checkpoint, run, None)
+        with checkpoints.companions(
+            checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path, entries=entries
+        ):
+            if rank == 0:
+                io.save_checkpoint(checkpoint, path)
+        world.barrier()
+        read = io.load_checkpoint(path, weights_only=False)
+        checkpoints.take(read, path, None, io, run.topology)
+        return read["loops"]["fit_loop"]["state_dict"]["combined_loader"], read["lr_schedulers"]
+
+    assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]
