@@ -151,13 +151,14 @@ class Checkpoints:
             precision,
             entries,
         )
-        rank = run.topology.rank
+        rank, replaced = run.topology.rank, _version_at(path)
         try:
             self._write_together(run.topology, io, state, companion_path(path, rank, identity), storage_options)
             self._remove_replaced(io, rank, identity)
             yield
         except BaseException:
-            self._remove_companions(io, path, lambda other: other == identity, rank)
+            if _version_at(path) == replaced:  # else the checkpoint has got its name, before a Ctrl-C came
+                self._remove_companions(io, path, lambda other: other == identity, rank)
             raise
         self._written[path] = identity
         self._paths.pop(str(filepath), None)
@@ -339,6 +340,16 @@ class Checkpoints:
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+
+
+def _version_at(filepath: Any) -> str | None:
+    """Equal as long as the same file lies at a checkpoint's place; None if there is none, or no file system."""
+    try:
+        file_system, path = url_to_fs(str(filepath))
+        file_system.invalidate_cache(os.path.dirname(path))
+        return str(file_system.ukey(path))
+    except (FileNotFoundError, ImportError, ValueError):
+        return None
 
 
 def _delete(io: CheckpointIO, companions: Iterable[str]) -> None:
