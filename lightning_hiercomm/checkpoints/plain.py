@@ -45,7 +45,6 @@ class Checkpoints:
     def __init__(self, with_replicas: bool = False) -> None:
         self.with_replicas = with_replicas
         self._loaded: Mapping[str, Any] = {}
-        self._loaded_from: Any = None
         self._resumed_from: tuple[str, str | None] | None = None
         self._companion: dict[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
@@ -273,7 +272,6 @@ class Checkpoints:
         """
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
-        self._loaded_from = filepath
         self._companion = None
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
@@ -315,6 +313,7 @@ class Checkpoints:
             elif self._loaded:
                 run.load_schedules(self._loaded["schemes"])
                 run.load_loss(self._loaded.get("loss", {}))
+        self._loaded = {}  # an outer optimizer's state is as large as the model
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:
