@@ -14,6 +14,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
+from lightning_hiercomm._lightning.saves import METADATA_FILENAME
+
 
 class DurableCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place, syncs it to the disk, and renames it.
@@ -43,7 +45,10 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             if _is_there(own, beside):  # or somebody has begun to write the same since, and has the newer one
-                beside.replace(place)
+                if (place / METADATA_FILENAME).is_file():  # a directory of shards
+                    replace(place, beside)
+                else:
+                    beside.replace(place)
         except BaseException:
             if own is not None and _is_there(own, beside):
                 beside.unlink(missing_ok=True)
@@ -60,12 +65,20 @@ def name_beside(name: str) -> str:
 
 
 def replace(place: Path, new: Path) -> None:
-    """Give a directory beside a place that name. What had it has another between the two renames, and then is gone."""
+    """Give what is beside a place that name, where one of both is a directory.
+
+    What had it has another between the two renames, and then is gone.
+    """
     old = place.with_name(f"{name_beside(place.name)}.old")
     remove(old)
-    if os.path.lexists(place):
-        place.rename(old)
-    new.rename(place)
+    try:
+        if os.path.lexists(place):
+            place.rename(old)
+        new.rename(place)
+    except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(place):
+            old.rename(place)
+        raise
     _sync_folder(place.parent)
     remove(old)
 

@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 from lightning_hiercomm.checkpoints import directories
 from lightning_hiercomm.checkpoints.directories import save_directory
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.trainer.model_parallel import NodeModelParallelStrategy
 
 
 @pytest.fixture
@@ -53,6 +55,42 @@ def test_a_write_that_fails_leaves_the_directory_that_was_there(path):
         save(1.0, path, cannot_be_saved=lambda: None)
     assert holds(path, 0.0)
     assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_ends_a_write_between_two_renames_leaves_the_directory_its_name(path, monkeypatch, error):
+    rename = Path.rename
+
+    def fail(self, other):
+        if self.suffix == ".part":
+            raise error
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(error):
+        save(1.0, path)
+    assert holds(path, 0.0)
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_file_takes_the_place_of_a_directory_when_it_is_whole(path):
+    strategy = NodeModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
+    strategy.checkpoint_io = DurableCheckpointIO()
+    with pytest.raises(AttributeError, match="pickle"):
+        strategy.save_checkpoint({"cannot_be_saved": lambda: None}, path)
+    assert holds(path, 0.0)
+    strategy.save_checkpoint({"value": 1.0}, path)
+    assert torch.load(path, weights_only=True) == {"value": 1.0}
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    place = tmp_path / "saved.ckpt"
+    (place / "notes").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        DurableCheckpointIO().save_checkpoint({}, place)
+    assert [*tmp_path.iterdir()] == [place]
+    assert [*place.iterdir()] == [place / "notes"]
 
 
 def test_what_a_write_that_died_has_left_behind_is_in_nobodys_way(path):
