@@ -36,7 +36,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_OF_ALL_RANKS = {"epoch", "global_step", "pytorch-lightning_version", "loops", "lr_schedulers", "optimizer_states"}
+_OF_ALL_RANKS = {"epoch", "global_step", "pytorch-lightning_version", "optimizer_states"}
 _OF_ALL_RANKS |= {"state_dict", "current_model_state", "hparams_name", "hyper_parameters", "hparams_type"}
 _OF_ALL_RANKS |= {"datamodule_hparams_name", "datamodule_hyper_parameters", "datamodule_hparams_type", "hiercomm"}
 
@@ -49,9 +49,11 @@ def holds_averaged_weights(checkpoint: Mapping[str, Any]) -> bool:
 def entries_of_rank(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What callbacks, the module and its data put into a checkpoint: every rank something else; a file has rank 0's.
 
-    All ranks make a checkpoint, with the same keys. What is in the way of ``weights_only`` loading is left out.
+    So do schedulers, which may look at what a rank logs, and loaders that know how far they are, among the loops. All
+    ranks make a checkpoint, with the same keys. What is in the way of ``weights_only`` loading is left out.
     """
-    entries = {key: value for key, value in checkpoint.items() if key not in _OF_ALL_RANKS and _is_plain(value)}
+    own = {key: with_plain_numbers(value) for key, value in checkpoint.items() if key not in _OF_ALL_RANKS}
+    entries = {key: value for key, value in own.items() if _is_plain(value)}
     callbacks = {key: state for key, state in checkpoint.get("callbacks", {}).items() if _is_plain(state)}
     if callbacks:
         entries["callbacks"] = callbacks

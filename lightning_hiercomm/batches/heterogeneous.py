@@ -120,6 +120,7 @@ class HeterogeneousBatches:
         self._topology: Topology
         self._costs: list[StepCost] | None = None
         self._spreads: list[float] = []
+        self._source: list[float] | str = "measure"  # of the costs
         self._limits: list[int | None] = []
         self._device = torch.device("cpu")
         self._seed = 0
@@ -151,6 +152,7 @@ class HeterogeneousBatches:
         self._forget_loaders()
         self.clock = StepClock(meter, device) if self.rebalance_every_n_epochs is not None else None
         self._costs, self._spreads = None, []
+        self._source = "measure" if self.speeds == "measure" else self._read_speeds()
         sizes: list[int] | None = None
         if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
             self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
@@ -159,10 +161,13 @@ class HeterogeneousBatches:
             is_beyond = any(limit is not None and size > limit for size, limit in with_limits)
             if sum(sizes) != self.global_batch_size or is_beyond:
                 sizes = None
-            if self.speeds != "measure" and self._loaded.get("speeds", self.speeds) != self.speeds:
-                self._costs, sizes = [StepCost(0.0, speed) for speed in self._read_speeds()], None
-        elif self.speeds != "measure":
-            self._costs = [StepCost(0.0, speed) for speed in self._read_speeds()]
+            before = self._loaded.get("speeds", self._source)
+            if self._source in ("measure", before):
+                self._source = before
+            else:
+                self._costs, sizes = [StepCost(0.0, float(speed)) for speed in self._source], None
+        elif self._source != "measure":
+            self._costs = [StepCost(0.0, float(speed)) for speed in self._source]
         elif topology.world_size == 1:
             self._costs = [StepCost(0.0, 1.0)]
         equal = [StepCost(0.0, 1.0)] * topology.world_size
@@ -313,7 +318,7 @@ class HeterogeneousBatches:
         assert self._costs is not None
         sizes, costs = self.division.sizes, self._costs
         speeds = relative_speeds([size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)])
-        is_measured = self.speeds == "measure"  # given speeds have any unit
+        is_measured = self._source == "measure"  # given speeds have any unit
         columns = f"{'fixed ms':>9} {'ms/sample':>10} {'samples/s':>10} " if is_measured else ""
         lines = [
             f"A global batch of {self.global_batch_size} samples on {len(sizes)} ranks,"
@@ -341,7 +346,7 @@ class HeterogeneousBatches:
         if self.division is None or self._costs is None:
             return {}
         costs = [[cost.fixed for cost in self._costs], [cost.speed for cost in self._costs]]
-        return {"sizes": list(self.division.sizes), "costs": costs, "speeds": self.speeds}
+        return {"sizes": list(self.division.sizes), "costs": costs, "speeds": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with :meth:`state_dict` from the next :meth:`bind`, if the number of ranks is the same."""

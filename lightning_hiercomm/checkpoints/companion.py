@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
+from lightning_hiercomm.checkpoints.durable import name_beside
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
@@ -35,12 +36,9 @@ def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
 
 
 def companion_prefix(checkpoint_path: Any) -> str:
-    """What the paths of all companions at a checkpoint's place begin with.
-
-    Of ``hpc_ckpt_1.ckpt`` too, whose next number Lightning makes of all digits in names with that beginning.
-    """
+    """What the paths of all companions at a checkpoint's place begin with."""
     folder, separator, name = str(checkpoint_path).rpartition("/")
-    return f"{folder}{separator}{name.replace('hpc_ckpt_', 'hpc-')}.rank-"
+    return f"{folder}{separator}{name_beside(name)}.rank-"
 
 
 def companion_state(

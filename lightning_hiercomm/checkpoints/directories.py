@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO, name_beside, remove, replace
 from lightning_hiercomm.comm.dtensor import DTensor, local, whole
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
@@ -24,7 +25,7 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
     """Write a directory as ``ModelParallelStrategy`` does, from which that also loads.
 
     All nodes hold the same model. Their optimizers' states differ, so those of one node are written: node 0's, whose
-    ranks write everything.
+    ranks write everything, beside the directory's place: what lies there stays whole until the new one is.
 
     Args:
         checkpoint: What Lightning and the schemes want saved; what is sharded is taken out of it.
@@ -41,14 +42,20 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
             values[name] = str(value.dtype).removeprefix("torch.")
     if 0 not in topology.nodes[topology.node]:
         return
+    beside = path.with_name(f"{name_beside(path.name)}.part")
     if topology.rank == 0:
-        if path.is_file():
-            path.unlink()
-        path.mkdir(parents=True, exist_ok=True)
+        remove(beside)  # of one that has died
+        beside.mkdir(parents=True)
     topology.intra.barrier()
-    save(state, checkpoint_id=path, process_group=process_group(topology.intra))
-    if topology.rank == 0:
-        torch.save(checkpoint, path / METADATA_FILENAME)
+    try:
+        save(state, checkpoint_id=beside, process_group=process_group(topology.intra))
+        if topology.rank == 0:
+            DurableCheckpointIO().save_checkpoint(checkpoint, beside / METADATA_FILENAME)
+            replace(path, beside)
+    except BaseException:
+        if topology.rank == 0:
+            remove(beside)
+        raise
 
 
 def load_sharded_state(checkpoint: Mapping[str, Any], path: Path, optimizers: Sequence[Optimizer]) -> None:

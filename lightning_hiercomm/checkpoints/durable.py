@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,6 +13,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
+
+from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
@@ -32,7 +35,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             return
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_name(f"{place.name}.part")
+        beside = place.with_name(f"{name_beside(place.name)}.part")
         beside.unlink(missing_ok=True)  # of one that has died, or stands still, and would go on to write into this one
         own = None
         try:
@@ -42,12 +45,50 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             if _is_there(own, beside):  # or somebody has begun to write the same since, and has the newer one
-                beside.replace(place)
+                if (place / METADATA_FILENAME).is_file():  # a directory of shards
+                    replace(place, beside)
+                else:
+                    beside.replace(place)
         except BaseException:
             if own is not None and _is_there(own, beside):
                 beside.unlink(missing_ok=True)
             raise
         _sync_folder(place.parent)
+
+
+def name_beside(name: str) -> str:
+    """With what the names of files beside a checkpoint begin.
+
+    Of ``hpc_ckpt_1.ckpt`` too: Lightning looks for the newest by the numbers in all names with that beginning.
+    """
+    return name.replace("hpc_ckpt_", "hpc-")
+
+
+def replace(place: Path, new: Path) -> None:
+    """Give what is beside a place that name, where one of both is a directory.
+
+    What had it has another between the two renames, and then is gone.
+    """
+    old = place.with_name(f"{name_beside(place.name)}.old")
+    remove(old)
+    try:
+        if os.path.lexists(place):
+            place.rename(old)
+        new.rename(place)
+    except BaseException:
+        if os.path.lexists(old) and not os.path.lexists(place):
+            old.rename(place)
+        raise
+    _sync_folder(place.parent)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 class _Remembering:

@@ -45,7 +45,6 @@ class Checkpoints:
     def __init__(self, with_replicas: bool = False) -> None:
         self.with_replicas = with_replicas
         self._loaded: Mapping[str, Any] = {}
-        self._loaded_from: Any = None
         self._resumed_from: tuple[str, str | None] | None = None
         self._companion: dict[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
@@ -151,13 +150,14 @@ class Checkpoints:
             precision,
             entries,
         )
-        rank = run.topology.rank
+        rank, replaced = run.topology.rank, _version_at(path)
         try:
             self._write_together(run.topology, io, state, companion_path(path, rank, identity), storage_options)
             self._remove_replaced(io, rank, identity)
             yield
         except BaseException:
-            self._remove_companions(io, path, lambda other: other == identity, rank)
+            if _version_at(path) == replaced:  # else the checkpoint has got its name, before a Ctrl-C came
+                self._remove_companions(io, path, lambda other: other == identity, rank)
             raise
         self._written[path] = identity
         self._paths.pop(str(filepath), None)
@@ -272,7 +272,6 @@ class Checkpoints:
         """
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
-        self._loaded_from = filepath
         self._companion = None
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
@@ -314,6 +313,7 @@ class Checkpoints:
             elif self._loaded:
                 run.load_schedules(self._loaded["schemes"])
                 run.load_loss(self._loaded.get("loss", {}))
+        self._loaded = {}  # an outer optimizer's state is as large as the model
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:
@@ -344,6 +344,16 @@ class Checkpoints:
         assert self._random_state is not None
         set_random_state(self._random_state)
         self._random_state = None
+
+
+def _version_at(filepath: Any) -> str | None:
+    """Equal as long as the same file lies at a checkpoint's place; None if there is none, or no file system."""
+    try:
+        file_system, path = url_to_fs(str(filepath))
+        file_system.invalidate_cache(os.path.dirname(path))
+        return str(file_system.ukey(path))
+    except (FileNotFoundError, ImportError, ValueError):
+        return None
 
 
 def _delete(io: CheckpointIO, companions: Iterable[str]) -> None:

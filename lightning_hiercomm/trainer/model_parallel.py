@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,11 +122,14 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if not self._save_distributed_checkpoint or storage_options is not None or self.topology is None:
+        if storage_options is None and not self._save_distributed_checkpoint:
             whole_on_rank_zero(checkpoint, self.global_rank)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        else:
+            # Lightning's lets all ranks remove at once, and before it writes, a directory whose place the file takes
+            ParallelStrategy.save_checkpoint(self, checkpoint, filepath)
+        elif storage_options is None and self.topology is not None:
             save_directory(checkpoint, Path(self.broadcast(filepath)), self.topology)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
 class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStrategy):

@@ -311,6 +311,36 @@ def test_a_resumed_run_keeps_to_the_limits_and_speeds_that_it_is_given(before, n
     assert on_ranks([[0], [1]], work) == [sizes] * 2
 
 
+def test_a_file_of_speeds_that_was_edited_counts_on_resume(tmp_path):
+    file = tmp_path / "speeds.json"
+
+    def work(rank, topology, state):
+        batches = HeterogeneousBatches(96, str(file))
+        batches.load_state_dict(state)
+        batches.bind(topology, topology.meter, harness.place.device)
+        return batches.division.sizes, batches.state_dict()
+
+    file.write_text("[3, 1]")
+    (sizes, state), _ = on_ranks([[0], [1]], lambda rank, topology: work(rank, topology, {}))
+    file.write_text("[1, 1]")
+    (now, _), _ = on_ranks([[0], [1]], lambda rank, topology: work(rank, topology, state))
+    assert (sizes, now) == ([72, 24], [48, 48])
+
+
+def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
+    def work(rank, topology):
+        first, second = HeterogeneousBatches(70, [4, 2, 1]), HeterogeneousBatches(70)
+        first.bind(topology, topology.meter, harness.place.device)
+        second.load_state_dict(first.state_dict())
+        second.bind(topology, topology.meter, harness.place.device)
+        second.announce()
+
+    on_ranks([[0, 1], [2]], work)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "A global batch of 70 samples on 3 ranks, by given speeds"
+    assert said[5:] == ["  predicted step: 2.30 times as fast as with equal batches"]
+
+
 def test_another_number_of_ranks_measures_anew():
     def work(rank, topology):
         batches = HeterogeneousBatches(96)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 import warnings
+import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
+from lightning_hiercomm._lightning.saves import entries_of_rank
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
@@ -43,9 +48,10 @@ def on_two_nodes(scheme: Scheme, work, nodes=((0,), (1,))):
 def train(run: TrainingRun, epoch: int, steps: int) -> None:
     run.begin(epochs=4, steps=None)
     run.begin_epoch(epoch, {})
+    shared_by = {"world": 0, "node": run.topology.node, "none": run.topology.rank}[run.schemes[0].config.gradients]
     for step in range(steps):
         for parameter in run.module.parameters():
-            parameter.grad = torch.ones_like(parameter) * (run.topology.rank + 1)
+            parameter.grad = torch.full_like(parameter, shared_by + 1)
         run.step(run.optimizers[0], run.optimizers[0].step, last=step == steps - 1)
     run.end_epoch()
 
@@ -89,6 +95,24 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
     assert [message.startswith(expected) for message in told] == [True] * (before != after)
 
 
+@pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0, 1, 2), (3,))], ids=["1", "2", "3+1"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_checkpoint_goes_to_other_nodes(name, nodes):
+    checkpoint = saved_by(name)
+
+    def work(run):
+        checkpoints = Checkpoints()
+        checkpoints.take(checkpoint, "saved.ckpt", None)
+        checkpoints.restore(run)
+        train(run, 1, 5)
+        run.finish()
+        return run.schemes[0].steps, [parameter.tolist() for parameter in run.module.parameters()]
+
+    (steps, values), *others = on_two_nodes(scheme(name), work, nodes)
+    assert steps == 10
+    assert all(other == (steps, values) for other in others)
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
     """``OnExceptionCheckpoint`` does; whoever waits for the others there waits until they are ended."""
@@ -125,3 +149,41 @@ def test_a_scheme_finds_its_own_schedule_again():
         return run.schemes[0].schedule()
 
     assert on_two_nodes(scheme("daso"), work) == [schedule] * 2
+
+
+def test_what_was_restored_is_not_kept_in_memory():
+    checkpoint = saved_by("diloco")
+
+    def work(run):
+        own, checkpoints = copy.deepcopy(checkpoint), Checkpoints()
+        momentum = weakref.ref(own["hiercomm"]["schemes"][0]["outer"]["state"][0]["momentum_buffer"])
+        checkpoints.take(own, "saved.ckpt", None)
+        checkpoints.restore(run)
+        own.clear()
+        gc.collect()
+        return momentum()
+
+    assert on_two_nodes(scheme("diloco"), work) == [None, None]
+
+
+def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
+    """Of replicas that have loaders of their own, as of shards, and schedulers that look at what a rank logs."""
+    path, io = tmp_path / "saved.ckpt", DurableCheckpointIO()
+
+    def work(run):
+        rank, world = run.topology.rank, run.topology.world
+        loops = {"fit_loop": {"state_dict": {"combined_loader": [{"shard": rank}]}}}
+        checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
+        entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
+        checkpoints.add_to(checkpoint, run, None)
+        with checkpoints.companions(
+            checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path, entries=entries
+        ):
+            if rank == 0:
+                io.save_checkpoint(checkpoint, path)
+        world.barrier()
+        read = io.load_checkpoint(path, weights_only=False)
+        checkpoints.take(read, path, None, io, run.topology)
+        return read["loops"]["fit_loop"]["state_dict"]["combined_loader"], read["lr_schedulers"]
+
+    assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]

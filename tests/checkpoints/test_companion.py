@@ -541,6 +541,22 @@ def test_a_save_that_fails_says_why_and_leaves_no_companions(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_an_interrupt_that_comes_when_the_checkpoint_is_written_leaves_it_complete(tmp_path):
+    path = tmp_path / "saved.ckpt"
+
+    class Interrupted(DurableCheckpointIO):
+        def save_checkpoint(self, checkpoint, at, storage_options=None):
+            super().save_checkpoint(checkpoint, at, storage_options)
+            if Path(at) == path:
+                raise KeyboardInterrupt  # within the sync that makes the new name last
+
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), checkpoint_replicas=True)
+    trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Interrupted()], callbacks=[SaveAfter(2, path)])
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        trainer.fit(Net())
+    assert companions_of(path) == [f"saved.ckpt.rank-0000.{identity_of(path)}"]
+
+
 def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_companions(fit, tmp_path):
     strategy = {"checkpoint_replicas": True}
     callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")

@@ -70,6 +70,22 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, momen
     assert [*path.parent.iterdir()] == [path]
 
 
+def test_a_kill_in_the_write_of_slurms_checkpoint_leaves_the_one_before_as_the_newest(tmp_path, monkeypatch):
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    DurableCheckpointIO().save_checkpoint(OLD, path)
+    monkeypatch.setattr(os, "fsync", die)
+    child = os.fork()
+    if child == 0:
+        DurableCheckpointIO().save_checkpoint(NEW, tmp_path / "hpc_ckpt_2.ckpt")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    trainer = pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False)
+    assert trainer._checkpoint_connector._hpc_resume_path == str(path)
+
+
 @pytest.mark.parametrize("ends", ["first", "last"])
 def test_one_that_stood_still_while_another_wrote_the_same_file_spoils_neither(path, monkeypatch, ends):
     """As a node that was stopped in its write, and whose place another has taken since."""

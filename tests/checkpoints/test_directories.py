@@ -1,0 +1,103 @@
+"""A directory of shards is whole, whatever happens while it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import on_ranks
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from lightning_hiercomm._lightning.saves import METADATA_FILENAME
+from lightning_hiercomm.checkpoints import directories
+from lightning_hiercomm.checkpoints.directories import save_directory
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.trainer.model_parallel import NodeModelParallelStrategy
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a directory of zeros that is there already, written by one rank, which needs no process group."""
+    monkeypatch.setattr(directories, "process_group", lambda _: None)
+    path = tmp_path / "folder" / "last.ckpt"
+    save(0.0, path)
+    return path
+
+
+def save(value: float, path: Path, **more: object) -> None:
+    checkpoint = {"state_dict": {"x": torch.full((3,), value)}, "value": value, **more}
+    on_ranks(lambda topology: save_directory(checkpoint, path, topology), [[0]])
+
+
+def holds(path: Path, value: float) -> bool:
+    state = {"state_dict": {"x": torch.empty(3)}}
+    load(state, checkpoint_id=path)
+    saved = torch.load(path / METADATA_FILENAME, weights_only=True)
+    return state["state_dict"]["x"].tolist() == [value] * 3 and saved["value"] == value
+
+
+def test_a_directory_takes_the_place_of_another_of_a_file_and_of_a_link(path):
+    save(1.0, path)
+    assert holds(path, 1.0)
+    file, link = path.with_name("file.ckpt"), path.with_name("link.ckpt")
+    file.touch()
+    link.symlink_to(path.name)
+    for each in (file, link):
+        save(2.0, each)
+        assert holds(each, 2.0)
+    assert holds(path, 1.0), "to which the link led"
+    assert sorted(path.parent.iterdir()) == [file, path, link]
+
+
+def test_a_write_that_fails_leaves_the_directory_that_was_there(path):
+    with pytest.raises(AttributeError, match="pickle"):
+        save(1.0, path, cannot_be_saved=lambda: None)
+    assert holds(path, 0.0)
+    assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_ends_a_write_between_two_renames_leaves_the_directory_its_name(path, monkeypatch, error):
+    rename = Path.rename
+
+    def fail(self, other):
+        if self.suffix == ".part":
+            raise error
+        return rename(self, other)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(error):
+        save(1.0, path)
+    assert holds(path, 0.0)
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_file_takes_the_place_of_a_directory_when_it_is_whole(path):
+    strategy = NodeModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
+    strategy.checkpoint_io = DurableCheckpointIO()
+    with pytest.raises(AttributeError, match="pickle"):
+        strategy.save_checkpoint({"cannot_be_saved": lambda: None}, path)
+    assert holds(path, 0.0)
+    strategy.save_checkpoint({"value": 1.0}, path)
+    assert torch.load(path, weights_only=True) == {"value": 1.0}
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    place = tmp_path / "saved.ckpt"
+    (place / "notes").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        DurableCheckpointIO().save_checkpoint({}, place)
+    assert [*tmp_path.iterdir()] == [place]
+    assert [*place.iterdir()] == [place / "notes"]
+
+
+def test_what_a_write_that_died_has_left_behind_is_in_nobodys_way(path):
+    for ending in ("part", "old"):
+        beside = path.with_name(f"last.ckpt.{ending}")
+        beside.mkdir()
+        (beside / "__0_0.distcp").write_bytes(b"half")
+    save(1.0, path)
+    assert holds(path, 1.0)
+    assert [*path.parent.iterdir()] == [path]
