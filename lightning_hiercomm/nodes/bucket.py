@@ -17,7 +17,7 @@ BUCKETS_IN_FLIGHT = 3
 """So many of them are on their way at once where training waits: one is sent, one shared, one packed."""
 
 # Bytes. A few such buffers stay in the processors' caches; smaller ones cost more calls than they save.
-_CACHE_SIZED = 2**20
+CACHE_SIZED = 2**20
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Bucket:
         """
         if self.device.type != "cpu":
             return [self]
-        return self.cut(_CACHE_SIZED)
+        return self.cut(CACHE_SIZED)
 
     def cut(self, nbytes: int) -> list[Bucket]:
         """The same pieces as buckets of at most so many bytes, in order."""
@@ -190,7 +190,7 @@ def in_cache_sized_parts(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     """Tensors of one shape by parts that fit into a processor's cache; see :meth:`Bucket.in_cache_sized`."""
     if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         return iter([tensors])
-    numel = _CACHE_SIZED // tensors[0].element_size()
+    numel = CACHE_SIZED // tensors[0].element_size()
     return zip(*(tensor.view(-1).split(numel) for tensor in tensors), strict=True)
 
 

@@ -180,7 +180,6 @@ class Agreement(Scheme):
             and self.what == 1
             and self.merging.ends_in_agreement
             and not isinstance(self.through, Graph),
-            outer_copies=2.0 if isinstance(self.merging, OuterOptimizer) else 0.0,  # momentum, agreed values
             drift=(self.period or math.inf) + self.staleness,
             period=no_period or self.period or 1,
             leaves=lambda step: bool(self.leaving(step, parts)),

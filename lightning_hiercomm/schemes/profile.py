@@ -17,7 +17,6 @@ class Profile:
         follows_run: Whether what it does depends on the run's length or loss, and not on the steps taken alone.
         can_average_optimizer_state: Whether the nodes ever wait for each other with a state that could be averaged.
         shares_optimizer_state: Whether every rank holds only its part of the optimizer's state.
-        outer_copies: Copies of the model in its checkpoints, beyond the model and the user's optimizer's state.
         drift: Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk.
         drift_of_two: The same of two nodes, where that is less.
         first_phase: How to say what a step takes in phases that end, given ``{seconds}`` of one; None without any.
@@ -31,7 +30,6 @@ class Profile:
     follows_run: bool = False
     can_average_optimizer_state: bool = False
     shares_optimizer_state: bool = False
-    outer_copies: float = 0.0
     drift: float = 0
     drift_of_two: float | None = None
     first_phase: str | None = None

@@ -189,7 +189,7 @@ def test_both_ways_to_exchange_give_the_same_numbers(run_oracle, nodes, merge, w
 @pytest.mark.parametrize("merge", ["eq1", "delta"])
 def test_bits_are_the_same_however_small_the_parts_are_that_are_merged(monkeypatch, merge):
     def trace(bytes_in_cache):
-        monkeypatch.setattr(bucket, "_CACHE_SIZED", bytes_in_cache)
+        monkeypatch.setattr(bucket, "CACHE_SIZED", bytes_in_cache)
         shapes = {"a": (7, 3), "b": (2,), "c": (5, 4)}
         runs = on_four_ranks(steps(9), cycling(2, 1, merge=merge)(), shapes=shapes, targets=None)
         return [run.trace for run in runs]

@@ -232,10 +232,11 @@ def _reason(chosen: Row, rows: Sequence[Row], target: float) -> str:
             fastest += shown_seconds(ddp.prediction.seconds)
         return (
             f"{took}. {fastest.format(target)}. Fewer agreements, a narrower wire_dtype or larger batches would help."
+            f"{_unknown_accuracy(chosen)}"
         )
     if chosen.candidate.kind is AllReduce:
         as_ddp = "this trains exactly as DDP does" if wire is None else f"this is DDP with gradients sent as {wire}"
-        return f"{took}, so there is no need to train apart: {as_ddp}."
+        return f"{took}, so there is no need to train apart: {as_ddp}.{_unknown_accuracy(chosen)}"
     apart = f"nodes are at most {chosen.drift:g} steps apart" if chosen.drift else "nodes never differ"
     all_reduce = _best(rows, AllReduce.__name__, target)  # as in the table
     wire = all_reduce.candidate.wire_dtype
@@ -244,7 +245,15 @@ def _reason(chosen: Row, rows: Sequence[Row], target: float) -> str:
         f"{f' with wire_dtype={wire!r}' if wire else ''} ({all_reduce.overhead:+.0%}), DDP"
         f" {shown_seconds(ddp.prediction.seconds)}"
     )
-    return f"{took}, and {apart}, the fewest of all settings below {target:.0%}. {others}."
+    return f"{took}, and {apart}, the fewest of all settings below {target:.0%}. {others}.{_unknown_accuracy(chosen)}"
+
+
+def _unknown_accuracy(chosen: Row) -> str:
+    """Of what nobody has measured, that this is so."""
+    wire = chosen.candidate.wire_dtype
+    if wire not in ("int8", "int4"):
+        return ""
+    return f" No table of the documentation has the accuracy of that with {wire}: compare it with a wider wire first."
 
 
 def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:

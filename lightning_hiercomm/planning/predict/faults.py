@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
+from lightning_hiercomm.planning.predict.schemes import outer_copies
 from lightning_hiercomm.planning.quantities import shown_price
 from lightning_hiercomm.schemes import Scheme
 
@@ -246,8 +247,7 @@ def state_bytes(scheme: Scheme | None, workload: Workload) -> float:
         scheme: With its arguments; None is Lightning's ``DDPStrategy``.
         workload: What is trained.
     """
-    outer = 0.0 if scheme is None else scheme.profile.outer_copies
-    return workload.model_bytes * (1 + workload.state_per_parameter + outer)
+    return workload.model_bytes * (1 + workload.state_per_parameter + outer_copies(scheme))
 
 
 def most_useful(rows: Sequence[tuple[Row, Survival]]) -> tuple[Row, Survival] | None:

@@ -161,7 +161,7 @@ class Node:
             move: What they do.
             piece: What they end up with, or begin with.
             after: What must have ended before.
-            lane: Moves on different lanes may overlap.
+            lane: Moves on different lanes do not wait for each other, but share what joins the ranks.
         """
         ranks = self.cluster.ranks_per_node
         if ranks == 1:
@@ -169,7 +169,7 @@ class Node:
         cost = self.cluster.intra.cost(move, ranks, piece.bytes / piece.messages)
         senders = 1 if move == "broadcast" else ranks
         self.intra_bytes += senders * piece.messages * cost.bytes
-        return self._move(lane, cost, piece, ranks, after)
+        return self._move(lane, cost, piece, ranks, after, "inside")
 
     def inter(self, move: Move, piece: Piece, after: Iterable[Task] = (), carriers: int | None = None) -> Task:
         """A move between the nodes.
@@ -198,9 +198,12 @@ class Node:
             cost = inside if cluster.nodes == 1 else max(cost, inside, key=lambda each: each.seconds)
         return self._move("link", cost, piece, cluster.ranks_per_node, [ready])
 
-    def _move(self, lane: str, cost: Cost, piece: Piece, ranks: int, after: Iterable[Task]) -> Task:
+    def _move(
+        self, lane: str, cost: Cost, piece: Piece, ranks: int, after: Iterable[Task], link: str | None = None
+    ) -> Task:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
-        return self._timeline.add(lane, piece.messages * cost.seconds, processors, after, cost.delay, cost.longer)
+        seconds = piece.messages * cost.seconds
+        return self._timeline.add(lane, seconds, processors, after, cost.delay, cost.longer, link)
 
     # ---- what came out -------------------------------------------------------------------------------------------
 

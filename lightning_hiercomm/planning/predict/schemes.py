@@ -10,7 +10,7 @@ from functools import singledispatch
 import torch
 
 from lightning_hiercomm.comm.codec import AsIs, Codec, codec_named
-from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT, CACHE_SIZED
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.node import (
     Average,
@@ -35,11 +35,13 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
+from lightning_hiercomm.schemes.optimizer_state import is_elementwise
+from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation, glu
 from lightning_hiercomm.schemes.steps_delay.section import LEAST_SECTION_BYTES, LEAST_SECTIONS
 
 # How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
 _MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
-_OUTER_STEP = 4.0  # difference, momentum, step, copy
+_OUTER_STEP = 3.0  # difference, step, copy; and one more for each number that it keeps
 _LOCAL_RULE = 2.0  # two terms of GLU, likewise
 _SERVER_STEP = 3.0
 _LOOK = 0.5  # at what leaves, whether it is finite: it is only read
@@ -172,11 +174,13 @@ class _Exchange:
         self._node = node
         self._payload = payload
         self._pieces = buckets(node.workload.model_bytes / parts)
+        self._landing = _OUTER_STEP + outer_copies(scheme) - 1 if isinstance(scheme.merging, OuterOptimizer) else 0.0
         self._in_flight: dict[int, list[Task]] = {}
         self.gradients: Average = average_in_node if scheme.gradients == "node" else untouched
 
     def agree_now(self, parts: Sequence[int]) -> None:
         """Send, and wait for it: a few buckets are on their way at any time."""
+        self._begin(parts)
         node, in_flight = self._node, deque[tuple[Piece, Task]]()
 
         def finish() -> None:
@@ -200,8 +204,15 @@ class _Exchange:
             node.wait(node.intra("all_reduce", piece, [packed]))
             node.passes(piece.bytes)
 
+    def _begin(self, leaving: Sequence[int]) -> None:
+        """Where ranks train alone, let them agree first with their node: it is nodes that a graph knows."""
+        if self._scheme.gradients == "none" and isinstance(self._scheme.through, Graph):
+            for _ in leaving:
+                self.agree_in_node()
+
     def turn(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
         """Merge bucket by bucket; the next leave when the last are still on the link."""
+        self._begin(leaving)
         node = self._node
         held = [task for part in arrived for task in self._in_flight.pop(part)]
         waiting = deque(part for part in leaving for _ in self._pieces)
@@ -228,9 +239,9 @@ class _Exchange:
             taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
             landed = node.passes(piece.bytes / node.lanes, 1 + self._landing, lane, [taken])
             return node.intra("broadcast", piece, [landed], lane)
-        if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of its part
-            packed = node.intra("reduce_scatter", piece, [packed])
         carriers = 1 if through == "rotating" else node.lanes
+        if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of what it carries
+            packed = node.intra("reduce_scatter" if carriers == node.lanes else "all_reduce", piece, [packed])
         part = piece.bytes / carriers
         encoded = node.passes(part, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
         summed = _sum(node, piece, payload, [encoded], carriers)
@@ -240,10 +251,6 @@ class _Exchange:
     def _merge(self, piece: Piece) -> None:
         is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
         self._node.passes(piece.bytes, 1 if is_plain else _MIXING_MERGE)
-
-    @property
-    def _landing(self) -> float:
-        return _OUTER_STEP if isinstance(self._scheme.merging, OuterOptimizer) else 0.0
 
 
 def _sum(node: Node, piece: Piece, payload: Payload, after: Sequence[Task], carriers: int | None = None) -> Task:
@@ -281,7 +288,7 @@ def _share_in_node(graph: Graph, cluster: Cluster) -> float:
 
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
-    sections = _sections(node.workload.model_bytes)
+    sections = _sections(scheme, node.workload.model_bytes)
     stepped: list[Task | None] = [None] * len(sections)
     pulled: list[Task] = []
     for step in range(1, steps + 1):
@@ -376,15 +383,30 @@ def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload)
 def _(scheme: Agreement, cluster: Cluster, workload: Workload, payload: Payload) -> float:
     model = workload.model_bytes
     share = 1.0 if scheme.through == "rotating" else 1 / cluster.ranks_per_node
-    kept = 0.0  # of this rank's part
-    if isinstance(scheme.merging, OuterOptimizer) or not payload.is_exact:
-        kept += 1  # what was agreed on last
-    if isinstance(scheme.merging, OuterOptimizer):
-        kept += 1  # momentum
-    if payload.narrows and not payload.codec.adds:
-        kept += 1  # what encoding has kept back
+    kept = outer_copies(scheme)  # of this rank's part
+    if not isinstance(scheme.through, Graph):  # peers do not know each other's last agreed values
+        if not kept and not payload.is_exact:
+            kept += 1  # what was agreed on last
+        if payload.narrows and not payload.codec.adds:
+            kept += 1  # what encoding has kept back
     encoded = payload.ratio * share * (1 if payload.codec.adds else 2) if payload.narrows else 0.0
     return kept * share * model + _in_flight_bytes(scheme, model) * (1 + scheme.merging.needs_sent + encoded)
+
+
+def outer_copies(scheme: Scheme | None) -> int:
+    """Copies of the model that an outer optimizer keeps: what was agreed on last, and its state.
+
+    Args:
+        scheme: With its arguments; one without an outer optimizer keeps none.
+    """
+    if not isinstance(scheme, Agreement) or not isinstance(scheme.merging, OuterOptimizer):
+        return 0
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.zeros(2)
+    optimizer = scheme.merging.make_optimizer([parameter])
+    optimizer.step()
+    state = optimizer.state[parameter]
+    return 1 + sum(is_elementwise(value, name, parameter) for name, value in state.items())
 
 
 def _in_flight_bytes(scheme: Agreement, model: float) -> float:
@@ -398,13 +420,25 @@ def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload
     model = workload.model_bytes
     travelling = model / cluster.ranks_per_node * payload.ratio
     kept = 1 + payload.ratio + (0 if payload.is_exact else 1)  # weights, mean gradients, what was pulled last
-    section = _sections(model)[0]
-    arriving = 2 * payload.ratio + (0 if payload.is_exact else 1)  # two ahead of the one that is taken over
-    working = (arriving + 1) * section.bytes / section.messages
-    return model + travelling + kept * model / cluster.ranks + working
+    sections = _sections(scheme, model)
+    size = model / sum(section.messages for section in sections)
+    ahead = min(2, len(sections))  # arrive while one is taken over
+    arriving = (ahead * payload.ratio + (0 if payload.is_exact else 1)) * size
+    at_once = min(size, CACHE_SIZED) if workload.threads else size  # a processor's rule works through its cache
+    packed = 3 if scheme.shard_on == "parameters" else 1  # weights, also as they were, and gradients of many tensors
+    working = arriving + packed * at_once
+    remembered = model * _remembered_by(scheme)
+    return model + remembered + travelling + kept * model / cluster.ranks + working
 
 
-def _sections(model_bytes: float) -> list[Piece]:
+def _remembered_by(scheme: StepsDelay) -> int:
+    """Numbers per parameter that the local rule keeps on every rank; of a rule of one's own, nobody knows."""
+    return int(isinstance(scheme.rule, DelayCompensation) or (scheme.rule is glu and scheme.hold))
+
+
+def _sections(scheme: StepsDelay, model_bytes: float) -> list[Piece]:
+    if scheme.shard_on == "parameters":
+        return [Piece(model_bytes)]  # a param group is one, whatever its size
     fine = max(LEAST_SECTION_BYTES, model_bytes / LEAST_SECTIONS)
     return buckets(model_bytes, min(BUCKET_BYTES, fine))
 

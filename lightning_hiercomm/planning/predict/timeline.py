@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ class Task:
         delay: Seconds from when its lane is free again until it has ended: a message's way.
         longer: How many times as long it takes while all processors are busy: threads that have little to do, but at
             once, then wait for their turn.
+        link: What it occupies meanwhile that tasks of other lanes need, too.
         start: When it began, once the timeline has run.
         free: When its lane was free again.
         end: When it ended.
@@ -32,6 +34,7 @@ class Task:
     after: tuple[Task, ...] = ()
     delay: float = 0.0
     longer: float = 1.0
+    link: str | None = None
     start: float = field(default=_NEVER, init=False)
     free: float = field(default=_NEVER, init=False)
     end: float = field(default=_NEVER, init=False)
@@ -44,7 +47,8 @@ class Timeline:
     share gets what it wants, the others share what is left, and are slower for it.
 
     Args:
-        processors: How many there are. Infinite: tasks never slow each other down.
+        processors: How many there are, to compute and to move bytes. Infinite: other hardware does all that, and tasks
+            slow each other down only where they occupy the same link.
     """
 
     def __init__(self, processors: float = _NEVER) -> None:
@@ -61,6 +65,7 @@ class Timeline:
         after: Iterable[Task] = (),
         delay: float = 0.0,
         longer: float = 1.0,
+        link: str | None = None,
     ) -> Task:
         """Put a task at the end of a lane.
 
@@ -71,8 +76,9 @@ class Timeline:
             after: What must have ended before it begins, on any lane.
             delay: Seconds from when the lane is free again until the task has ended.
             longer: How many times as long it takes while all processors are busy.
+            link: What it occupies that tasks of other lanes need, too: who was added first goes first.
         """
-        task = Task(seconds, processors, tuple(after), delay, longer)
+        task = Task(seconds, processors, tuple(after), delay, longer, link)
         self._lanes.setdefault(lane, []).append(task)
         self._added.append((lane, task))
         return task
@@ -113,8 +119,9 @@ class Timeline:
             raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
 
     def _run_undisturbed(self) -> None:
-        """In one pass: nothing slows a task down, and what it waits for was added before it."""
+        """In one pass: only what was added before it slows a task down, or is waited for."""
         free = dict.fromkeys(self._lanes, 0.0)
+        links: defaultdict[str, _Link] = defaultdict(_Link)
         for place, (lane, task) in enumerate(self._added):
             task.start = max(free[lane], *(other.end for other in task.after)) if task.after else free[lane]
             if task.start == _NEVER:
@@ -122,7 +129,8 @@ class Timeline:
                 if not before.issuperset(map(id, task.after)):
                     stuck = dict.fromkeys(name for name, left in self._added if id(left) not in before)
                     raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
-            task.free = free[lane] = task.start + task.seconds
+            ended = links[task.link].take(task.start, task.seconds) if task.link else task.start + task.seconds
+            task.free = free[lane] = ended
             task.end = task.free + task.delay
 
     def _begin(
@@ -193,6 +201,27 @@ class Timeline:
             for task in tasks
             if task.free > task.start
         )
+
+
+class _Link:
+    """When a link is taken."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []  # of the times in which it is, in their order
+        self._ends: list[float] = []
+
+    def take(self, start: float, seconds: float) -> float:
+        """Take it for so long, from a moment on, wherever it is still free; returns when that has ended."""
+        if not seconds:
+            return start
+        first = last = bisect_right(self._ends, start)
+        begin, end = start, start + seconds
+        while last < len(self._begins) and self._begins[last] < end:
+            begin = min(begin, self._begins[last])
+            end += self._ends[last] - max(start, self._begins[last])
+            last += 1
+        self._begins[first:last], self._ends[first:last] = [begin], [end]
+        return end
 
 
 def _overlap(task: Task, start: float, end: float) -> float:

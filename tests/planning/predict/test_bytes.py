@@ -35,6 +35,7 @@ SCHEMES = {
     "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
     "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
+    "daso, every rank by itself": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
     "gossip, overlapped": lambda: Gossip(overlap=True, segments=4),
@@ -43,6 +44,12 @@ SCHEMES = {
     "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
     "diloco, every rank by itself": lambda: DiLoCo(4, gradients="none"),
     "noloco": lambda: Agreement(Every(4), through=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco, every rank by itself": lambda: Agreement(
+        Every(4), through=RandomPermutation(), merge=OuterOptimizer(), gradients="none"
+    ),
+    "late noloco, every rank by itself": lambda: Agreement(
+        Every(4), through=RandomPermutation(), merge=OuterOptimizer(), staleness=2, gradients="none"
+    ),
 }
 
 

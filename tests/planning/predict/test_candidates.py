@@ -82,6 +82,13 @@ def test_only_gradients_sent_as_they_are_train_exactly_as_ddp_does():
     assert "gradients sent as int8" in made.reason
 
 
+@pytest.mark.parametrize("bandwidth", [1e12, 1.25e10, 1e6])
+def test_a_recommended_wire_whose_accuracy_is_in_no_table_is_said_to_be_so(bandwidth):
+    said = "No table of the documentation has the accuracy of that with int8"
+    assert said in plan(on(bandwidth), MODEL, ("int8",)).reason
+    assert "No table" not in plan(on(bandwidth), MODEL).reason
+
+
 def test_ddp_is_named_where_it_is_faster_than_the_fastest_scheme():
     slow = Cluster(8, 8, INSIDE, Link(1e6, 5e-5), world=Link(1e12))
     made = plan(slow, MODEL)

@@ -129,6 +129,12 @@ def test_ddp_sends_a_ring_over_all_ranks(fast_cluster, gigabyte):
     assert predicted.inter_bytes == pytest.approx(2 * 7 / 8 * GB)
 
 
+def test_moves_inside_a_node_share_what_joins_its_ranks(gigabyte):
+    # every rank sends half of its gradients to the other one, and half of the sums back: ten seconds at 0.1 GB/s
+    predicted = predict(AllReduce(), Cluster(2, 2, Link(0.1 * GB), Link(math.inf)), gigabyte)
+    assert 10 < predicted.seconds < 3 + 10
+
+
 def test_crowded_processors_make_everything_slower():
     work = Workload(1e6, forward=0.1, backward=0.2, threads=1.0)
     inside = Link(math.inf, algorithm="ring", curves={"all_reduce": Curve(2, 1, ((8, 0, 0), (1e6, 0.1, 0.1)))})

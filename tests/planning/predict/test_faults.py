@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.candidates import Candidate, Row
@@ -149,6 +150,7 @@ def test_who_cannot_be_elastic_restarts(fast_cluster, gigabyte):
 def test_a_newcomer_gets_as_many_bytes_as_the_model_and_all_that_is_kept_beside_it(gigabyte):
     assert state_bytes(None, gigabyte) == 3e9
     assert state_bytes(DiLoCo(100), gigabyte) == 5e9
+    assert state_bytes(DiLoCo(100, torch.optim.Adam), gigabyte) == 6e9
 
 
 def test_a_node_that_is_gone_is_missed_at_the_next_of_the_agreements_on_parts(fast_cluster, gigabyte):

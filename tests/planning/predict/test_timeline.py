@@ -34,6 +34,17 @@ def test_a_delay_leaves_the_lane_free_but_not_the_task_ended():
     assert arrived.end == 7
 
 
+def test_tasks_of_two_lanes_share_a_link_which_who_was_added_first_has_first():
+    line = Timeline()
+    line.add("a", 2.0, link="inside")
+    waits = line.add("training", 3.0)
+    late = line.add("b", 2.0, after=[waits], link="inside")  # takes it from 3 to 5
+    split = line.add("a", 2.0, link="inside")  # from 2 to 3, and from 5 to 6
+    after = line.add("a", 1.0, link="inside")
+    line.run()
+    assert [task.end for task in (late, split, after)] == [5, 6, 7]
+
+
 def test_tasks_without_length_follow_each_other_at_once():
     line = Timeline()
     a = line.add("a")

@@ -314,9 +314,9 @@ def test_bits_and_checkpoints_are_the_same_however_small_the_parts_are_that_rule
             return run.trace, run.scheme.scalars()
 
         options = {"shapes": {"a": (7, 3), "b": (2,), "c": (5, 4)}, "targets": None}
-        monkeypatch.setattr(bucket, "_CACHE_SIZED", next(sizes))
+        monkeypatch.setattr(bucket, "CACHE_SIZED", next(sizes))
         states = train(work, StepsDelay(2, 2, **arguments), **options)
-        monkeypatch.setattr(bucket, "_CACHE_SIZED", next(sizes))
+        monkeypatch.setattr(bucket, "CACHE_SIZED", next(sizes))
         return train(resumed, StepsDelay(2, 2, **arguments), **options)
 
     whole = run(2**20, 2**20)
