@@ -99,11 +99,12 @@ class _Staged(Handle):
         def move() -> None:
             streams.work_for(device)
             sent.synchronize()  # a thread of its own waits, and lets go of the interpreter's lock meanwhile
-            launch(lambda tensor: on_host[id(tensor)]).wait()
-            with torch.inference_mode(), streams.within(copying):  # an agreed model may be looked at in that
-                for tensor in writes:
-                    tensor.copy_(on_host[id(tensor)], non_blocking=True)
-                self._arrived = streams.mark(device)
+            with torch.inference_mode():  # an agreed model may be looked at in that, and is written to in no other
+                launch(lambda tensor: on_host[id(tensor)]).wait()
+                with streams.within(copying):
+                    for tensor in writes:
+                        tensor.copy_(on_host[id(tensor)], non_blocking=True)
+                    self._arrived = streams.mark(device)
 
         self._job = communicator._turns.take(move)
 

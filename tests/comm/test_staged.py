@@ -94,3 +94,18 @@ def test_tensors_of_the_cpu_go_straight_to_the_carrier():
     results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
     assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
     assert harness.place.device.type == "cpu"
+
+
+def test_what_is_looked_at_in_inference_mode_passes_through_the_host_too(pretended: PretendedDevice):
+    """Validation averages in it, and the thread that moves it is not in that mode by itself."""
+
+    def work(topology) -> list[float]:
+        with torch.inference_mode():
+            tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
+            topology.inter.all_gather(whole, tensor[:2].clone()).wait()
+            topology.inter.reduce_scatter(part, tensor.clone()).wait()
+            topology.inter.all_reduce(tensor).wait()
+            return [tensor[0].item(), *whole.tolist(), *part.tolist()]
+
+    results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
+    assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0]
