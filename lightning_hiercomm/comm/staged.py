@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.background import Turns
+from lightning_hiercomm.comm.background import Timed, Turns
 from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import connect_torch, unprofiled
@@ -70,7 +70,7 @@ class StagedCommunicator(Communicator):
     def _move(self, launch: Callable[[OnHost], Handle], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Handle:
         device = (*reads, *writes)[0].device
         if not streams.has(device):
-            return launch(lambda tensor: tensor)
+            return Timed(launch(lambda tensor: tensor), self.meter, self.tier, device)
         if self._copying is None:
             self._copying = streams.new(device)
         return _Staged(self, self._copying, device, launch, reads, writes)

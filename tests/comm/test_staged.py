@@ -12,6 +12,7 @@ from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
 from pretended_streams import PretendedDevice
 from problems import Oracle
 
+from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.schemes import DASO, Agreement, DiLoCo, Gossip, PeriodicAveraging, Scheme
 from lightning_hiercomm.schemes.all_reduce import AllReduce
@@ -109,3 +110,19 @@ def test_what_is_looked_at_in_inference_mode_passes_through_the_host_too(pretend
 
     results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
     assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0]
+
+
+def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():
+    """The carrier's own meter is read by nobody."""
+
+    def separately(connect):
+        def connect_staged(groups, tier):
+            return StagedCommunicator(connect(groups, tier), Meter())
+
+        return connect_staged
+
+    def work(topology) -> bool:
+        topology.inter.all_reduce(torch.ones(4)).wait()
+        return topology.inter.meter.seconds.get("inter", 0.0) > 0
+
+    assert on_ranks(work, ((0,), (1,)), connect=separately) == [True, True]
