@@ -439,7 +439,8 @@ def same_step(topology: Topology, step: int, device: torch.device) -> Handle:
     """Check, beside other moves, that the lane's ranks have taken the same number of steps; the wait raises if not."""
     if topology.inter is None or topology.inter.size == 1 or topology.may_grow:  # such nodes say so when they meet
         return finished
-    bounds = torch.tensor([step, -step], device=device)
+    bounds = torch.full((2,), step, device=device)  # made there: a GPU's host waits for training when it copies
+    bounds[1].neg_()
     return _SameStep(topology, step, bounds, topology.inter.all_reduce(bounds, op="max"))
 
 
