@@ -225,7 +225,7 @@ class _Move(Handle):
         if streams.has(self._device):
             if through_host:
                 self._host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
-                self._host |= {id(tensor): streams.to_host(tensor) for tensor in reads}
+                self._host |= {id(tensor): streams.to_host(tensor) for tensor in dict.fromkeys(reads)}
             self._written = streams.mark(self._device)
         self._completion = Completion()
         self._settling = threading.Lock()

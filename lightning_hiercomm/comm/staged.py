@@ -92,7 +92,7 @@ class _Staged(Handle):
         copying.wait_stream(streams.current(device))
         on_host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
         with streams.within(copying):
-            on_host |= {id(tensor): streams.to_host(tensor) for tensor in reads}
+            on_host |= {id(tensor): streams.to_host(tensor) for tensor in dict.fromkeys(reads)}
             sent = streams.mark(device)
         streams.keep_for(copying, *reads, *writes)
 
