@@ -657,3 +657,24 @@ def count_waits(rank):
 
 def test_only_waits_of_the_training_thread_are_exposed(world):
     world.run(count_waits)
+
+
+def move_in_inference_mode(rank):
+    group, peers = rank.group(), [peer for peer in range(rank.size) if peer != rank.rank]
+    with torch.inference_mode():
+        tensor, whole, part = torch.full((4,), float(rank.rank)), torch.zeros(16), torch.zeros(1)
+        received = [torch.zeros(4) for _ in peers]
+        group.all_gather(whole, tensor).wait()
+        group.exchange([(tensor, peer) for peer in peers], list(zip(received, peers, strict=True))).wait()
+        group.reduce_scatter(part, tensor.clone()).wait()
+        group.all_reduce(large := torch.full((2**16,), float(rank.rank)), waiting=True).wait()
+        group.all_reduce(tensor).wait()
+        group.broadcast(own := torch.full((3,), float(rank.rank)), source=1).wait()
+    assert whole.tolist() == [float(peer) for peer in range(4) for _ in range(4)]
+    assert [each.tolist() for each in received] == [[peer] * 4 for peer in peers]
+    assert [part.item(), *tensor.tolist(), *own.tolist(), large[-1].item()] == [6.0] * 5 + [1.0] * 3 + [6.0]
+
+
+def test_tensors_made_in_inference_mode_are_moved(world):
+    """A validation averages in it, and threads that move them are not in it by themselves."""
+    world.run(move_in_inference_mode)
