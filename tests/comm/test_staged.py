@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import harness
 import pytest
 import torch
 from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
-from pretended_streams import PretendedDevice
+from pretended_streams import PretendedDevice, PretendedEvent
 from problems import Oracle
 
 from lightning_hiercomm.comm import streams
@@ -143,3 +144,42 @@ def test_what_goes_to_several_peers_is_copied_to_the_host_once(pretended: Preten
     results = on_ranks(work, ((0,), (1,), (2,)), connect=staging, waits_on_host=True)
     assert results == [[2.0, 3.0], [1.0, 3.0], [1.0, 2.0]]
     assert len(copied) == 3
+
+
+class Noted:
+    """A communicator inside a node that notes which moves are launched, in which order."""
+
+    def __init__(self, communicator, number: int, launched: list[tuple[int, str]]) -> None:
+        self._communicator, self._number, self._launched = communicator, number, launched
+
+    def __getattr__(self, name: str):
+        if name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange"):
+            self._launched.append((self._number, name))
+        return getattr(self._communicator, name)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
+def test_ranks_of_a_node_launch_what_moves_inside_it_in_one_order(on_nonfinite, pretended, monkeypatch):
+    """As nccl wants it of communicators that share a device, whatever that has done, and be the rank in no lane."""
+    monkeypatch.setattr(PretendedEvent, "query", lambda event: next(answers))
+    answers = itertools.cycle([False, True, True])
+
+    def noting(connect):
+        launched: list[tuple[int, str]] = []
+        made = itertools.count()
+        staged = staging(connect)
+
+        def connect_and_note(groups, tier):
+            communicator = staged(groups, tier)
+            return Noted(communicator, next(made), launched) if tier == "intra" else communicator
+
+        return connect_and_note
+
+    def work(topology) -> list[tuple[int, str]]:
+        trained(topology, with_policy(SCHEMES["alone"], on_nonfinite=on_nonfinite), wire=None)
+        return topology.intra._launched
+
+    launched = on_ranks(work, ((0, 1, 2), (3, 4)), connect=noting, waits_on_host=True)
+    assert launched[0] == launched[1] == launched[2]
+    assert launched[3] == launched[4]
+    assert launched[0]
