@@ -323,6 +323,8 @@ class _Watching(TorchDispatchMode):
                 t for argument, value in given if which(argument) for t in tree_leaves(value) if isinstance(t, Tensor)
             ]
 
+        if name == "lift_fresh":  # torch.tensor([1, 2]), x[0] = 1: copied to the device, and waited for
+            self._device.waits.append(self._device.current().name)
         is_view = any(argument.alias_info is not None and not argument.alias_info.is_write for argument, _ in given)
         if is_view or name in ("empty", "empty_like", "new_empty", "empty_strided", "set_"):
             for made in tree_leaves(result):

@@ -142,6 +142,7 @@ class _PutOff(_StreamJob):
         self._device = device
         self._ready = streams.mark(device)  # it waits for what training has got until now, not until it is done
         self._work: Callable[[], object] | None = work
+        self._error: BaseException | None = None
         self._put_off = put_off
         self._meter = meter
         put_off.append(self)
@@ -155,7 +156,8 @@ class _PutOff(_StreamJob):
         super().wait_on_host()
 
     def is_done(self) -> bool:
-        return self._work is None and super().is_done()
+        # not whether the device has done it, too: ranks would not answer alike, and launch what follows in other orders
+        return self._work is None
 
     def future(self, value: Tensor) -> Future[Tensor]:
         self._catch_up()
@@ -166,8 +168,15 @@ class _PutOff(_StreamJob):
             job = self._put_off.popleft()
             work, job._work = job._work, None
             assert work is not None
-            with self._meter.beside_training():  # whoever waits for the job counts all of it
-                job._run(job._ready, work)
+            try:
+                with self._meter.beside_training():  # whoever waits for the job counts all of it
+                    job._run(job._ready, work)
+            except BaseException as error:  # reaches whoever waits for that job, and not for one behind it
+                job._error = error
+                if not isinstance(error, Exception):
+                    raise
+        if self._error is not None:
+            raise self._error
 
 
 class Reading(Handle):

@@ -225,7 +225,7 @@ class _Move(Handle):
         if streams.has(self._device):
             if through_host:
                 self._host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
-                self._host |= {id(tensor): streams.to_host(tensor) for tensor in reads}
+                self._host |= {id(tensor): streams.to_host(tensor) for tensor in dict.fromkeys(reads)}
             self._written = streams.mark(self._device)
         self._completion = Completion()
         self._settling = threading.Lock()
@@ -235,9 +235,9 @@ class _Move(Handle):
 
     def try_to_start(self) -> bool:
         """Give the move to MPI, unless the GPU is still writing what it reads."""
-        if self._written is not None and not self._written.query():
-            return False
         try:
+            if self._written is not None and not self._written.query():  # or raises, of what went wrong on the GPU
+                return False
             self.requests = self._start(lambda tensor: _memory(self._host.get(id(tensor), tensor)))
         except BaseException as error:
             self._end(error)

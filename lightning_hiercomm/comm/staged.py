@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.background import Turns
+from lightning_hiercomm.comm.background import Timed, Turns
 from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import connect_torch, unprofiled
@@ -70,7 +70,7 @@ class StagedCommunicator(Communicator):
     def _move(self, launch: Callable[[OnHost], Handle], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Handle:
         device = (*reads, *writes)[0].device
         if not streams.has(device):
-            return launch(lambda tensor: tensor)
+            return Timed(launch(lambda tensor: tensor), self.meter, self.tier, device)
         if self._copying is None:
             self._copying = streams.new(device)
         return _Staged(self, self._copying, device, launch, reads, writes)
@@ -92,18 +92,19 @@ class _Staged(Handle):
         copying.wait_stream(streams.current(device))
         on_host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
         with streams.within(copying):
-            on_host |= {id(tensor): streams.to_host(tensor) for tensor in reads}
+            on_host |= {id(tensor): streams.to_host(tensor) for tensor in dict.fromkeys(reads)}
             sent = streams.mark(device)
         streams.keep_for(copying, *reads, *writes)
 
         def move() -> None:
             streams.work_for(device)
             sent.synchronize()  # a thread of its own waits, and lets go of the interpreter's lock meanwhile
-            launch(lambda tensor: on_host[id(tensor)]).wait()
-            with torch.inference_mode(), streams.within(copying):  # an agreed model may be looked at in that
-                for tensor in writes:
-                    tensor.copy_(on_host[id(tensor)], non_blocking=True)
-                self._arrived = streams.mark(device)
+            with torch.inference_mode():  # an agreed model may be looked at in that, and is written to in no other
+                launch(lambda tensor: on_host[id(tensor)]).wait()
+                with streams.within(copying):
+                    for tensor in writes:
+                        tensor.copy_(on_host[id(tensor)], non_blocking=True)
+                    self._arrived = streams.mark(device)
 
         self._job = communicator._turns.take(move)
 

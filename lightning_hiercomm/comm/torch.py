@@ -442,7 +442,9 @@ def _own_group(
       at once, used or not (eager_connect_single_device in its distributed_c10d.py), by splitting the default group's
       communicator, and "all ranks in the communicator must call" that
       (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclcommsplit). Where all ranks make all
-      groups it is one split of the whole world per group; here it is a single one, with as many colours.
+      groups it is one split of the whole world per group; here it is a single one, with as many colours. A rank splits
+      it without a colour, too, for each group that it makes and is not in, also of gloo, which lets nobody in it split:
+      so every rank is in one group, those in none in one of their own.
     - The order of launches. Two communicators of nccl on one device must be used in an order that is the same on all
       ranks, for each holds the device until its peers are there, too
       (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html, "Using multiple NCCL
@@ -451,16 +453,16 @@ def _own_group(
       group that a topology and its twin share, the world's, is used by the training thread only, in the order of the
       program; what a background stream launches has a twin's own groups.
     """
-    if _names_agree() and dist.get_backend() != "mpi":
-        ranks = own or [dist.get_rank()]
-        how = {"use_local_synchronization": True, **_in_order(ranks)}
-        group = dist.new_group(list(ranks), timeout, backend, **how)
-        if own is None:
-            dist.destroy_process_group(group)
-            return None
-        return group if isinstance(group, dist.ProcessGroup) else None
-    made = [(ranks, dist.new_group(list(ranks), timeout, backend, **_in_order(ranks))) for ranks in groups]
-    return next((group for _, group in made if isinstance(group, dist.ProcessGroup)), None)
+    wanted, how = [own or [dist.get_rank()]], dict[str, Any](use_local_synchronization=True)
+    if not _names_agree() or dist.get_backend() == "mpi":
+        others = sorted({*range(dist.get_world_size())}.difference(*groups))
+        wanted, how = [*groups, *[others] * bool(others)], {}
+    made = [dist.new_group(list(ranks), timeout, backend, **how, **_in_order(ranks)) for ranks in wanted]
+    group = next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
+    if own is None and group is not None:
+        dist.destroy_process_group(group)
+        return None
+    return group
 
 
 def _names_agree() -> bool:

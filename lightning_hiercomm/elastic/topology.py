@@ -34,7 +34,7 @@ class ElasticTopology(Topology):
         def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
             return made[tier]
 
-        super().__init__(own.nodes, own.rank, connect, own.meter)
+        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # lanes of GPUs are staged
         self._own = own
         self._agreement: Callable[[Callable[[], object], bool, bool], None] | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from pretended_streams import PretendedEvent
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
@@ -152,3 +153,40 @@ def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(mete
         assert completed != [training]
         training.wait_stream(*completed)
         assert done.wait().item() == 3
+
+
+def test_an_error_of_a_job_that_was_put_off_reaches_its_waiters_and_those_behind_it_get_theirs(meter, pretended):
+    def fail() -> None:
+        raise CommunicationError("lost")
+
+    with pretended.watching():
+        background, value = Background(CPU, meter, puts_off=True), torch.zeros(1)
+        failing, after = background.submit(fail), background.submit(lambda: value.fill_(3))
+        after.wait()
+        assert value.item() == 3
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match="lost"):
+                failing.wait()
+        assert failing.is_done()
+
+
+def test_who_interrupts_a_job_that_was_put_off_interrupts_whoever_waits_for_one_behind_it(meter, pretended):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pretended.watching():
+        background = Background(CPU, meter, puts_off=True)
+        background.submit(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            background.submit(lambda: None).wait()
+
+
+def test_all_ranks_say_alike_whether_a_job_that_was_put_off_is_done(meter, pretended, monkeypatch):
+    """What a device has done differs, and who launches the next moves by it does so in another order than others."""
+    with pretended.watching():
+        background = Background(CPU, meter, puts_off=True)
+        job, last = background.submit(lambda: None), background.submit(lambda: None)
+        assert not job.is_done()
+        last.wait()
+        monkeypatch.setattr(PretendedEvent, "query", lambda event: False)
+        assert job.is_done()

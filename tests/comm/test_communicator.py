@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import time
 from pathlib import Path
@@ -657,3 +658,55 @@ def count_waits(rank):
 
 def test_only_waits_of_the_training_thread_are_exposed(world):
     world.run(count_waits)
+
+
+def move_in_inference_mode(rank):
+    group, peers = rank.group(), [peer for peer in range(rank.size) if peer != rank.rank]
+    with torch.inference_mode():
+        tensor, whole, part = torch.full((4,), float(rank.rank)), torch.zeros(16), torch.zeros(1)
+        received = [torch.zeros(4) for _ in peers]
+        group.all_gather(whole, tensor).wait()
+        group.exchange([(tensor, peer) for peer in peers], list(zip(received, peers, strict=True))).wait()
+        group.reduce_scatter(part, tensor.clone()).wait()
+        group.all_reduce(large := torch.full((2**16,), float(rank.rank)), waiting=True).wait()
+        group.all_reduce(tensor).wait()
+        group.broadcast(own := torch.full((3,), float(rank.rank)), source=1).wait()
+    assert whole.tolist() == [float(peer) for peer in range(4) for _ in range(4)]
+    assert [each.tolist() for each in received] == [[peer] * 4 for peer in peers]
+    assert [part.item(), *tensor.tolist(), *own.tolist(), large[-1].item()] == [6.0] * 5 + [1.0] * 3 + [6.0]
+
+
+def test_tensors_made_in_inference_mode_are_moved(world):
+    """A validation averages in it, and threads that move them are not in it by themselves."""
+    world.run(move_in_inference_mode)
+
+
+def move_as_a_gpu_s_tensors(rank, is_nccl):
+    """As torch is asked for moves of a GPU's tensors, which lie on the CPU here, where gloo moves them."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from pretended_streams import PretendedDevice
+
+    group = rank.group()
+    with pytest.MonkeyPatch.context() as patch, PretendedDevice().installed():
+        patch.setattr(group, "is_nccl", is_nccl)
+        for dtype in (torch.float32, torch.complex64, torch.int64):
+            own = values(rank.rank, 8, dtype)
+            whole, part = torch.zeros(32, dtype=dtype), torch.zeros(2, dtype=dtype)
+            group.all_gather(whole, own).wait()
+            assert torch.equal(whole, torch.cat([values(peer, 8, dtype) for peer in range(4)]))
+            group.reduce_scatter(part, own.clone()).wait()
+            summed = sum(values(peer, 8, dtype) for peer in range(4))
+            assert torch.equal(part, summed.chunk(4)[rank.rank])
+            whole[8 * rank.rank :][:8] = own
+            group.all_gather(whole, whole.chunk(4)[rank.rank]).wait()  # in place, as nccl knows it
+            group.all_reduce(own).wait()
+            assert torch.equal(own, summed)
+            received, before, after = torch.zeros(8, dtype=dtype), (rank.rank - 1) % 4, (rank.rank + 1) % 4
+            group.exchange([(values(rank.rank, 8, dtype), after)], [(received, before)]).wait()
+            assert torch.equal(received, values(before, 8, dtype))
+
+
+@pytest.mark.parametrize("world", ["gloo"], indirect=True)
+@pytest.mark.parametrize("is_nccl", [False, True])
+def test_moves_of_a_gpu_s_tensors_are_those_that_torch_knows_of_them(world, is_nccl):
+    world.run(move_as_a_gpu_s_tensors, is_nccl)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedPython
-from pretended_streams import PretendedDevice
+from pretended_streams import PretendedDevice, PretendedEvent
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.comm.meter import Meter
@@ -76,5 +76,28 @@ def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(pretende
         assert received.tolist() == [1.0, 2.0, 3.0]
         again = communicator._exchange([(sent + 1, 0)], [(received, 0)]).future(received)
         assert again.wait().tolist() == [2.0, 3.0, 4.0]
+    communicator.close()
+    progress.close()
+
+
+def test_what_went_wrong_on_a_gpu_reaches_whoever_waits_for_a_move_of_it(pretended: PretendedDevice, monkeypatch):
+    """The thread that drives MPI is told first, and must not end of it: all others would wait for ever."""
+    communicator = connect_mpi(Meter(), rank=0, world_size=1)([[0]], "inter")
+    progress = _Progress()
+    monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
+    answers = iter([False])
+
+    def query(event: PretendedEvent) -> bool:
+        for answer in answers:
+            return answer
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(PretendedEvent, "query", query)
+    with pretended.watching():
+        move = communicator._exchange([(torch.ones(3), 0)], [(torch.zeros(3), 0)])
+        move._completion._ended.wait(5.0)
+        assert move.is_done()
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            move.wait()
     communicator.close()
     progress.close()

@@ -45,18 +45,6 @@ def test_tensors_of_many_slots_and_odd_sizes_arrive(world):
     world.run(move_more_than_a_slot)
 
 
-def move_inference_tensors(rank):
-    with torch.inference_mode():
-        tensor = torch.full((5,), float(rank.rank))
-        rank.group().all_reduce(tensor).wait()
-    assert tensor.tolist() == [6.0] * 5
-
-
-@over_shared_memory
-def test_tensors_made_in_inference_mode_are_reduced(world):
-    world.run(move_inference_tensors)
-
-
 def move_on_another_device(rank):
     group, part, whole = rank.group(), torch.zeros(2, device="meta"), torch.zeros(8, device="meta")
     names = ["_all_reduce", "_reduce_scatter", "_all_gather", "_broadcast"]

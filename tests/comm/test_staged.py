@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from itertools import pairwise
 
@@ -9,9 +10,11 @@ import harness
 import pytest
 import torch
 from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
-from pretended_streams import PretendedDevice
+from pretended_streams import PretendedDevice, PretendedEvent
 from problems import Oracle
 
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.schemes import DASO, Agreement, DiLoCo, Gossip, PeriodicAveraging, Scheme
 from lightning_hiercomm.schemes.all_reduce import AllReduce
@@ -94,3 +97,89 @@ def test_tensors_of_the_cpu_go_straight_to_the_carrier():
     results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
     assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
     assert harness.place.device.type == "cpu"
+
+
+def test_what_is_looked_at_in_inference_mode_passes_through_the_host_too(pretended: PretendedDevice):
+    """Validation averages in it, and the thread that moves it is not in that mode by itself."""
+
+    def work(topology) -> list[float]:
+        with torch.inference_mode():
+            tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
+            topology.inter.all_gather(whole, tensor[:2].clone()).wait()
+            topology.inter.reduce_scatter(part, tensor.clone()).wait()
+            topology.inter.all_reduce(tensor).wait()
+            return [tensor[0].item(), *whole.tolist(), *part.tolist()]
+
+    results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
+    assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0]
+
+
+def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():
+    """The carrier's own meter is read by nobody."""
+
+    def separately(connect):
+        def connect_staged(groups, tier):
+            return StagedCommunicator(connect(groups, tier), Meter())
+
+        return connect_staged
+
+    def work(topology) -> bool:
+        topology.inter.all_reduce(torch.ones(4)).wait()
+        return topology.inter.meter.seconds.get("inter", 0.0) > 0
+
+    assert on_ranks(work, ((0,), (1,)), connect=separately) == [True, True]
+
+
+def test_what_goes_to_several_peers_is_copied_to_the_host_once(pretended: PretendedDevice, monkeypatch):
+    copied, to_host = [], streams.to_host
+    monkeypatch.setattr(streams, "to_host", lambda tensor: (copied.append(tensor), to_host(tensor))[1])
+
+    def work(topology) -> list[float]:
+        lane = topology.inter
+        sent, peers = torch.full((2,), 1.0 + topology.rank), [peer for peer in range(3) if peer != lane.rank]
+        received = [torch.zeros(2) for _ in peers]
+        lane.exchange([(sent, peer) for peer in peers], list(zip(received, peers, strict=True))).wait()
+        return [each[0].item() for each in received]
+
+    results = on_ranks(work, ((0,), (1,), (2,)), connect=staging, waits_on_host=True)
+    assert results == [[2.0, 3.0], [1.0, 3.0], [1.0, 2.0]]
+    assert len(copied) == 3
+
+
+class Noted:
+    """A communicator inside a node that notes which moves are launched, in which order."""
+
+    def __init__(self, communicator, number: int, launched: list[tuple[int, str]]) -> None:
+        self._communicator, self._number, self._launched = communicator, number, launched
+
+    def __getattr__(self, name: str):
+        if name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange"):
+            self._launched.append((self._number, name))
+        return getattr(self._communicator, name)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
+def test_ranks_of_a_node_launch_what_moves_inside_it_in_one_order(on_nonfinite, pretended, monkeypatch):
+    """As nccl wants it of communicators that share a device, whatever that has done, and be the rank in no lane."""
+    monkeypatch.setattr(PretendedEvent, "query", lambda event: next(answers))
+    answers = itertools.cycle([False, True, True])
+
+    def noting(connect):
+        launched: list[tuple[int, str]] = []
+        made = itertools.count()
+        staged = staging(connect)
+
+        def connect_and_note(groups, tier):
+            communicator = staged(groups, tier)
+            return Noted(communicator, next(made), launched) if tier == "intra" else communicator
+
+        return connect_and_note
+
+    def work(topology) -> list[tuple[int, str]]:
+        trained(topology, with_policy(SCHEMES["alone"], on_nonfinite=on_nonfinite), wire=None)
+        return topology.intra._launched
+
+    launched = on_ranks(work, ((0, 1, 2), (3, 4)), connect=noting, waits_on_host=True)
+    assert launched[0] == launched[1] == launched[2]
+    assert launched[3] == launched[4]
+    assert launched[0]

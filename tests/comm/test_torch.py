@@ -87,6 +87,20 @@ def test_where_members_may_name_a_group_differently_all_ranks_make_all_groups(ma
     assert not any("use_local_synchronization" in how for _, how in made)
 
 
+@pytest.mark.parametrize("rank", range(5))
+def test_where_all_ranks_make_all_groups_every_rank_is_in_one_of_them(rank, made, monkeypatch):
+    """For a group of gloo that a rank is not in, torch splits nccl's communicator: a move of all ranks.
+
+    Ranks in no lane split it once more than others, and waited for ever.
+    """
+    monkeypatch.setattr(over_torch, "_names_agree", lambda: False)
+    pretend(rank)
+    lane = connect_torch(Meter())(LANES, "inter")
+    assert (lane and list(lane.ranks)) == (None if rank == 2 else LANES[rank % 3])
+    assert [ranks for ranks, _ in made] == [*LANES, [2]]
+    assert len(dist.distributed_c10d._world.pg_map) == (1 if rank == 2 else 2)  # with the world
+
+
 def test_large_groups_connect_when_needed_unless_somebody_says_otherwise(made, monkeypatch):
     pretend(0, size=40)
     connect = connect_torch(Meter())

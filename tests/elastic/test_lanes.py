@@ -11,13 +11,15 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import on_ranks
+from harness import attached, on_ranks
 from torch.distributed import TCPStore
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.elastic.lanes import Breaker, GlooLinks, Lane, World
 from lightning_hiercomm.elastic.meeting import Meeting, Member
+from lightning_hiercomm.elastic.topology import ElasticTopology
+from lightning_hiercomm.schemes import DiLoCo
 
 
 def meeting_of_two() -> tuple[TCPStore, Meeting]:
@@ -136,3 +138,17 @@ def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(
     assert links.unreachable([address]) == [address]
     os.kill(process, signal.SIGCONT)
     assert links.ask(address, read, 30.0) == b"value"
+
+
+def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(pretended):
+    """Lanes of GPUs pass through the host, so jobs that wait for them are put off until somebody waits for these."""
+
+    def work(own) -> list[str]:
+        done: list[str] = []
+        with attached(ElasticTopology(own), DiLoCo(4, staleness=2)) as rank:
+            job = rank.scheme.background().submit(lambda: done.append("arrived"))
+            done.append("trains on")
+            job.wait()
+        return done
+
+    assert on_ranks(work, ((0,),)) == [["trains on", "arrived"]]

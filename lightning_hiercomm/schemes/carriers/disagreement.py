@@ -41,7 +41,8 @@ class Disagreement:
             return
         wide = arithmetic_dtype(own.dtype)
         difference = own.to(wide) - others.to(wide)
-        squares = torch.stack([difference.square().sum(), others.to(wide).square().sum()]) * (of / own.numel())
+        lengths = difference.abs(), others.to(wide).abs()  # of complex numbers, too
+        squares = torch.stack([length.square().sum() for length in lengths]) * (of / own.numel())
         streams.keep_here(own, others)  # sampled on training's stream, compared on another
         self._squares[index] = squares, _event(squares)
 

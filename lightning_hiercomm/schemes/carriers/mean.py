@@ -251,7 +251,9 @@ class Average(Carrier):
     def seal(self, exchange: Exchange, background: Background) -> None:
         """Where the host would wait for every bucket, and for training, let it read all that it has to know at once."""
         looks = self.on_nonfinite != "ignore" and bool(exchange.moves)
-        if streams.has(self._device) and (looks or isinstance(exchange.check, _SameStep)):
+        # a rank in no lane has no steps to compare, but launches what follows in the order of its node's others
+        compares = self.topology.num_nodes > 1 and not self.topology.may_grow
+        if streams.has(self._device) and (looks or compares):
             verdict = _Verdict(self, exchange, background, looks)
             exchange.check, exchange.is_void = verdict, verdict.is_void
 
@@ -440,7 +442,8 @@ def same_step(topology: Topology, step: int, device: torch.device) -> Handle:
     """Check, beside other moves, that the lane's ranks have taken the same number of steps; the wait raises if not."""
     if topology.inter is None or topology.inter.size == 1 or topology.may_grow:  # such nodes say so when they meet
         return finished
-    bounds = torch.tensor([step, -step], device=device)
+    bounds = torch.full((2,), step, device=device)  # made there: a GPU's host waits for training when it copies
+    bounds[1].neg_()
     return _SameStep(topology, step, bounds, topology.inter.all_reduce(bounds, op="max"))
 
 
@@ -564,7 +567,8 @@ class _Verdict(Handle):
         self._void: set[int] | None = None
 
         def numbers() -> Tensor:
-            return _numbers([*(arrived_mark(flat, parts) for _, flat, parts in moves), *_bounds(self._check)])
+            told = [*(arrived_mark(flat, parts) for _, flat, parts in moves), *_bounds(self._check)]
+            return _numbers(told) if told else torch.empty(0, device=carrier._device)
 
         self._reading = background.read(numbers)
 

@@ -133,6 +133,15 @@ def test_a_sample_is_small_and_evenly_spaced():
     assert one.relative() is None
 
 
+def test_complex_numbers_are_as_far_apart_as_they_lie_in_the_plane():
+    """The square of a distance along the imaginary axis was negative, and its root no number that can be logged."""
+    one = Disagreement()
+    one.compare(0, *(torch.tensor([value], device=place.device) for value in (3 + 6j, 3 + 4j)), of=1)
+    assert one.relative() == pytest.approx(2 / 5)
+    one.compare(1, *(torch.tensor([value], device=place.device) for value in (9.0, 5.0)), of=1)
+    assert one.relative() == pytest.approx((20 / 50) ** 0.5)
+
+
 def test_every_bucket_counts_by_its_size_and_not_by_its_sample():
     generator = torch.Generator().manual_seed(0)
     large, small = (torch.randn(numel, generator=generator).to(place.device) for numel in (2**20, 5000))
