@@ -151,7 +151,7 @@ class Membership:
         self._store = store
         self._known: dict[str, str] = {}
         self._last: Meeting | None = None
-        self._members: Sequence[Member] = ()  # that a newcomer has to reach
+        self._members: Sequence[Member] = ()  # of whom some did not answer when this node had to reach them
         self._batches = 0
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
@@ -191,10 +191,10 @@ class Membership:
             RunIsOver: If they have come to its end.
             BaseException: What says that a rank of this node is told to leave, while it waits.
         """
-        began, said = time.monotonic(), False
+        began, said = time.monotonic(), ""
         self.healing.send_away_expected()
         while True:
-            if self.me.is_new:
+            if self._members:  # perhaps they answer by now
                 self._miss(self._members)
             self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
             self.healing.note_asking(self.me)
@@ -202,9 +202,9 @@ class Membership:
             if meeting.waits:
                 if meeting.is_hopeless and self._share(time.monotonic() - began) > _HOPE * self._elastic.dead_after:
                     self._end(RunIsOver() if meeting.is_over else NotInThisRun(meeting.waits))
-                if not said and self.is_first:
+                if said != meeting.waits and self.is_first:
                     log.info("node %s waits: %s", self.me.node, meeting.waits)
-                said = True
+                said = meeting.waits
                 time.sleep(0.05)
                 continue
             if self._begins_from_another(meeting) or self._connect(meeting):
@@ -224,7 +224,6 @@ class Membership:
         if meeting.source_of(self.me.life) is None:
             return False
         self._miss(meeting.members)
-        self._members = meeting.members if self.me.missed else ()
         return not self.me.missed
 
     def _ask(self, began: float) -> Meeting:
@@ -337,7 +336,7 @@ class Membership:
             return False
         topology.reform([member.ranks for member in meeting.members], index)
         go_on()
-        self.me = replace(self.me, groups=meeting.groups, missed=())
+        self.me, self._members = replace(self.me, groups=meeting.groups, missed=()), ()
         return True
 
     def note_connections(self) -> None:
@@ -355,6 +354,7 @@ class Membership:
             others = {member.store: member.life for member in members if member.life != self.me.life}
             missed = tuple(others[address] for address in self._links.unreachable([*others]))
         self.me = replace(self.me, missed=self._share(missed))
+        self._members = members if self.me.missed else ()
 
     def _note_who_is_there(self, meeting: Meeting) -> None:
         """One line when a node comes or goes."""

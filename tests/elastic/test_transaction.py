@@ -17,6 +17,7 @@ from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.healing import Healing
+from lightning_hiercomm.elastic.lanes import Lane
 from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
@@ -147,8 +148,6 @@ def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> Non
 def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_once_more(
     name, sizes, at, wire, monkeypatch
 ):
-    from lightning_hiercomm.elastic.lanes import Lane
-
     launch, broken = Lane._launch, []
 
     def breaking(own, start):
@@ -1009,8 +1008,6 @@ class Told(SystemExit):
 
 def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
     """Of unequal sizes, say; it was made once more for ever, and nobody knew."""
-    from lightning_hiercomm.elastic.lanes import Lane
-
     launch = Lane._launch
 
     def said():
@@ -1038,6 +1035,41 @@ def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
     of_first, of_second = sorted(said())
     assert of_first == "node 0: the exchange of one agreement has failed 10 times (told to fail), and is made once more"
     assert of_second.startswith("node 1: the exchange of one agreement has failed 10 times")
+
+
+def test_nodes_that_do_not_reach_each_other_for_a_while_meet_as_soon_as_they_do(caplog):
+    """With `min_nodes=2` each waited for the other, and nobody looked again."""
+    threads = Threads(SCHEMES["diloco"], Elastic(min_nodes=2, dead_after=0.5), {"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    lane, unreachable, cut = threads.wires.lane, threads.wires.unreachable, threading.Event()
+
+    def lane_between(meeting, index, name, meter):
+        if cut.is_set():
+            raise RuntimeError("is not there in time")
+        return lane(meeting, index, name, meter)
+
+    def silent(addresses):
+        if cut.is_set() and sum(" waits: " in record.message for record in caplog.records) >= 2:
+            cut.clear()
+        return addresses if cut.is_set() else unreachable(addresses)
+
+    threads.wires.lane, threads.wires.unreachable = lane_between, silent
+
+    def work(own: ElasticRank):
+        own.join()
+        own.step()
+        cut.set()
+        own.membership.me = replace(own.membership.me, groups="")
+        return train_to_the_end(own, 6), own.membership.history.nodes
+
+    with caplog.at_level("INFO", logger="lightning_hiercomm"):
+        for node in range(2):
+            threads.start(node, work)
+        results = threads.end(5.0)
+    torch.testing.assert_close(results["0", 0][0], results["1", 0][0], rtol=0, atol=0)
+    assert [nodes for _, nodes in results.values()] == [2, 2]
+    waits = [record.message.partition(" waits: ")[2] for record in caplog.records if " waits: " in record.message]
+    assert sorted(waits)[:2] == ["1 of at least 2 nodes are there", "it and node 0 do not reach each other"]
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])
