@@ -46,6 +46,8 @@ _SOME = 8  # nodes that are asked for what any of them knows
 _COMMIT, _AGAIN = b"commit", b"again"
 _ended_here: set[str] = set()  # with which meetings those runs began whose end this process has seen
 _GLANCE = 0.1  # seconds for what is only said, so that nobody has to wait for it
+_SAY_FAILED = 10  # times that an agreement of the same nodes fails: so often in a row nodes are seldom lost, or slow
+_GIVE_UP = 30
 
 
 @dataclass
@@ -152,6 +154,7 @@ class Membership:
         self._known: dict[str, str] = {}
         self._last: Meeting | None = None
         self._members: Sequence[Member] = ()  # of whom some did not answer when this node had to reach them
+        self._failures: tuple[frozenset[str], int] = frozenset(), 0  # since the last agreement: of whom, in a row
         self._batches = 0
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
@@ -333,11 +336,47 @@ class Membership:
             topology.disconnect()
             self.me = replace(self.me, groups="")
             self._miss(meeting.members)
+            self.note_failure(meeting, failures[0])
             return False
         topology.reform([member.ranks for member in meeting.members], index)
         go_on()
         self.me, self._members = replace(self.me, groups=meeting.groups, missed=()), ()
         return True
+
+    def note_failure(self, meeting: Meeting, why: str) -> None:
+        """Nothing has come of a meeting, and it was taken back.
+
+        If that happens to the same nodes again and again, though all of them are there, no try will help: the one that
+        came last ends, and the others go on. If it was another's fault they fail again, down to the first of them.
+
+        Args:
+            meeting: Of this node, and others.
+            why: Of what is known here.
+
+        Raises:
+            NotInThisRun: If this node has to end.
+        """
+        lives = frozenset(member.life for member in meeting.members)
+        before, times = self._failures
+        times = times + 1 if lives == before else 1
+        self._failures = lives, times
+        if times % _SAY_FAILED == 0 and self.is_first:
+            log.warning(
+                "node %s: the exchange of one agreement has failed %d times (%s), and is made once more",
+                self.me.node,
+                times,
+                why,
+            )
+        if times >= _GIVE_UP and self.me.life == max(lives):
+            others = ", ".join(member.node for member in meeting.members if member.life != self.me.life)
+            self._end(
+                NotInThisRun(
+                    f"its agreement with nodes {others} has failed {times} times ({why}). Nodes have to reach each other"
+                    " at all ports, at the address that HIERCOMM_ADDRESS names; and where 4 MiB take longer than"
+                    f" dead_after={self._elastic.dead_after:g} s, give Elastic and the lighthouse a larger dead_after."
+                    " Those that came before this node go on without it"
+                )
+            )
 
     def note_connections(self) -> None:
         """Something has gone wrong between two agreements: this node has to be connected anew. Collective over it."""
@@ -428,6 +467,7 @@ class Membership:
             batches: How many each rank has trained on so far.
             brings: Whether the nodes know of them now.
         """
+        self._failures = frozenset(), 0
         self._note_batches(batches)
         lives = [member.life for member in meeting.members]
         self.history.let([newcomer.life for newcomer in meeting.newcomers], lives)

@@ -18,7 +18,7 @@ from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.lanes import Lane
-from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
+from lightning_hiercomm.elastic.meeting import LeftBehind, NotInThisRun, RunIsOver
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.words.merging import Replace
@@ -1035,6 +1035,50 @@ def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
     of_first, of_second = sorted(said())
     assert of_first == "node 0: the exchange of one agreement has failed 10 times (told to fail), and is made once more"
     assert of_second.startswith("node 1: the exchange of one agreement has failed 10 times")
+
+
+@pytest.mark.parametrize("fails", ["the first connection", "a later connection", "the exchange"])
+def test_nodes_whose_agreement_fails_for_ever_part_and_the_first_goes_on(fails, monkeypatch):
+    """They reach the lighthouse, and each other's stores; behind a firewall, say, that lets but one port through."""
+    threads = Threads(PeriodicAveraging(sync_every=2), training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    lane, tries = threads.wires.lane, []
+
+    def fails_between_two(meeting, index, name, meter):
+        is_first = meeting.begins
+        if len(meeting.members) == 2 and fails == ("the first connection" if is_first else "a later connection"):
+            tries.append(index)
+            raise RuntimeError("no port is open")
+        return lane(meeting, index, name, meter)
+
+    def failing(own, start):
+        move = launch(own, start)
+        if threading.current_thread().name == "fails" and own.is_open and move is not finished:
+            tries.append(own.rank)
+            move._move = Failing(move._move)
+        return move
+
+    threads.wires.lane = fails_between_two
+    launch = Lane._launch
+    monkeypatch.setattr(Lane, "_launch", failing)
+
+    def work(own: ElasticRank):
+        own.join()
+        if fails == "a later connection":
+            own.membership.me = replace(own.membership.me, groups="")
+        if fails == "the exchange":
+            threading.current_thread().name = "fails"
+        return train_to_the_end(own, 4), own.membership.history.nodes
+
+    threads.start(0, work)
+    wait_until(lambda: threads.lights._alive)
+    threads.start(1, work)
+    with pytest.raises(NotInThisRun, match=r"its agreement with nodes 0 has failed 30 times \(.*HIERCOMM_ADDRESS"):
+        threads.end(5.0)
+    (values, nodes), *others = threads.results.values()
+    assert not others
+    assert nodes == 1
+    assert len(tries) >= 60
 
 
 def test_nodes_that_do_not_reach_each_other_for_a_while_meet_as_soon_as_they_do(caplog):
