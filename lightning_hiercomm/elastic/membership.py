@@ -155,6 +155,7 @@ class Membership:
         self._last: Meeting | None = None
         self._members: Sequence[Member] = ()  # of whom some did not answer when this node had to reach them
         self._failures: tuple[frozenset[str], int] = frozenset(), 0  # since the last agreement: of whom, in a row
+        self._votes: list[Meeting] = []  # that this node's store keeps
         self._batches = 0
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
@@ -432,13 +433,14 @@ class Membership:
         if len(meeting.members) == 1:
             return well
         dead_after, first = self._elastic.dead_after, meeting.members[0].store
+        if meeting.index(self.me.life) == 0:
+            self._votes.append(meeting)
 
         def refuse(whole: Store) -> None:
-            store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
-            store.compare_set("decision", "", _AGAIN.decode())
+            self._votes_in(whole, meeting).compare_set("decision", "", _AGAIN.decode())
 
         def decide(whole: Store) -> bool:
-            store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
+            store = self._votes_in(whole, meeting)
             if store.add("well", 1) == len(meeting.members):
                 store.compare_set("decision", "", _COMMIT.decode())
             try:
@@ -459,6 +461,17 @@ class Membership:
             log.info("node %s cannot read the vote: %s", self.me.node, str(error).splitlines()[0])
             return False
 
+    def _votes_in(self, store: Store, meeting: Meeting) -> Store:
+        return PrefixStore(self._seal.name(f"{meeting.token}/vote"), store)
+
+    def _forget_votes(self, meeting: Meeting) -> None:
+        """Who is in this meeting has read those before, and who is not is left behind whatever it reads."""
+        if self._store is not None:
+            for votes in (self._votes_in(self._store, each) for each in self._votes if each is not meeting):
+                for key in ("well", "decision", "read"):
+                    votes.delete_key(key)
+        self._votes = [each for each in self._votes if each is meeting]
+
     def commit(self, meeting: Meeting, batches: int, brings: bool = True) -> None:
         """The agreement holds.
 
@@ -468,6 +481,7 @@ class Membership:
             brings: Whether the nodes know of them now.
         """
         self._failures = frozenset(), 0
+        self._forget_votes(meeting)
         self._note_batches(batches)
         lives = [member.life for member in meeting.members]
         self.history.let([newcomer.life for newcomer in meeting.newcomers], lives)
@@ -555,7 +569,7 @@ class Membership:
         self.healing.linger()
         if meeting is None or len(meeting.members) == 1 or meeting.index(self.me.life) != 0:
             return
-        store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), self._store)
+        store = self._votes_in(self._store, meeting)
         deadline = time.monotonic() + self._elastic.dead_after
         with contextlib.suppress(RuntimeError):
             while store.add("read", 0) < len(meeting.members) and time.monotonic() < deadline:

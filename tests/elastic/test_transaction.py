@@ -480,6 +480,22 @@ def test_nobody_waits_for_the_vote_on_an_exchange_that_failed(name, monkeypatch)
     assert waits == [0.1, 0.1]
 
 
+def test_what_a_node_keeps_for_others_does_not_grow_with_every_agreement():
+    """Of votes; where nodes agree at every step, it filled gigabytes in a week."""
+
+    def work(own: ElasticRank):
+        own.join()
+        kept = []
+        for _ in range(6):
+            own.step()
+            kept.append(own.membership._store.num_keys())
+        own.scheme.finish()
+        return own.node, kept
+
+    for node, kept in play(PeriodicAveraging(sync_every=1), work, (1, 1, 1), inner=adam, **TRAINING).values():
+        assert len({*kept}) == 1, (node, kept)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)], ids=str)
 def test_who_learns_that_the_others_agreed_without_it_ends_and_asks_nobody(sizes):
     """It would be let in by the lighthouse only when they come to their next agreement, and is of no use until then."""
