@@ -196,6 +196,7 @@ class Membership:
             BaseException: What says that a rank of this node is told to leave, while it waits.
         """
         began, said = time.monotonic(), ""
+        hopeless_since: float | None = None
         self.healing.send_away_expected()
         while True:
             if self._members:  # perhaps they answer by now
@@ -204,7 +205,8 @@ class Membership:
             self.healing.note_asking(self.me)
             meeting = self._ask(began)
             if meeting.waits:
-                if meeting.is_hopeless and self._share(time.monotonic() - began) > _HOPE * self._elastic.dead_after:
+                hopeless_since = (hopeless_since or time.monotonic()) if meeting.is_hopeless else None
+                if hopeless_since and self._share(time.monotonic() - hopeless_since) > _HOPE * self._elastic.dead_after:
                     self._end(RunIsOver() if meeting.is_over else NotInThisRun(meeting.waits))
                 if said != meeting.waits and self.is_first:
                     log.info("node %s waits: %s", self.me.node, meeting.waits)

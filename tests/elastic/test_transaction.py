@@ -1148,6 +1148,33 @@ def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"node 1 ends: {ended.value}"]
 
 
+def test_a_newcomer_hopes_for_nodes_from_when_they_are_gone_and_not_from_when_it_came(monkeypatch):
+    """It has waited for their agreement for long, and they are only slow."""
+    monkeypatch.setattr(membership, "_HOPE", 0.6)
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    asks = threading.Event()
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        return train_to_the_end(own, 9)
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 9:
+            if own.scheme.steps == 4:
+                let_come(threads, 1, newcomer)
+                asks.wait(0.4)
+                threads.lights.lose("0")
+                asks.wait(0.1)
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    threads.start(0, work)
+    results = threads.end(5.0)
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("is_program_of_two", [False, True])
 def test_a_node_that_comes_for_the_first_time_when_the_run_is_over_says_that_it_begins_another(
     is_program_of_two, caplog, monkeypatch
