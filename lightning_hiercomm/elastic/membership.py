@@ -546,14 +546,15 @@ class Membership:
         }
         self.healing.give(state, about)
 
-    def leave(self, at_once: bool = False) -> None:
+    def leave(self, at_once: bool = False, is_over: bool = True) -> None:
         """This node takes part no longer. Not collective.
 
         Args:
             at_once: Do not stay for others that still read what this node keeps for them.
+            is_over: Whether the run has come to its end.
         """
         if self._lighthouse is not None:
-            if not at_once and self.me.agreement > 0:
+            if is_over and self.me.agreement > 0:
                 _ended_here.add(self.me.begun)
                 self._lighthouse.take_note(self.me.note(OVER))
             self._lighthouse.leave()
