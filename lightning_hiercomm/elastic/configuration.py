@@ -73,7 +73,7 @@ class Elastic:
 def check_address(address: str, name: str) -> str:
     """``address``, if it is a ``host:port``; raises a ``ValueError`` that says whose it is if not."""
     host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 <= int(port) < 65536):
+    if not (host and colon and port.isdigit() and 0 <= int(port) < 65536) or "/" in host:  # torchft's own is an URL
         raise ValueError(f"{name}={address!r} must be HOST:PORT, such as '10.0.0.1:29510'")
     return address
 

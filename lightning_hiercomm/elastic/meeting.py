@@ -21,6 +21,9 @@ EXIT_CODE = 75
 OVER_CODE = 69
 """Of a node that was started again when the run was over: whoever watches over it need not start it any more."""
 
+TOLD_TO_LEAVE_CODE = 143
+"""Of a node that left on SIGTERM, as of any process that it ends: not that of a run that has come to its end."""
+
 
 class NotInThisRun(RuntimeError):
     """This node cannot take part, and says why."""

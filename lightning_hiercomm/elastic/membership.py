@@ -46,6 +46,8 @@ _SOME = 8  # nodes that are asked for what any of them knows
 _COMMIT, _AGAIN = b"commit", b"again"
 _ended_here: set[str] = set()  # with which meetings those runs began whose end this process has seen
 _GLANCE = 0.1  # seconds for what is only said, so that nobody has to wait for it
+_SAY_FAILED = 10  # times that an agreement of the same nodes fails: so often in a row nodes are seldom lost, or slow
+_GIVE_UP = 30
 
 
 @dataclass
@@ -151,7 +153,9 @@ class Membership:
         self._store = store
         self._known: dict[str, str] = {}
         self._last: Meeting | None = None
-        self._members: Sequence[Member] = ()  # that a newcomer has to reach
+        self._members: Sequence[Member] = ()  # of whom some did not answer when this node had to reach them
+        self._failures: tuple[frozenset[str], int] = frozenset(), 0  # since the last agreement: of whom, in a row
+        self._votes: list[Meeting] = []  # that this node's store keeps
         self._batches = 0
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
@@ -191,20 +195,22 @@ class Membership:
             RunIsOver: If they have come to its end.
             BaseException: What says that a rank of this node is told to leave, while it waits.
         """
-        began, said = time.monotonic(), False
+        began, said = time.monotonic(), ""
+        hopeless_since: float | None = None
         self.healing.send_away_expected()
         while True:
-            if self.me.is_new:
+            if self._members:  # perhaps they answer by now
                 self._miss(self._members)
             self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
             self.healing.note_asking(self.me)
             meeting = self._ask(began)
             if meeting.waits:
-                if meeting.is_hopeless and self._share(time.monotonic() - began) > _HOPE * self._elastic.dead_after:
+                hopeless_since = (hopeless_since or time.monotonic()) if meeting.is_hopeless else None
+                if hopeless_since and self._share(time.monotonic() - hopeless_since) > _HOPE * self._elastic.dead_after:
                     self._end(RunIsOver() if meeting.is_over else NotInThisRun(meeting.waits))
-                if not said and self.is_first:
+                if said != meeting.waits and self.is_first:
                     log.info("node %s waits: %s", self.me.node, meeting.waits)
-                said = True
+                said = meeting.waits
                 time.sleep(0.05)
                 continue
             if self._begins_from_another(meeting) or self._connect(meeting):
@@ -224,7 +230,6 @@ class Membership:
         if meeting.source_of(self.me.life) is None:
             return False
         self._miss(meeting.members)
-        self._members = meeting.members if self.me.missed else ()
         return not self.me.missed
 
     def _ask(self, began: float) -> Meeting:
@@ -334,11 +339,47 @@ class Membership:
             topology.disconnect()
             self.me = replace(self.me, groups="")
             self._miss(meeting.members)
+            self.note_failure(meeting, failures[0])
             return False
         topology.reform([member.ranks for member in meeting.members], index)
         go_on()
-        self.me = replace(self.me, groups=meeting.groups, missed=())
+        self.me, self._members = replace(self.me, groups=meeting.groups, missed=()), ()
         return True
+
+    def note_failure(self, meeting: Meeting, why: str) -> None:
+        """Nothing has come of a meeting, and it was taken back.
+
+        If that happens to the same nodes again and again, though all of them are there, no try will help: the one that
+        came last ends, and the others go on. If it was another's fault they fail again, down to the first of them.
+
+        Args:
+            meeting: Of this node, and others.
+            why: Of what is known here.
+
+        Raises:
+            NotInThisRun: If this node has to end.
+        """
+        lives = frozenset(member.life for member in meeting.members)
+        before, times = self._failures
+        times = times + 1 if lives == before else 1
+        self._failures = lives, times
+        if times % _SAY_FAILED == 0 and self.is_first:
+            log.warning(
+                "node %s: the exchange of one agreement has failed %d times (%s), and is made once more",
+                self.me.node,
+                times,
+                why,
+            )
+        if times >= _GIVE_UP and self.me.life == max(lives):
+            others = ", ".join(member.node for member in meeting.members if member.life != self.me.life)
+            self._end(
+                NotInThisRun(
+                    f"its agreement with nodes {others} has failed {times} times ({why}). Nodes have to reach each other"
+                    " at all ports, at the address that HIERCOMM_ADDRESS names; and where 4 MiB take longer than"
+                    f" dead_after={self._elastic.dead_after:g} s, give Elastic and the lighthouse a larger dead_after."
+                    " Those that came before this node go on without it"
+                )
+            )
 
     def note_connections(self) -> None:
         """Something has gone wrong between two agreements: this node has to be connected anew. Collective over it."""
@@ -355,6 +396,7 @@ class Membership:
             others = {member.store: member.life for member in members if member.life != self.me.life}
             missed = tuple(others[address] for address in self._links.unreachable([*others]))
         self.me = replace(self.me, missed=self._share(missed))
+        self._members = members if self.me.missed else ()
 
     def _note_who_is_there(self, meeting: Meeting) -> None:
         """One line when a node comes or goes."""
@@ -393,13 +435,14 @@ class Membership:
         if len(meeting.members) == 1:
             return well
         dead_after, first = self._elastic.dead_after, meeting.members[0].store
+        if meeting.index(self.me.life) == 0:
+            self._votes.append(meeting)
 
         def refuse(whole: Store) -> None:
-            store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
-            store.compare_set("decision", "", _AGAIN.decode())
+            self._votes_in(whole, meeting).compare_set("decision", "", _AGAIN.decode())
 
         def decide(whole: Store) -> bool:
-            store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), whole)
+            store = self._votes_in(whole, meeting)
             if store.add("well", 1) == len(meeting.members):
                 store.compare_set("decision", "", _COMMIT.decode())
             try:
@@ -420,6 +463,17 @@ class Membership:
             log.info("node %s cannot read the vote: %s", self.me.node, str(error).splitlines()[0])
             return False
 
+    def _votes_in(self, store: Store, meeting: Meeting) -> Store:
+        return PrefixStore(self._seal.name(f"{meeting.token}/vote"), store)
+
+    def _forget_votes(self, meeting: Meeting) -> None:
+        """Who is in this meeting has read those before, and who is not is left behind whatever it reads."""
+        if self._store is not None:
+            for votes in (self._votes_in(self._store, each) for each in self._votes if each is not meeting):
+                for key in ("well", "decision", "read"):
+                    votes.delete_key(key)
+        self._votes = [each for each in self._votes if each is meeting]
+
     def commit(self, meeting: Meeting, batches: int, brings: bool = True) -> None:
         """The agreement holds.
 
@@ -428,6 +482,8 @@ class Membership:
             batches: How many each rank has trained on so far.
             brings: Whether the nodes know of them now.
         """
+        self._failures = frozenset(), 0
+        self._forget_votes(meeting)
         self._note_batches(batches)
         lives = [member.life for member in meeting.members]
         self.history.let([newcomer.life for newcomer in meeting.newcomers], lives)
@@ -490,14 +546,15 @@ class Membership:
         }
         self.healing.give(state, about)
 
-    def leave(self, at_once: bool = False) -> None:
+    def leave(self, at_once: bool = False, is_over: bool = True) -> None:
         """This node takes part no longer. Not collective.
 
         Args:
             at_once: Do not stay for others that still read what this node keeps for them.
+            is_over: Whether the run has come to its end.
         """
         if self._lighthouse is not None:
-            if not at_once and self.me.agreement > 0:
+            if is_over and self.me.agreement > 0:
                 _ended_here.add(self.me.begun)
                 self._lighthouse.take_note(self.me.note(OVER))
             self._lighthouse.leave()
@@ -515,7 +572,7 @@ class Membership:
         self.healing.linger()
         if meeting is None or len(meeting.members) == 1 or meeting.index(self.me.life) != 0:
             return
-        store = PrefixStore(self._seal.name(f"{meeting.token}/vote"), self._store)
+        store = self._votes_in(self._store, meeting)
         deadline = time.monotonic() + self._elastic.dead_after
         with contextlib.suppress(RuntimeError):
             while store.add("read", 0) < len(meeting.members) and time.monotonic() < deadline:

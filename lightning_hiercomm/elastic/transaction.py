@@ -14,8 +14,6 @@ from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 log = logging.getLogger(__name__)
 
-_SAY_AFTER = 10  # tries of one agreement: so many nodes are seldom lost at once
-
 
 class Transaction:
     """What nodes do together happens on all of them, or on none.
@@ -74,13 +72,7 @@ class Transaction:
             if self._membership.vote(meeting, is_well):
                 break
             undo()
-            if tries % _SAY_AFTER == 0 and self._membership.is_first:
-                log.warning(
-                    "node %s: the exchange of one agreement has failed %d times (%s), and is made once more",
-                    self._membership.me.node,
-                    tries,
-                    self._why or "on another node",
-                )
+            self._membership.note_failure(meeting, self._why or "on another node")
         self._membership.commit(meeting, self._batches(), brings)
         self.has_agreed(meeting)
         if tries > 1 or len(meeting.members) < before:

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_hiercomm._lightning.healing import (
@@ -42,7 +43,7 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.lanes import GlooLinks
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
-from lightning_hiercomm.elastic.meeting import Meeting, Member
+from lightning_hiercomm.elastic.meeting import TOLD_TO_LEAVE_CODE, Meeting, Member
 from lightning_hiercomm.elastic.membership import History, Membership, has_ended_here
 from lightning_hiercomm.elastic.record import Recorder
 from lightning_hiercomm.elastic.seal import Seal
@@ -82,6 +83,7 @@ class ElasticNode:
         self._store: Store | None = None
         self._recorder: Recorder | None = None
         self._has_given_up = False
+        self._was_told_to_leave = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
@@ -316,6 +318,13 @@ class ElasticNode:
         """Who came and went, in words."""
         return [] if self._history is None else self._history.lines()
 
+    def note_exception(self, exception: BaseException) -> None:
+        """Training ends by it."""
+        if isinstance(exception, SIGTERMException):
+            self._was_told_to_leave = True
+            exception.code = exception.code or TOLD_TO_LEAVE_CODE
+        self.give_up()
+
     def give_up(self) -> None:
         """Something went wrong: nothing more is agreed on, for the others are not where this node is."""
         self._has_given_up = True
@@ -332,7 +341,7 @@ class ElasticNode:
         membership, self._membership = self._membership, None
         self.give_up()
         if membership is not None:
-            membership.leave(at_once)
+            membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
         if trainer is not None:
             prepare_train_dataloaders_again(trainer)
             draw_train_data_once(trainer)
@@ -382,7 +391,7 @@ class BoundaryCallback(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The run fails, or stops."""
-        self._node.give_up()
+        self._node.note_exception(exception)
 
 
 def _refused(callback: pl.Callback) -> str | None:

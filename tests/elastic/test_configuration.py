@@ -31,6 +31,7 @@ from lightning_hiercomm.schemes.words.merging import Replace
         ({"dead_after": "5"}, "dead_after"),
         ({"lighthouse": "10.0.0.1"}, "must be HOST:PORT"),
         ({"lighthouse": "10.0.0.1:x"}, "must be HOST:PORT"),
+        ({"lighthouse": "http://10.0.0.1:29510"}, "must be HOST:PORT"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused_by_name(arguments, said):

@@ -17,7 +17,8 @@ from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.healing import Healing
-from lightning_hiercomm.elastic.meeting import LeftBehind, RunIsOver
+from lightning_hiercomm.elastic.lanes import Lane
+from lightning_hiercomm.elastic.meeting import LeftBehind, NotInThisRun, RunIsOver
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.words.merging import Replace
@@ -147,8 +148,6 @@ def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> Non
 def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_once_more(
     name, sizes, at, wire, monkeypatch
 ):
-    from lightning_hiercomm.elastic.lanes import Lane
-
     launch, broken = Lane._launch, []
 
     def breaking(own, start):
@@ -479,6 +478,22 @@ def test_nobody_waits_for_the_vote_on_an_exchange_that_failed(name, monkeypatch)
     results = threads.end()
     torch.testing.assert_close(results["1", 0], results["2", 0], rtol=0, atol=0)
     assert waits == [0.1, 0.1]
+
+
+def test_what_a_node_keeps_for_others_does_not_grow_with_every_agreement():
+    """Of votes; where nodes agree at every step, it filled gigabytes in a week."""
+
+    def work(own: ElasticRank):
+        own.join()
+        kept = []
+        for _ in range(6):
+            own.step()
+            kept.append(own.membership._store.num_keys())
+        own.scheme.finish()
+        return own.node, kept
+
+    for node, kept in play(PeriodicAveraging(sync_every=1), work, (1, 1, 1), inner=adam, **TRAINING).values():
+        assert len({*kept}) == 1, (node, kept)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2)], ids=str)
@@ -1009,8 +1024,6 @@ class Told(SystemExit):
 
 def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
     """Of unequal sizes, say; it was made once more for ever, and nobody knew."""
-    from lightning_hiercomm.elastic.lanes import Lane
-
     launch = Lane._launch
 
     def said():
@@ -1040,6 +1053,85 @@ def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
     assert of_second.startswith("node 1: the exchange of one agreement has failed 10 times")
 
 
+@pytest.mark.parametrize("fails", ["the first connection", "a later connection", "the exchange"])
+def test_nodes_whose_agreement_fails_for_ever_part_and_the_first_goes_on(fails, monkeypatch):
+    """They reach the lighthouse, and each other's stores; behind a firewall, say, that lets but one port through."""
+    threads = Threads(PeriodicAveraging(sync_every=2), training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    lane, tries = threads.wires.lane, []
+
+    def fails_between_two(meeting, index, name, meter):
+        is_first = meeting.begins
+        if len(meeting.members) == 2 and fails == ("the first connection" if is_first else "a later connection"):
+            tries.append(index)
+            raise RuntimeError("no port is open")
+        return lane(meeting, index, name, meter)
+
+    def failing(own, start):
+        move = launch(own, start)
+        if threading.current_thread().name == "fails" and own.is_open and move is not finished:
+            tries.append(own.rank)
+            move._move = Failing(move._move)
+        return move
+
+    threads.wires.lane = fails_between_two
+    launch = Lane._launch
+    monkeypatch.setattr(Lane, "_launch", failing)
+
+    def work(own: ElasticRank):
+        own.join()
+        if fails == "a later connection":
+            own.membership.me = replace(own.membership.me, groups="")
+        if fails == "the exchange":
+            threading.current_thread().name = "fails"
+        return train_to_the_end(own, 4), own.membership.history.nodes
+
+    threads.start(0, work)
+    wait_until(lambda: threads.lights._alive)
+    threads.start(1, work)
+    with pytest.raises(NotInThisRun, match=r"its agreement with nodes 0 has failed 30 times \(.*HIERCOMM_ADDRESS"):
+        threads.end(5.0)
+    (values, nodes), *others = threads.results.values()
+    assert not others
+    assert nodes == 1
+    assert len(tries) >= 60
+
+
+def test_nodes_that_do_not_reach_each_other_for_a_while_meet_as_soon_as_they_do(caplog):
+    """With `min_nodes=2` each waited for the other, and nobody looked again."""
+    threads = Threads(SCHEMES["diloco"], Elastic(min_nodes=2, dead_after=0.5), {"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    lane, unreachable, cut = threads.wires.lane, threads.wires.unreachable, threading.Event()
+
+    def lane_between(meeting, index, name, meter):
+        if cut.is_set():
+            raise RuntimeError("is not there in time")
+        return lane(meeting, index, name, meter)
+
+    def silent(addresses):
+        if cut.is_set() and sum(" waits: " in record.message for record in caplog.records) >= 2:
+            cut.clear()
+        return addresses if cut.is_set() else unreachable(addresses)
+
+    threads.wires.lane, threads.wires.unreachable = lane_between, silent
+
+    def work(own: ElasticRank):
+        own.join()
+        own.step()
+        cut.set()
+        own.membership.me = replace(own.membership.me, groups="")
+        return train_to_the_end(own, 6), own.membership.history.nodes
+
+    with caplog.at_level("INFO", logger="lightning_hiercomm"):
+        for node in range(2):
+            threads.start(node, work)
+        results = threads.end(5.0)
+    torch.testing.assert_close(results["0", 0][0], results["1", 0][0], rtol=0, atol=0)
+    assert [nodes for _, nodes in results.values()] == [2, 2]
+    waits = [record.message.partition(" waits: ")[2] for record in caplog.records if " waits: " in record.message]
+    assert sorted(waits)[:2] == ["1 of at least 2 nodes are there", "it and node 0 do not reach each other"]
+
+
 @pytest.mark.parametrize("min_nodes", [1, 2])
 def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_nodes, caplog):
     """Also where the lighthouse waits for more nodes than one."""
@@ -1054,6 +1146,33 @@ def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_
         threads.end()
     assert ended.value.code == 69
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"node 1 ends: {ended.value}"]
+
+
+def test_a_newcomer_hopes_for_nodes_from_when_they_are_gone_and_not_from_when_it_came(monkeypatch):
+    """It has waited for their agreement for long, and they are only slow."""
+    monkeypatch.setattr(membership, "_HOPE", 0.6)
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    asks = threading.Event()
+
+    def newcomer(own: ElasticRank):
+        assert own.join()
+        return train_to_the_end(own, 9)
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.steps < 9:
+            if own.scheme.steps == 4:
+                let_come(threads, 1, newcomer)
+                asks.wait(0.4)
+                threads.lights.lose("0")
+                asks.wait(0.1)
+            own.step()
+        own.scheme.finish()
+        return own.rank.values
+
+    threads.start(0, work)
+    results = threads.end(5.0)
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_program_of_two", [False, True])

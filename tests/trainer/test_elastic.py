@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, Timer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Quadratic, one_trainer
 
 from lightning_hiercomm import DiLoCo, HierarchicalStrategy
@@ -211,6 +214,33 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, l
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", ports[0]), 5.0)
     assert run.strategy.schemes[0].steps > 0
+
+
+def test_a_supervisor_sees_that_a_node_which_was_told_to_leave_has_not_come_to_the_end(tmp_path, lighthouse):
+    """It ended with 0, as after the last step, and the shell went on with what comes after a training."""
+
+    class IsTold(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        fit_alone(tmp_path, Quadratic(), IsTold())
+    assert ended.value.code == 143
+
+
+@pytest.mark.parametrize(
+    ("error", "at_once", "is_over"),
+    [(None, False, True), (SIGTERMException(), False, False), (RuntimeError(), True, False)],
+    ids=repr,
+)
+def test_a_node_that_is_told_to_leave_stays_until_others_have_read_the_vote_that_it_keeps(error, at_once, is_over):
+    """They would be left behind, and start again; only one that fails cannot wait."""
+    node, told = ElasticNode(Elastic(), Checkpoints()), []
+    node._membership = SimpleNamespace(leave=lambda **how: told.append(how))
+    if error is not None:
+        BoundaryCallback(node).on_exception(None, None, error)
+    node.leave(None, at_once=error is not None)
+    assert told == [{"at_once": at_once, "is_over": is_over}]
 
 
 def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeypatch):
