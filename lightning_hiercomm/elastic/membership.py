@@ -374,8 +374,8 @@ class Membership:
             others = ", ".join(member.node for member in meeting.members if member.life != self.me.life)
             self._end(
                 NotInThisRun(
-                    f"its agreement with nodes {others} has failed {times} times ({why}). Nodes have to reach each other"
-                    " at all ports, at the address that HIERCOMM_ADDRESS names; and where 4 MiB take longer than"
+                    f"its agreement with nodes {others} has failed {times} times ({why}). Nodes have to reach each"
+                    " other at all ports, at the address that HIERCOMM_ADDRESS names; and where 4 MiB take longer than"
                     f" dead_after={self._elastic.dead_after:g} s, give Elastic and the lighthouse a larger dead_after."
                     " Those that came before this node go on without it"
                 )

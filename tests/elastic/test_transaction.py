@@ -1091,7 +1091,7 @@ def test_nodes_whose_agreement_fails_for_ever_part_and_the_first_goes_on(fails, 
     threads.start(1, work)
     with pytest.raises(NotInThisRun, match=r"its agreement with nodes 0 has failed 30 times \(.*HIERCOMM_ADDRESS"):
         threads.end(5.0)
-    (values, nodes), *others = threads.results.values()
+    (_, nodes), *others = threads.results.values()
     assert not others
     assert nodes == 1
     assert len(tries) >= 60
