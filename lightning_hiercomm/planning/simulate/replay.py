@@ -208,8 +208,8 @@ class _Script:
             self._begin(life)
 
     def all_of(self, life: str) -> deque[Entry]:
-        """The agreements of a life that are still to come."""
-        return deque(self._agreements[number] for number in self._turns[life])
+        """The agreements of a life, also if another rank of its node has already asked for the first."""
+        return deque(entry for entry in self._agreements if life in (*entry.members, *entry.newcomers))
 
     def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
         """What everyone says who has met then, once all of them are there."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 import signal
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.elastic.record import Epoch, Record, Recorder, digest
+from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.simulate import replay as module_of_replay
 from lightning_hiercomm.planning.simulate.replay import Program, replay
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -188,6 +191,20 @@ def test_a_replay_ends_with_the_bits_of_a_run_in_which_a_node_died_and_was_heale
     values = torch.cat([parameter.detach().flatten() for parameter in again.parameters()])
     for own in played.values.values():
         torch.testing.assert_close(own, values, rtol=0, atol=0)
+
+
+def test_a_rank_that_is_slow_to_begin_while_the_first_of_its_node_meets_the_others_follows_the_record_too(monkeypatch):
+    def slowly(*arguments: Any) -> Transaction:
+        if threading.current_thread().name == "0.1":
+            time.sleep(0.2)
+        return Transaction(*arguments)
+
+    scheme = SCHEMES["periodic"]
+    played = Played(scheme, None, (2, 1))
+    monkeypatch.setattr(module_of_replay, "Transaction", slowly)
+    again = replay(played.record, program(scheme, None), Wires())
+    values = torch.cat([parameter.detach().flatten() for parameter in again.parameters()])
+    torch.testing.assert_close(played.values["0", 0], values, rtol=0, atol=0)
 
 
 def test_a_heal_that_forgets_the_optimizers_state_is_found_out():
