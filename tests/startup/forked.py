@@ -173,6 +173,7 @@ def _run(
     python: str = sys.executable,
 ) -> None:
     os.setsid()
+    assert "preloaded" in sys.modules, "the fork server could not import preloaded.py, and does not say so"
     sys.executable = python
     multiprocessing.set_start_method(None, force=True)  # not the fork server's: a program begins with Python's default
     if output is not None:

@@ -4,6 +4,7 @@ import gc
 import importlib
 import sys
 import time
+from pathlib import Path
 
 sys.path[:] = filter(None, sys.path)  # the package in the folder where tests run is not the one they test
 for name in (
@@ -20,7 +21,9 @@ for name in (
     importlib.import_module(name)
 # its own may be a connection's before it is used
 lightning_environment = importlib.import_module("lightning.fabric.plugins.environments.lightning")
+sys.path.append(str(Path(__file__).parents[1]))  # Python gives the server only what is on PYTHONPATH
 lightning_environment.find_free_network_port = importlib.import_module("ports").free_port  # type: ignore[attr-defined]
+sys.path.pop()
 # torchrun's agents look for the name of each caller, for a record that nobody reads here, among all of these modules
 rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 rendezvous.get_method_name = lambda depth=2: "unknown"  # type: ignore[attr-defined]
