@@ -202,7 +202,7 @@ def check_types(given: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
                 raise TypeError(f"{name}={value.__name__} is a class, but must be an instance: {value.__name__}(...)")
             shown, kind = " ".join(repr(value).split()), type(value).__name__
             raise TypeError(f"{name}={shown:.200} must be {_in_words(hints[name])}, not of type {kind}")
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, Real) and not isinstance(value, Integral) and not math.isfinite(value):
             raise ValueError(f"{name}={value} must be finite")
 
 

@@ -1,8 +1,9 @@
 """Where the seconds of the tests go: ``pytest --junitxml=seconds.xml ...`` and ``python -m tests.seconds seconds.xml``.
 
 Prints tables by kind, file and shared fixture, and the longest tests, as Markdown; and tests that took more than 5 s on
-their own without a marker ``long("why")``. Processor seconds include those of
-forked ranks and of programs that were waited for, but not of what a fork server started, whose wall seconds tell.
+their own without a marker ``long("why")``. Processor seconds include those of forked ranks and of programs that were
+waited for, but not of what a fork server started. Where pytest runs without workers (and nothing beside) they are those
+of the whole machine, which tells of these, too.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 from harness import on_nodes, steps
 from hypothesis import HealthCheck, given, settings
@@ -138,6 +139,7 @@ def test_any_value_of_any_argument_in_a_configuration_file_is_taken_or_refused_b
         ({"weights": [1, "2"]}, r"weights=\[1, '2'\] must be a list, of each a number or None"),
         ({"weights": 3}, "weights=3 must be a list"),
         ({"share": float("inf")}, "share=inf must be finite"),
+        ({"share": numpy.float32("nan")}, "share=nan must be finite"),
         ({"unknown": 3}, r"make has no argument 'unknown'\. It takes number, weights, share\."),
         ({"numbr": 3}, r"make has no argument 'numbr'\. Did you mean 'number'\?"),
     ],

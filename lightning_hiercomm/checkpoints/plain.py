@@ -343,6 +343,10 @@ class Checkpoints:
         """Put them back, once that epoch's loader and sampler have drawn their seeds, and before a batch is loaded."""
         assert self._random_state is not None
         set_random_state(self._random_state)
+        self.forget_random_state()
+
+    def forget_random_state(self) -> None:
+        """The run is over, perhaps before it has trained."""
         self._random_state = None
 
 

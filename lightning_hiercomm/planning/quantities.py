@@ -63,8 +63,8 @@ def duration(text: str) -> float:
     Raises:
         ValueError: For anything else, or if it is not positive.
     """
-    number, unit, _ = _parts(text, "a duration such as 50us or 0.4s")
-    if unit.lower() not in _DURATIONS:
+    number, unit, per_second = _parts(text, "a duration such as 50us or 0.4s")
+    if per_second or unit.lower() not in _DURATIONS:
         raise ValueError(f"{text!r} is not a duration; write 50us, 2.5ms or 0.4s")
     return number * _DURATIONS[unit.lower()]
 
@@ -75,8 +75,8 @@ def count(text: str) -> float:
     Raises:
         ValueError: For anything else, or if it is not positive.
     """
-    number, unit, _ = _parts(text, "a number such as 1.3e9 or 350m")
-    if unit.lower() not in _COUNTS:
+    number, unit, per_second = _parts(text, "a number such as 1.3e9 or 350m")
+    if per_second or unit.lower() not in _COUNTS:
         raise ValueError(f"{text!r} is not a number; write 1.3e9, 1.3b or 350m")
     return number * _COUNTS[unit.lower()]
 

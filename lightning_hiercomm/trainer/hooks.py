@@ -188,6 +188,7 @@ class HierarchicalHooks(Reports):
                 remove_callback(trainer, self._boundary)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
+        self._checkpoints.forget_random_state()
         self._control.stop(trainer)
         super().teardown()
         if self.topology is not None and not self._control.is_interrupted(trainer):  # others may be gone, or stuck

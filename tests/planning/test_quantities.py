@@ -56,6 +56,8 @@ def test_counts(text, value):
         (quantities.bandwidth, "1e999gbit", "must be positive and finite"),
         (quantities.duration, "4 hours", "not a duration"),
         (quantities.duration, "-4", "not a duration"),
+        (quantities.duration, "0.4/s", "not a duration"),
+        (quantities.count, "350m/s", "not a number"),
         (quantities.size, "80gbyte/s", "not a size"),
         (quantities.size, "80", "no unit"),
         (quantities.count, "1.2.3", "not a number"),

@@ -11,6 +11,7 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core import rank_zero
@@ -176,3 +177,15 @@ def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
     pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Listening()], **quiet).fit(BoringModel())
     assert sum(line.startswith(said) for line in (tmp_path / "heard").read_text().splitlines()) == 1
+
+
+def test_random_streams_of_a_file_are_not_put_back_in_the_next_run(tmp_path):
+    """Nothing was trained in the one that read it: it had come to its last step."""
+    saves = ModelCheckpoint(tmp_path, "saved", every_n_train_steps=2)
+    strategy = HierarchicalStrategy(ranks_per_node=1, checkpoint_replicas=True)
+    made = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    run = pl.Trainer(strategy=strategy, devices=1, max_steps=2, callbacks=[saves], default_root_dir=tmp_path, **made)
+    run.fit(BoringModel())
+    run.fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
+    assert run.global_step == 2
+    assert not strategy._checkpoints.has_random_state
