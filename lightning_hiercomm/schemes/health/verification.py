@@ -25,18 +25,23 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
+def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """All bits of a tensor in their order: words (int64), and the bytes (uint8) that are left over."""
+    flat = plain(tensor).contiguous().view(-1)
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return octets[:whole].view(torch.int64), octets[whole:]
+
+
 def print_of(tensor: Tensor) -> Tensor:
     """64 bits of all values of a tensor, and of their places: an int64 scalar, in one read of the tensor.
 
     They differ, almost surely, whenever a value does, or values are elsewhere (a row that was rolled, the classes of
     one-hot vectors).
     """
-    flat = plain(tensor).contiguous().view(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    octets = flat.view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    words, rest = octets[:whole].view(torch.int64), octets[whole:]
+    words, rest = words_of(tensor)
     in_rows = words.numel() // _ROW * _ROW
     sums = [_sum_of_rows(words[:in_rows].view(-1, _ROW))] if in_rows else []
     return _scrambled(torch.cat([*sums, words[in_rows:], rest])).sum()

@@ -20,7 +20,7 @@ from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.health.nonfinite import describe, is_marked, mark_of
-from lightning_hiercomm.schemes.health.verification import plain
+from lightning_hiercomm.schemes.health.verification import words_of
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import (
     class_names,
@@ -596,12 +596,7 @@ def _sums_of_bits(tensor: Tensor) -> list[Tensor]:
     They are those of 64 bits: of 32, half of a thousand numbers is the same as all of them. What changes places among
     so many neighbours is not seen.
     """
-    flat = plain(tensor).contiguous().view(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    octets = flat.view(torch.uint8)
-    whole = octets.numel() // 8 * 8
-    words, rest = octets[:whole].view(torch.int64), octets[whole:]
+    words, rest = words_of(tensor)
     in_sums = words.numel() // _SUMS * _SUMS
     sums = [words[:in_sums].view(_SUMS, -1).sum(1)] if in_sums else []
     return [*sums, words[in_sums:], rest.long()]
