@@ -199,7 +199,7 @@ class Membership:
         hopeless_since: float | None = None
         self.healing.send_away_expected()
         while True:
-            if self._members:  # perhaps they answer by now
+            if self.me.is_new or (said and self._members):  # perhaps they answer by now
                 self._miss(self._members)
             self.me = replace(self.me, asks=self.me.asks + 1, place=place, admits=admits)
             self.healing.note_asking(self.me)
@@ -230,6 +230,7 @@ class Membership:
         if meeting.source_of(self.me.life) is None:
             return False
         self._miss(meeting.members)
+        self._members = meeting.members if self.me.missed else ()
         return not self.me.missed
 
     def _ask(self, began: float) -> Meeting:
@@ -339,6 +340,8 @@ class Membership:
             topology.disconnect()
             self.me = replace(self.me, groups="")
             self._miss(meeting.members)
+            if not self.me.is_new:
+                self._members = meeting.members if self.me.missed else ()
             self.note_failure(meeting, failures[0])
             return False
         topology.reform([member.ranks for member in meeting.members], index)
@@ -396,7 +399,6 @@ class Membership:
             others = {member.store: member.life for member in members if member.life != self.me.life}
             missed = tuple(others[address] for address in self._links.unreachable([*others]))
         self.me = replace(self.me, missed=self._share(missed))
-        self._members = members if self.me.missed else ()
 
     def _note_who_is_there(self, meeting: Meeting) -> None:
         """One line when a node comes or goes."""
