@@ -338,7 +338,11 @@ class Failing(Handle):
     def wait(self) -> None:
         if self._after is not None:
             assert self._after.wait(10.0)
+        self.forget()  # a move that has failed was waited for
         raise CommunicationError("told to fail")
+
+    def forget(self) -> None:
+        self._move.forget()
 
     def is_done(self) -> bool:
         return True

@@ -34,6 +34,9 @@ class Handle(ABC):
     def is_done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
 
+    def forget(self) -> None:
+        """Nobody is to wait for it any more: what it would have brought is taken back."""
+
     def future(self, value: Tensor) -> Future[Tensor]:
         """A torch future that completes with ``value`` when the move does, as DDP's communication hooks want it."""
         self.wait()
@@ -138,6 +141,9 @@ class _Watched(Handle):
     def future(self, value: Tensor) -> Future[Tensor]:
         self._is_awaited = True
         return self._handle.future(value)
+
+    def forget(self) -> None:
+        self._is_awaited = True
 
     def __del__(self) -> None:
         if not self._is_awaited:

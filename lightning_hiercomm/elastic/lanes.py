@@ -175,7 +175,9 @@ class _Guarded(Handle):
 
     def forget(self) -> None:
         """Let go of it: what is under way keeps connections open."""
-        self._move = None
+        move, self._move = self._move, None
+        if move is not None:
+            move.forget()  # before it is dropped: training may launch another at this moment, and would be blamed
 
     def wait(self) -> None:
         move = self._move

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
+from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic.lanes import Breaker, GlooLinks, Lane, World
 from lightning_hiercomm.elastic.meeting import Meeting, Member
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -59,6 +60,29 @@ def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the
         return world.all_gather_object("own")
 
     assert on_ranks(gather, (range(len(nodes[node])),)) == [["own"] * 3] * len(nodes[node])
+
+
+def test_a_move_that_is_let_go_is_at_no_moment_one_that_training_should_have_waited_for():
+    """A thread beside training lets go of it, while training may launch the next one."""
+    blamed = []
+
+    class Noting(Meter):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "unawaited" and value is not None:
+                blamed.append(value)
+            super().__setattr__(name, value)
+
+    def rank(number: int, world: ThreadWorld) -> None:
+        meter = Noting()
+        lane = Lane(meter, Breaker())
+        lane.connect(world.connect(number, meter)([[0, 1]], "inter"))
+        lane.is_open = True
+        handle = lane.exchange([(torch.ones(2), 1 - number)], [(torch.zeros(2), 1 - number)])
+        lane.disconnect()
+        handle.wait()
+
+    ThreadWorld(2).run(rank)
+    assert blamed == []
 
 
 def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
