@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from collections import deque
 
 _BELOW_THOSE_OF_CONNECTIONS = range(15_000, 25_000)  # the kernel gives those from 32,768 on to whoever connects
 
-
-_given: deque[int] = deque(maxlen=500)  # of a launch that asks for two before anybody listens, both would be one
+_given: deque[socket.socket] = deque()
 
 
 def free_port() -> int:
-    """One of this pytest worker's own, not given lately.
+    """One that no process of this machine has been given lately, whether or not it listens there already.
 
-    SLURM's rule for a master's port is kept, whose last four digits are a job's.
+    Whoever is given one holds a socket of that name, which the kernel gives to one process only and takes back when
+    it ends. SLURM's rule for a master's port is kept, whose last four digits are a job's.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-    own = [port for port in _BELOW_THOSE_OF_CONNECTIONS[worker::8] if port not in _given]
-    for port in random.SystemRandom().sample(own, 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those who listen there do
-            try:
+    for port in random.SystemRandom().sample(_BELOW_THOSE_OF_CONNECTIONS, 100):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0hiercomm's tests have port {port}")
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those who listen there do
                 probe.bind(("", port))
-            except OSError:
-                continue
-            _given.append(port)
-            return port
+        except OSError:
+            name.close()
+            continue
+        _given.append(name)
+        if len(_given) > 500:
+            _given.popleft().close()
+        return port
     raise OSError("a hundred ports are all taken")
