@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import time
@@ -29,7 +30,7 @@ MakeCluster = Callable[..., Cluster]
 @pytest.fixture
 def cluster(tmp_path: Path) -> MakeCluster:
     """Nodes that are forks of what has imported Lightning already."""
-    return lambda **settings: Cluster(tmp_path, ForkedPython, **settings)
+    return lambda **settings: Cluster(tmp_path, ForkedPython, notes_states=True, **settings)
 
 
 def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
@@ -48,10 +49,23 @@ def exact(result: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if key not in ("communication", "milliseconds", "val")}
 
 
+def heals_to_the_bit(nodes: Cluster) -> int:
+    """That nodes begin with all that a node had at that step which nothing had befallen; how many were healed."""
+    healed = 0
+    for path in nodes.folder.glob("*.has"):
+        begins, step = json.loads(path.read_text()), path.suffixes[-2]
+        had = [json.loads(given.read_text()) for given in nodes.folder.glob(f"*{step}.gave")]
+        for part in begins if had else ():
+            assert begins[part] in [each[part] for each in had], (path.name, part)
+        healed += bool(had)
+    return healed
+
+
 def ends_equal(nodes: Cluster, names: list[int]) -> dict[str, Any]:
     """That all nodes have ended with the same bits, and where an undisturbed one ends; what the first one said."""
     results = [nodes.result(name) for name in names]
     first = results[0]
+    heals_to_the_bit(nodes)
     for result in results:
         assert exact(result) == exact(first), nodes.said()
         assert result["val"] == pytest.approx(first["val"], rel=1e-5), "nodes of several ranks sum in another order"
@@ -109,6 +123,7 @@ def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, 
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
         assert nodes.lives == {"0": 0, "1": 1, "2": 0}, nodes.said()
+        assert heals_to_the_bit(nodes) >= 1
         heals = {nodes.result(node)["communication"]["heals"] for node in range(3)}
         assert heals in ({1}, {2}), "with the third node, if it came when the others had begun"
         assert "node 1 is gone" in nodes.log(0) + nodes.log(2)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     PeriodicAveraging,
 )
+from lightning_hiercomm._lightning.healing import state_of
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import healing, lanes, lighthouse, membership, transaction
 from lightning_hiercomm.elastic.meeting import Meeting
@@ -81,6 +82,7 @@ class Node:
         seed: Of the parameters.
         steps: Of the run, in place of its epochs; none if 0.
         notes_samples: Write down which samples it has seen.
+        notes_states: Write down, as digests, what it gives to newcomers, and what it has when it begins to train.
         estimates: Let the schedule be as long as Lightning estimates the run.
         width: Of the model, which has fifteen parameters for each of it.
     """
@@ -102,6 +104,7 @@ class Node:
     seed: int = 0
     steps: int = 0
     notes_samples: bool = False
+    notes_states: bool = False
     estimates: bool = False
     width: int = 64
 
@@ -311,11 +314,60 @@ def note_asking(path: Path) -> None:
     membership.Membership._ask = asks
 
 
+def note_given(path: Path) -> None:
+    """Write down, by its step, each state that this node gives to a newcomer."""
+    give_state = membership.Membership.give_state
+
+    def gives(own: Any, state: Any) -> None:
+        def noted() -> Any:
+            whole = state()
+            if whole is not None and own.is_first:
+                step = whole["checkpoint"]["global_step"]
+                path.with_name(f"{path.name}.{step}.gave").write_text(written(whole))
+            return whole
+
+        give_state(own, noted)
+
+    membership.Membership.give_state = gives
+
+
+def own_state(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
+    """What this node would give, made here in the same words. Collective over it."""
+    strategy = trainer.strategy
+    with strategy._run.agreed_model.nobody_asked():
+        whole = state_of(trainer, moment)
+    strategy._checkpoints.add_to(whole["checkpoint"], strategy._run, None, together=False, is_own=True)
+    return {**whole, "record": strategy._elastic_node._recorder.give()}
+
+
+def written(value: Any) -> str:
+    """A state as text that is equal where all bits are."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            bits = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            return [str(value.dtype), [*value.shape], hashlib.sha256(bits).hexdigest()[:16]]
+        if isinstance(value, Mapping):
+            return {str(key): plain(each) for key, each in value.items()}
+        return [*map(plain, value)] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(value), sort_keys=True, default=repr)
+
+
 class Looks(pl.Callback):
     """Notes where the node is, for whoever watches the run, and where it has ended."""
 
-    def __init__(self, path: Path, hold: dict[str, str]) -> None:
+    def __init__(self, path: Path, hold: dict[str, str], notes_state: bool = False) -> None:
         self.path, self.hold = path, hold
+        self.notes_state = notes_state
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+        if not self.notes_state:
+            return
+        self.notes_state = False
+        state = written(own_state(trainer, "batch" if index else "epoch"))
+        if trainer.is_global_zero:
+            self.path.with_name(f"{self.path.name}.{life()}.{trainer.global_step}.has").write_text(state)
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self.path.with_name(f"{self.path.name}.{life()}.began").touch()
@@ -372,6 +424,8 @@ def main(node: Node) -> None:
     take_times()
     note_asking(folder / f"{name}.{life()}.asks")
     note_waits(folder / f"{name}.waits")
+    if node.notes_states:
+        note_given(folder / f"{name}.{life()}")
     if node.fault:
         Fault(node.fault, folder, name).install()
     scheme = SCHEMES[node.scheme](node.every)
@@ -379,7 +433,8 @@ def main(node: Node) -> None:
     strategy = HierarchicalStrategy(
         scheme, elastic=elastic, start_method="fork" if node.ranks > 1 else "popen", **node.settings
     )
-    callbacks: list[Any] = [Looks(folder / name, node.hold), CommunicationMonitor(progress_bar=False)]
+    looks = Looks(folder / name, node.hold, node.notes_states)
+    callbacks: list[Any] = [looks, CommunicationMonitor(progress_bar=False)]
     if node.checkpoints:
         callbacks.append(ModelCheckpoint(node.checkpoints, save_last=True, every_n_train_steps=node.every))
     trainer = pl.Trainer(
