@@ -12,7 +12,7 @@ from typing import Any
 NEWCOMER = -1
 """The agreement of a node that has no state yet."""
 
-TRAINED, OVER = "trained", "over"
+BEGUN, TRAINED, OVER = "begun", "trained", "over"
 """What the lighthouse remembers of a run."""
 
 EXIT_CODE = 75
@@ -73,7 +73,7 @@ class Member:
         missed: The lives of nodes that did not answer it when it tried to connect last.
         is_lost: Of a newcomer, whether the lighthouse knows that this run has trained and is not over; None if it does
             not say.
-        is_over: Of a newcomer, whether the lighthouse knows that this run has come to its end.
+        is_over: Of a newcomer, whether the lighthouse knows that this run has come to its end, and of no later fit.
         has_seen_it: Of a newcomer, whether it has asked while nodes that have the run's state did.
     """
 
@@ -114,8 +114,8 @@ class Member:
 
     def reads(self, notes: Collection[str]) -> Member:
         """A newcomer that knows what the lighthouse remembers."""
-        trained, over = self.noted(TRAINED, notes), self.noted(OVER, notes)
-        return replace(self, is_lost=bool(trained - over), is_over=bool(over))
+        begun, trained, over = (self.noted(what, notes) for what in (BEGUN, TRAINED, OVER))
+        return replace(self, is_lost=bool(trained - over), is_over=bool(over) and begun <= over)
 
     def noted(self, what: str, notes: Collection[str]) -> set[str]:
         """With which meetings those fits of this run began of which the lighthouse remembers this; of a newcomer."""

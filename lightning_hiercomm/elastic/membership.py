@@ -19,6 +19,7 @@ from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.lanes import Links
 from lightning_hiercomm.elastic.lighthouse import Lighthouse
 from lightning_hiercomm.elastic.meeting import (
+    BEGUN,
     NEWCOMER,
     OVER,
     TRAINED,
@@ -160,7 +161,7 @@ class Membership:
         self._draw = self._next_draw = Draw()
         self._trained: list[tuple[Draw, int]] = []
         self._is_noted = False
-        self._follows = False  # a run of this name that is over, and was another program's
+        self._over: set[str] = set()  # with which meetings those fits of this run began that are
         self._others_at = NEWCOMER  # the newest agreement that others are known to have come to
         if lighthouse is not None:
             lighthouse.when_back(self._look_whether_others_agreed)
@@ -214,7 +215,7 @@ class Membership:
                 time.sleep(0.05)
                 continue
             if self._begins_from_another(meeting) or self._connect(meeting):
-                if meeting.begins and self._follows and meeting.index(self.me.life) == 0:
+                if meeting.begins and self._over - _ended_here and meeting.index(self.me.life) == 0:
                     log.warning(
                         "node %s begins at step 0: the lighthouse knows that a run of this name has come to its end."
                         " To go on with that, give fit(ckpt_path='last'); to tell runs apart, set HIERCOMM_RUN",
@@ -307,7 +308,7 @@ class Membership:
             return self.me
         assert self._lighthouse is not None
         notes = self._lighthouse.notes()
-        self._follows = bool(notes and self.me.noted(OVER, notes) - _ended_here)
+        self._over = self.me.noted(OVER, notes or ())
         return self.me if notes is None else self.me.reads(notes)
 
     def _comes_too_late(self) -> bool:
@@ -499,8 +500,11 @@ class Membership:
             begun=meeting.token if meeting.begins else self.me.begun,
             last=meeting.token,
         )
-        if self.leads and self._lighthouse is not None and self.me.agreement > 0 and not self._is_noted:
-            self._is_noted = self._lighthouse.take_note(self.me.note(TRAINED))
+        if self.leads and self._lighthouse is not None:
+            if meeting.begins and (self._over or self.me.origin):  # or who is started again takes it for the one before
+                self._lighthouse.take_note(self.me.note(BEGUN))
+            if self.me.agreement > 0 and not self._is_noted:
+                self._is_noted = self._lighthouse.take_note(self.me.note(TRAINED))
         if self._store is not None:
             self._store.set(self._seal.name("agreement"), f"{self.me.begun} {self.me.agreement}")
         self.healing.forget_given()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hiercomm.elastic.meeting import (
+    BEGUN,
     OVER,
     TRAINED,
     Draw,
@@ -93,6 +94,8 @@ def test_what_the_lighthouse_remembers_tells_whether_a_run_has_trained_and_is_ov
     assert read(first.note(TRAINED)) == (True, False)
     assert read(first.note(TRAINED), first.note(OVER)) == (False, True)
     assert read(first.note(TRAINED), first.note(OVER), second.note(TRAINED)) == (True, True)
+    assert read(first.note(BEGUN), first.note(OVER)) == (False, True)
+    assert read(first.note(OVER), second.note(BEGUN)) == (False, False)
 
 
 def test_who_committed_another_agreement_of_that_number_is_left_behind():

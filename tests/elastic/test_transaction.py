@@ -868,9 +868,9 @@ def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
     torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
 
 
-def let_come(threads: Threads, node: int, work, ranks: int = 1) -> None:
+def let_come(threads: Threads, node: int, work, ranks: int = 1, restarts: int = 0) -> None:
     """Start a node, and wait until the lighthouse has heard of it."""
-    threads.start(node, work, ranks)
+    threads.start(node, work, ranks, restarts)
     wait_until(lambda: str(node) in threads.lights._alive.values())
 
 
@@ -1149,6 +1149,47 @@ def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_
         threads.end()
     assert ended.value.code == 69
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"node 1 ends: {ended.value}"]
+
+
+@pytest.mark.parametrize("origin", [0, 8])
+def test_a_node_that_is_started_again_in_the_first_period_of_a_later_fit_waits_for_the_others(origin, monkeypatch):
+    """They train, and ask nobody for long: it ended, because it knew of the earlier fit's end alone."""
+    monkeypatch.setattr(membership, "_PATIENCE", 0.1)
+    monkeypatch.setattr(membership, "_HOPE", 0.4)
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    for node in range(2):
+        threads.start(node, train(4))
+    threads.end()
+    has_hoped = threading.Event()
+
+    def again(own: ElasticRank):
+        late = own.membership._comes_too_late
+
+        def looks() -> bool:
+            has_hoped.set()
+            return late()
+
+        own.membership._comes_too_late = looks
+        assert own.join()
+        return train_to_the_end(own, 6)
+
+    def work(own: ElasticRank):
+        own.membership.me = replace(own.membership.me, origin=origin)
+        own.join()
+        own.step()
+        if own.node == "1":
+            own.die()
+        wait_until(lambda: "1" not in threads.lights._alive.values())
+        let_come(threads, 1, again, restarts=1)
+        assert has_hoped.wait(10.0)
+        return train_to_the_end(own, 6)
+
+    threads.lights.min_nodes = 2
+    for node in range(2):
+        threads.start(node, work)
+    results = threads.end()
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
 
 
 def test_a_newcomer_hopes_for_nodes_from_when_they_are_gone_and_not_from_when_it_came(monkeypatch):
