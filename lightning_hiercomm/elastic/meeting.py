@@ -228,9 +228,9 @@ def decide(present: Sequence[Member], life: str, min_nodes: int = 1, max_nodes: 
     if not me.is_new and me not in up_to_date:
         raise LeftBehind
     members = _who_reach_each_other(up_to_date)
-    apart = _names(member for member in members if member.life in me.missed or me.life in member.missed)
-    if me not in members and apart:
-        return Meeting(waits=f"it and node {apart} do not reach each other")
+    apart = _apart(me, members)
+    if apart and me not in members:
+        return Meeting(waits=apart)
     place = _where_most_are(members)
     if me in members and me.place != place:
         places = "; ".join(f"node {member.node!r} {member.place}" for member in members)
@@ -287,6 +287,9 @@ def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int
         return Meeting(
             is_hopeless=True, is_over=True, waits="this run is over: nobody is there to give a node its state"
         )
+    everyone, new = new, _who_reach_each_other(new)
+    if me not in new:
+        return Meeting(waits=_apart(me, everyone))
     if len(new) < min_nodes:
         return Meeting(waits=f"{len(new)} of at least {min_nodes} nodes are there")
     origin = max(member.origin for member in new)
@@ -360,6 +363,12 @@ def inherited(meeting: Meeting) -> Draw:
         any_share, its_ranks = int(_digest(newcomer.life), 16), range(newcomer.ranks)
         given[newcomer.life] = tuple(lost.pop(0) if lost else (any_share + rank) % total for rank in its_ranks)
     return Draw(total, given)
+
+
+def _apart(me: Member, members: Iterable[Member]) -> str:
+    """Which of these this one does not reach, or which do not reach it; empty if there are none."""
+    others = _names(member for member in members if member.life in me.missed or me.life in member.missed)
+    return others and f"it and node {others} do not reach each other"
 
 
 def _names(members: Iterable[Member]) -> str:

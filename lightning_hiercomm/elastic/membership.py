@@ -341,8 +341,7 @@ class Membership:
             topology.disconnect()
             self.me = replace(self.me, groups="")
             self._miss(meeting.members)
-            if not self.me.is_new:
-                self._members = meeting.members if self.me.missed else ()
+            self._members = meeting.members if self.me.missed else ()
             self.note_failure(meeting, failures[0])
             return False
         topology.reform([member.ranks for member in meeting.members], index)

@@ -59,6 +59,15 @@ def test_it_goes_on_from_the_newest_checkpoint_and_who_has_an_older_one_is_heale
     assert meeting.source_of(none.life) == new
 
 
+def test_a_run_begins_with_those_that_reach_each_other():
+    a, b, c = node("a"), node("b", missed=("life-a",)), node("c", missed=("life-a",))
+    assert meet(a, b, c, who=b) == meet(a, b, c, who=c) == Meeting((b, c), begins=True)
+    assert meet(a, b, c, who=a).waits == "it and node b, c do not reach each other"
+    assert meet(a, b, who=a) == Meeting((a,), begins=True)
+    assert meet(a, b, who=b).waits == "it and node a do not reach each other"
+    assert meet(a, b, who=a, min_nodes=2).waits == "1 of at least 2 nodes are there"
+
+
 def test_a_run_that_the_lighthouse_saw_train_does_not_begin_once_more_in_silence():
     lost, fresh = node("a", is_lost=True), node("b", is_lost=True)
     meeting = meet(lost, fresh)

@@ -1135,6 +1135,41 @@ def test_nodes_that_do_not_reach_each_other_for_a_while_meet_as_soon_as_they_do(
     assert sorted(waits)[:2] == ["1 of at least 2 nodes are there", "it and node 0 do not reach each other"]
 
 
+def test_a_run_begins_without_a_node_that_the_others_do_not_reach_and_that_one_comes_when_they_do(caplog):
+    """All failed 30 times, then the last ended, then the second: the one that nobody reached went on."""
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+    lane, unreachable, is_cut = threads.wires.lane, threads.wires.unreachable, threading.Event()
+    is_cut.set()
+
+    def lane_between(meeting, index, name, meter):
+        if is_cut.is_set() and len(meeting.members) > 1 and "0" in [member.node for member in meeting.members]:
+            raise RuntimeError("is not there in time")
+        return lane(meeting, index, name, meter)
+
+    def silent(addresses):
+        cut = [address for address in addresses if is_cut.is_set() and address == threads.address("0")]
+        return [*cut, *unreachable(addresses)]
+
+    threads.wires.lane, threads.wires.unreachable = lane_between, silent
+
+    def work(own: ElasticRank):
+        was_healed = own.join()
+        is_cut.clear()
+        if own.node == "1":
+            wait_until(lambda: "0" in threads.lights._alive.values())
+        return train_to_the_end(own), was_healed, own.membership.history.nodes
+
+    with caplog.at_level("INFO", logger="lightning_hiercomm"):
+        for node in range(3):
+            threads.start(node, work)
+        results = threads.end(10.0)
+    assert "node 0 waits: it and node 1, 2 do not reach each other" in caplog.messages
+    for (node, _), (values, was_healed, nodes) in results.items():
+        torch.testing.assert_close(values, results["1", 0][0], rtol=0, atol=0)
+        assert (was_healed, nodes) == (node == "0", 3)
+
+
 @pytest.mark.parametrize("min_nodes", [1, 2])
 def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_nodes, caplog):
     """Also where the lighthouse waits for more nodes than one."""
