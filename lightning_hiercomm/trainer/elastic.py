@@ -38,6 +38,7 @@ from lightning_hiercomm._lightning.trainer import (
     prepare_train_dataloaders_again,
     validates_by_the_clock,
 )
+from lightning_hiercomm.checkpoints.companion import random_state, set_random_state
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
@@ -77,6 +78,7 @@ class ElasticNode:
         self._topology: ElasticTopology | None = None
         self._run: TrainingRun | None = None
         self._healed_by: dict[str, Any] | None = None  # the state, until training starts
+        self._draws_from: tuple[str, dict[str, Any]] | None = None  # from that moment on, where others' streams were
         self._is_in_epoch = False  # since it was healed
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]
@@ -251,6 +253,9 @@ class ElasticNode:
         membership, run = self._membership, self._run
         if membership is None or run is None:
             return
+        if self._draws_from is not None and self._draws_from[0] == moment:
+            set_random_state(self._draws_from[1])  # not before: datasets may be cut by what the program has seeded
+            self._draws_from = None
         if run.topology.ranks_on_node == 1:  # others on the node would wait for the first rank
             membership.end_if_behind()
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
@@ -266,7 +271,7 @@ class ElasticNode:
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
             assert self._recorder is not None
-            return {**whole, "record": self._recorder.give()}
+            return {**whole, "record": self._recorder.give(), "random": random_state()}
 
         membership.give_state(state)
 
@@ -274,6 +279,7 @@ class ElasticNode:
         """Training starts: a healed node's loops begin where the others' are."""
         if self._healed_by is not None:
             begin_as(trainer, self._healed_by)
+            self._draws_from = self._healed_by["moment"], self._healed_by["random"]
         self._healed_by = None
 
     def end_training(self, trainer: pl.Trainer) -> None:

@@ -37,6 +37,7 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm._lightning.healing import state_of
+from lightning_hiercomm.checkpoints.companion import random_state
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import healing, lanes, lighthouse, membership, transaction
 from lightning_hiercomm.elastic.meeting import Meeting
@@ -337,6 +338,8 @@ def own_state(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     with strategy._run.agreed_model.nobody_asked():
         whole = state_of(trainer, moment)
     strategy._checkpoints.add_to(whole["checkpoint"], strategy._run, None, together=False, is_own=True)
+    if moment == "batch":  # or loaders have drawn since
+        whole["random"] = random_state()
     return {**whole, "record": strategy._elastic_node._recorder.give()}
 
 
