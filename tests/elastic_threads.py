@@ -203,7 +203,8 @@ class ElasticRank:
 
     def die(self) -> None:
         """The node is gone with all its ranks."""
-        self.cluster.lose(self.node)
+        if self.membership.me.store == self.cluster.address(self.node):  # or another rank was first, and it is back
+            self.cluster.lose(self.node)
         raise Died
 
 
