@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+gc.disable()  # what is imported and collected stays; shared.py sees to it afterwards
 _TESTS = Path(__file__).parent
 _STARTUP = str(_TESTS / "startup")
 os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
@@ -21,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Import shared.py, and with it torch, but not where others run the tests, which wait until that has begun."""
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         config.pluginmanager.import_plugin("shared")
+    else:
+        gc.enable()
 
 
 def pytest_report_header() -> str:

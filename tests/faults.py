@@ -111,7 +111,7 @@ class Outcome:
 def listed() -> Iterator[Case]:
     """All faults at all moments; every scheme under every launcher, on nodes of one and of two ranks."""
     draw = random.Random(0)
-    # spawned ranks import everything anew, which takes most of a minute for four
+    # spawned ranks imported everything anew when the list was drawn, which took most of a minute for four
     combinations = [how for how in product(SCHEMES, LAUNCHERS, (1, 2)) if how[1:] != ("spawn", 2)]
     draw.shuffle(combinations)
     for (fault, moment), (scheme, launcher, ranks) in zip(product(FAULTS, MOMENTS), cycle(combinations)):
@@ -201,7 +201,7 @@ def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
     outputs = (folder / f"output-{number}" for number in range(2 * ranks))
     if case.launcher in ("fork", "spawn", "popen"):
         where = ("--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", case.launcher)
-        python = ("--python", stand_in_for_python()) if case.launcher == "popen" else ()
+        python = () if case.launcher == "fork" else ("--python", stand_in_for_python())
         yield ForkedPython([*job, *where, *python], os.environ, next(outputs), folder)
         return
     on_nodes = ("--devices", str(ranks), "--num-nodes", "2")

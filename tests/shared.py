@@ -59,6 +59,7 @@ def pytest_collection_finish() -> None:
         library()  # autograd counts the devices at its first backward pass
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which is not to count the wait

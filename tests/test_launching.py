@@ -1,7 +1,7 @@
 """Launches of several processes: on two nodes, with ranks that die, raise, lag, or are told to stop.
 
-Python itself starts only where Lightning or MPICH do that: importing Lightning takes seconds. Otherwise processes are
-forked, for Open MPI, and where multiprocessing spawns them, behind a program that stands for Python; the commands that
+Python itself starts only where MPICH does that: importing Lightning takes seconds. Otherwise processes are forked; for
+Open MPI, Lightning and where multiprocessing spawns them, behind a program that stands for Python. The commands that
 people type are run in examples/test_clusters.py.
 """
 
@@ -160,8 +160,7 @@ Start = Callable[[Launch, int, list[str]], None]  # with so many ranks on each o
 
 def _with_popen(launch: Launch, ranks: int, arguments: list[str]) -> None:
     options = ["--devices", str(2 * ranks), "--ranks-per-node", str(ranks)]
-    if ranks > 1:  # that Lightning executes Python itself is shown by the quickstart, and by runs with one such rank
-        options += ["--python", stand_in_for_python()]
+    options += ["--python", stand_in_for_python()]  # that Lightning executes Python itself is shown by the quickstart
     launch.python(str(JOB), "--out", str(launch.folder), *options, *arguments)  # executes the other ranks
 
 
@@ -245,7 +244,7 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
     assert "Trainer(devices=1), but 2 ranks were started on this node: give devices=2" in output
 
 
-@pytest.mark.long("where Lightning or MPICH start Python, it imports Lightning")
+@pytest.mark.long("where MPICH starts Python, it imports Lightning")
 @pytest.mark.covering
 @pytest.mark.parametrize("accident", ["raise", "kill"])
 @pytest.mark.parametrize(
@@ -256,8 +255,8 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
             ("fork", _with_fork, 2),
             ("torchrun", _with_torchrun, 2),
             ("slurm", _with_slurm, 2),
+            ("popen", _with_popen, 2),
             # here ranks have to import Lightning; two of them are two nodes, too
-            ("popen", _with_popen, 1),
             ("openmpi", partial(_with_mpiexec, "openmpi"), 1),
             ("mpich", partial(_with_mpiexec, "mpich"), 1),
         ]

@@ -16,7 +16,7 @@ from forked import ForkedPython
 from ports import free_port
 
 JOB = Path(__file__).parent / "jobs" / "soak.py"
-STEPS = int(os.environ.get("SOAK_STEPS", "200"))
+STEPS = int(os.environ.get("SOAK_STEPS", "120"))
 SECONDS = 240 + STEPS / 10
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ def test_many_fits_leave_no_handle_thread_or_process_group_behind(tmp_path, fits
             assert at_the_end[name] <= after_every_scheme[name]
 
 
-@pytest.mark.long("200 steps of each of four schemes on four ranks, in the last half of which nothing may grow")
+@pytest.mark.long("120 steps of each of four schemes on four ranks, in the last half of which nothing may grow")
 @pytest.mark.timeout(SECONDS + 60)
 def test_steps_of_asynchronous_schemes_add_no_memory_handle_or_thread(tmp_path):
     for rank, said in enumerate(soak(tmp_path, 4, "--steps", str(STEPS))):

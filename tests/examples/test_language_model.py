@@ -24,7 +24,12 @@ def test_both_ways_inside_the_node_learn_the_same(folder):
                 "language_model/main.py",
                 "fit",
                 *("--config", example / "config.yaml", "--config", example / f"{inside}.yaml"),
-                *("--trainer.max_steps=40", "--trainer.val_check_interval=40", "--data.context=32"),
+                *(
+                    "--trainer.max_steps=40",
+                    "--trainer.val_check_interval=40",
+                    "--trainer.limit_val_batches=16",
+                    "--data.context=32",
+                ),
             )
         )
         for inside in ("ddp", "fsdp2")

@@ -24,8 +24,9 @@ from PIL import Image
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
 STRATEGY = "--trainer.strategy.init_args"
 SMALL = {
-    "vgg16_bn": ["--model.architecture=shufflenet_v2_x0_5"],  # of 138 million parameters
-    "vit_b_16": ["--model.architecture=shufflenet_v2_x0_5", "--model.weights=null", "--data.size=32"],
+    "architecture": ["--model.architecture=shufflenet_v2_x0_5"],  # what each asks for is made in another test
+    "net.layer4.2": ["--model.architecture=resnet50"],  # whose blocks are the segments
+    "vit_b_16": ["--model.weights=null", "--data.size=32"],
     "imagenet": ["--data.size=32"],
     "HeterogeneousBatches": [  # BatchNorm needs two of such small pictures on each rank, whatever would be measured
         f"{STRATEGY}.batches.init_args.global_batch_size=4",

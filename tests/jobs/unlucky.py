@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--replicas", action="store_true")
     arguments = parser.parse_args()
     sys.executable = arguments.python
+    multiprocessing.set_executable(arguments.python)
     torch.set_num_threads(1)
     trainer = pl.Trainer(
         accelerator="cpu",

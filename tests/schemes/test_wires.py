@@ -172,7 +172,7 @@ def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, scheme, wire, nod
     gradient = torch.randn(23, generator=torch.Generator().manual_seed(5))
 
     def work(rank):
-        for _ in range(300):
+        for _ in range(120):
             rank.train(lambda x: gradient * (1 + rank.node))
         return rank.agreed()
 

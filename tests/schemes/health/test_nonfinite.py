@@ -110,7 +110,7 @@ def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, pretended):
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0
         assert rank.values.max() <= 10.0
-    healthy = partial(falls_sick, steps=11, at=-1, victim=-1)
+    healthy = partial(falls_sick, steps=7, at=-1, victim=-1)
     looked_at, trusted = (
         [rank.trace for rank in train(healthy, with_policy(ALL[scheme](), policy))] for policy in ("skip", "ignore")
     )
