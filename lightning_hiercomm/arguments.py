@@ -65,9 +65,12 @@ def checked_arguments(function: F) -> F:
     return cast(F, checked)
 
 
+_get_type_hints = functools.cache(typing.get_type_hints)
+
+
 def _hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        return typing.get_type_hints(function)
+        return _get_type_hints(function)
     except NameError:  # somebody's own, whose annotations name what is there for type checkers only
         return {}
 

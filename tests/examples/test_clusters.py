@@ -83,9 +83,8 @@ def test_torchrun(checkout):
     assert first != second
     torchrun = (checkout / ".venv").readlink() / "bin" / "torchrun"
     (checkout / ".venv").unlink()
-    make_program(
-        checkout / ".venv/bin/torchrun", f'exec {stand_in_for_python()} {torchrun} "$@"'
-    )  # need not import torch
+    has_torch = f'exec {stand_in_for_python()} {torchrun} "$@"'
+    make_program(checkout / ".venv/bin/torchrun", has_torch)
     assert "on 4 ranks" in run(checkout, first, second, PYTHON_EXEC=stand_in_for_python())
 
 

@@ -58,7 +58,8 @@ class Candidate:
 
     def drift(self, nodes: int) -> float:
         """See :class:`~lightning_hiercomm.schemes.profile.Profile`."""
-        profile = Profile() if self.scheme is None else self.scheme.profile
+        scheme = self.scheme
+        profile = Profile() if scheme is None else scheme.profile
         return profile.drift_of_two if nodes == 2 and profile.drift_of_two is not None else profile.drift
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -66,6 +67,8 @@ class Node:
         self.workload = workload
         self.inter_bytes = 0.0
         self.intra_bytes = 0.0
+        self._cost_inside = functools.cache(cluster.intra.cost)  # which every step asks for again
+        self._cost_between = functools.cache(cluster.inter.cost)
         self._timeline = Timeline() if cluster.processors is None else Timeline(cluster.processors)
         self._steps = 0
         self._marks: list[_Mark] = []
@@ -166,7 +169,7 @@ class Node:
         ranks = self.cluster.ranks_per_node
         if ranks == 1:
             return self._timeline.add(lane, after=after)
-        cost = self.cluster.intra.cost(move, ranks, piece.bytes / piece.messages)
+        cost = self._cost_inside(move, ranks, piece.bytes / piece.messages)
         senders = 1 if move == "broadcast" else ranks
         self.intra_bytes += senders * piece.messages * cost.bytes
         return self._move(lane, cost, piece, ranks, after, "inside")
@@ -181,7 +184,7 @@ class Node:
             carriers: How many ranks of the node take equal parts. Default: all.
         """
         carriers = carriers or self.lanes
-        cost = self.cluster.inter.cost(move, self.cluster.nodes, piece.bytes / piece.messages / carriers, carriers)
+        cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / carriers, carriers)
         self.inter_bytes += carriers * piece.messages * cost.bytes
         return self._move("link", cost, piece, carriers, after)
 
