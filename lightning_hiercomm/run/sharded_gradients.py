@@ -21,7 +21,7 @@ from lightning_hiercomm.schemes.gradients import NodesMean
 
 
 class ShardedGradients:
-    """Averages over the nodes, in place, what a rank holds of gradients; a missing one counts as zero.
+    """Averages over the nodes, in place, what a rank holds of gradients; one that some ranks lack counts as zero there.
 
     Gradients travel in buckets, those of the last parameters first, a few buckets at a time and in one order on all
     nodes. A bucket leaves when the backward pass has written all its gradients; what is left leaves at the end. Where a
@@ -91,13 +91,20 @@ class ShardedGradients:
         """Average the gradients that are still to be averaged, and wait for all. Collective."""
         while self._sent < len(self._buckets):
             self._send()
+        # a mean of zeros does not tell: where a rank has a gradient its optimizer takes a step, with decay and momentum
+        are_somewhere = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8).to(self._device)
+        asked = self._topology.world.all_reduce(are_somewhere, op="max")
         while self._in_flight:
             self._finish()
         self._sent = 0
-        for parameter in self.parameters:
-            gradient = self._missing.pop(id(parameter), None)
-            if gradient is not None:
-                parameter.grad = whole(gradient, parameter)
+        asked.wait()
+        missing, self._missing = self._missing, {}
+        if all(parameter.grad is not None for parameter in self.parameters):
+            return  # and nobody waits for a device
+        for parameter, is_somewhere in zip(self.parameters, are_somewhere.tolist(), strict=True):
+            if is_somewhere and parameter.grad is None:
+                gradient = missing.get(id(parameter))
+                parameter.grad = whole(torch.zeros_like(local(parameter)) if gradient is None else gradient, parameter)
 
     @outside_autocast()
     @torch.no_grad()

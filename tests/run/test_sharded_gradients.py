@@ -110,6 +110,17 @@ def test_a_gradient_that_one_node_lacks_counts_as_zero_and_one_that_all_lack_sta
         assert partly_used == 2.0
 
 
+def test_a_gradient_of_zeros_on_one_node_is_one_of_zeros_on_a_node_that_lacks_it():
+    def work(layers, gradients, said):
+        used = layers if gradients._topology.rank == 0 else layers[2:]
+        for _ in range(2):  # from the second on, buckets leave during the pass
+            result = backward(used, gradients, 0.0)
+        return result, layers[0].weight.grad
+
+    for _, rarely_used in on_two_nodes(work):
+        assert rarely_used == torch.zeros(1, 1)
+
+
 def test_where_a_pass_writes_gradients_several_times_all_buckets_wait_for_its_end():
     def work(layers, gradients, said):
         for _ in range(2):
