@@ -48,6 +48,7 @@ from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
 from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
@@ -273,8 +274,9 @@ class HierarchicalHooks(Reports):
     ) -> Any:
         step = super().optimizer_step
         last = self._module.automatic_optimization and self._module.trainer.is_last_batch
-        raw = raw_optimizer(optimizer)
-        return self._run.step(raw, lambda: step(optimizer, closure, model, **kwargs), last=last)
+        raw, run = raw_optimizer(optimizer), self._run
+        evaluate = (lambda: run.common_loss(closure())) if evaluates_loss(raw) else closure
+        return run.step(raw, lambda: step(optimizer, evaluate, model, **kwargs), last=last)
 
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module

@@ -41,7 +41,6 @@ from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.schemes import Scheme, SchemeName
-from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
@@ -303,15 +302,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not (evaluates_loss(raw_optimizer(optimizer)) and self._gradients_cross_ranks()):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-            self._look_for_unused_parameters()
-            return result
-
-        def with_common_loss() -> Any:
-            return self._run.common_loss(closure())
-
-        return super().optimizer_step(optimizer, with_common_loss, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._look_for_unused_parameters()
+        return result
 
     def _look_for_unused_parameters(self) -> None:
         """After the first step, say what DDP would say after it on nodes of several ranks."""

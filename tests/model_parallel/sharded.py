@@ -87,6 +87,25 @@ class Twice(Net):
         return (super().loss([b[:half] for b in batch]) + super().loss([b[half:] for b in batch])) / 2
 
 
+class Searching(Net):
+    """How often LBFGS evaluates the loss depends on the loss. Its layers split evenly: torch flattens no others."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss([batch[0], batch[1].expand(-1, 2)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        del self.report[self.trainer.global_step + 1 :]  # of evaluations in a step, the first
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+
 class Thawing(Net):
     """Trains its last layer later; of that, one row over two ranks, the second has nothing."""
 

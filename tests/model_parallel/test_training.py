@@ -12,7 +12,7 @@ import torch
 from covering import asked, leaving_to_the_night
 from lightning.pytorch.loggers import CSVLogger
 from model_parallel.conftest import trainer, whole_state
-from model_parallel.sharded import STEPS, Net, Thawing, Twice
+from model_parallel.sharded import STEPS, Net, Searching, Thawing, Twice
 
 from lightning_hiercomm import (
     DASO,
@@ -55,6 +55,8 @@ RUNS = {
     ("diloco", "int8"): {},
     ("all_reduce", "int8"): {},
     ("all_reduce", "twice"): {},
+    ("all_reduce", "searched"): {},
+    ("periodic", "searched"): {},
     ("periodic", "thawed"): {},
 }
 BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
@@ -64,6 +66,7 @@ BY_NIGHT = [
     ("periodic", "accumulated"),
     ("periodic", "bf16-true"),
     ("diloco", "int8"),
+    ("periodic", "searched"),
 ]
 """Beside another of its kind that the day runs."""
 ALL = [
@@ -89,7 +92,7 @@ def _train_all(runs, folder):
         for strategy in (HierarchicalModelParallelStrategy, HierarchicalStrategy):
             # with a rank's part in one bucket both strategies send as many blocks of codes, each with its scale
             wire = {"wire_dtype": "int8", "bucket_mb": 4} if how == "int8" else {"bucket_mb": 1e-3}
-            make = {"twice": Twice, "thawed": Thawing}.get(how, Net)
+            make = {"twice": Twice, "searched": Searching, "thawed": Thawing}.get(how, Net)
             module, counted = make("adamw" if how == "adamw" else "sgd"), BytesOfTraining()
             run = trainer(strategy(SCHEMES[name](), ranks_per_node=2, **wire), callbacks=[counted], **arguments)
             run.fit(module)
