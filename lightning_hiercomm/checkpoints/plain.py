@@ -151,11 +151,15 @@ class Checkpoints:
             entries,
         )
         rank, replaced = run.topology.rank, _version_at(path)
+        are_written = False
         try:
             self._write_together(run.topology, io, state, companion_path(path, rank, identity), storage_options)
+            are_written = True
             self._remove_replaced(io, rank, identity)
             yield
         except BaseException:
+            if are_written and rank != 0:
+                raise  # alone, perhaps, and rank 0 writes the checkpoint that this rank's companion is a part of
             if _version_at(path) == replaced:  # else the checkpoint has got its name, before a Ctrl-C came
                 self._remove_companions(io, path, lambda other: other == identity, rank)
             raise

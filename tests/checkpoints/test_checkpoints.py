@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from contextlib import suppress
 
 import numpy
 import pytest
@@ -187,3 +188,26 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
         return read["loops"]["fit_loop"]["state_dict"]["combined_loader"], read["lr_schedulers"]
 
     assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]
+
+
+def test_a_rank_that_ends_when_all_companions_are_written_leaves_its_own_to_the_checkpoint_that_comes(tmp_path):
+    path, io = tmp_path / "saved.ckpt", DurableCheckpointIO()
+
+    def work(run):
+        rank, world, checkpoint = run.topology.rank, run.topology.world, {"global_step": 5}
+        checkpoints = Checkpoints(with_replicas=True)
+        checkpoints.add_to(checkpoint, run, None)
+        with (
+            suppress(KeyboardInterrupt),
+            checkpoints.companions(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
+        ):
+            if rank == 1:
+                raise KeyboardInterrupt
+            world.barrier()
+            io.save_checkpoint(checkpoint, path)
+        if rank == 1:
+            world.barrier()
+
+    on_two_nodes(scheme("periodic"), work)
+    ranks = [each.name.split(".")[2] for each in tmp_path.iterdir() if each != path]
+    assert sorted(ranks) == ["rank-0000", "rank-0001"]
