@@ -165,6 +165,7 @@ class InFlight:
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
                 "is_sick": exchange.is_sick,
                 "nodes": [move.nodes for move in exchange.moves],
+                "landed": [move.index for move in exchange.moves if move.index in move.landed],
             }
             for exchange in self.exchanges
         ]
@@ -185,7 +186,8 @@ class InFlight:
             sent = _on(device, saved["sent"]) or arrived
             means_of = saved.get("nodes") or [nodes] * len(arrived)
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, means_of, strict=True):
-                exchange.moves.append(Move(index, flat, own, nodes=of))
+                landed = {index}.intersection(saved.get("landed", ()))
+                exchange.moves.append(Move(index, flat, own, landed=landed, nodes=of))
 
 
 def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -487,3 +487,28 @@ def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
     for (_, whole), resumed in zip(saved, on_nodes(resuming, scheme, **arguments), strict=True):
         assert whole.isfinite().all()
         assert torch.equal(whole, resumed)
+
+
+def test_a_node_of_which_one_lane_sent_too_much_for_the_wire_resumes_to_the_bit():
+    scheme = with_policy(Agreement(2, merge=OuterOptimizer(), staleness=1), "skip")
+    arguments = {"nodes": TWO_BY_TWO, "shapes": SHAPES, "inner": partial(SGD, lr=1.0), "wire": "float16"}
+
+    def train(rank: Rank, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            far = torch.full((9,), -1.0)
+            far[0] = -1e6 * rank.node  # of the first lane's part
+            rank.train(lambda _, far=far: far)
+        return rank.values
+
+    def saving(rank: Rank) -> tuple[dict, torch.Tensor]:
+        train(rank, 3)
+        return rank.state(), train(rank, 3)
+
+    saved = on_nodes(saving, scheme, **arguments)
+
+    def resuming(rank: Rank) -> torch.Tensor:
+        rank.load(saved[rank.rank][0])
+        return train(rank, 3)
+
+    for (_, whole), resumed in zip(saved, on_nodes(resuming, scheme, **arguments), strict=True):
+        assert torch.equal(whole, resumed)
