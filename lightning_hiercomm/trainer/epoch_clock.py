@@ -130,13 +130,26 @@ def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     epochs, steps = length_as_given(trainer)
     if not 0 < steps_of_epoch(trainer) < math.inf:
         return epochs, steps
+    # epochs before a resume may have had another length
+    more = trainer.global_step - _steps_by_now(trainer)
     if steps is not None and trainer.lightning_module.automatic_optimization:
-        needed = _epochs_of(trainer, steps)
+        needed = _epochs_of(trainer, steps - more)
         epochs = needed if epochs is None else min(epochs, needed)
     if epochs is not None:
-        most = _steps_of(trainer, epochs)
+        most = _steps_of(trainer, epochs) + more
         steps = most if steps is None else min(steps, most)
     return epochs, steps
+
+
+def _steps_by_now(trainer: pl.Trainer) -> int:
+    """Optimizer steps that would have been taken, had all epochs been as long as the ones that come."""
+    epoch, progress = trainer.current_epoch, trainer.fit_loop.epoch_progress.current
+    before = _steps_of(trainer, epoch)
+    if progress.ready == progress.completed:  # an epoch begins
+        return before
+    factors, batches = _accumulation(trainer), trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    steps = batches // factors[max(first for first in factors if first <= epoch)]
+    return min(before + steps, _steps_of(trainer, epoch + 1))
 
 
 def _steps_of(trainer: pl.Trainer, epochs: int) -> int:

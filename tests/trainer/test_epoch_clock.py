@@ -1,0 +1,60 @@
+"""How long a run will be, when training starts or goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from problems import Net, one_trainer
+
+from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm.trainer.epoch_clock import length_of_run
+
+
+class Foreseeing(Net):
+    """Its ``report`` is how long the run will be, as its start says."""
+
+    def on_train_start(self) -> None:
+        self.report = length_of_run(self.trainer)
+
+
+class SavesOnce(pl.Callback):
+    """In mid-epoch, or at an epoch's end."""
+
+    def __init__(self, path: Path, at_epoch_end: bool) -> None:
+        self.path, self.at_epoch_end = path, at_epoch_end
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self.at_epoch_end and trainer.global_step == 8 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.at_epoch_end and trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("now", [6, 10, 3])
+def test_a_run_that_goes_on_with_epochs_of_another_length_knows_when_it_ends(tmp_path, at_epoch_end, accumulated, now):
+    path = tmp_path / "saved.ckpt"
+
+    def trained(steps: int, **arguments: Any) -> pl.Trainer:
+        run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), accumulate_grad_batches=accumulated, **arguments)
+        # the last step of an epoch accumulates fewer batches
+        run.fit(Foreseeing(steps * accumulated - accumulated // 2), ckpt_path=path if path.exists() else None)
+        return run
+
+    trained(6, max_epochs=2, callbacks=[SavesOnce(path, at_epoch_end)])
+    run = trained(now, max_epochs=4)
+    assert run.lightning_module.report == (4, run.global_step)
+
+
+def test_so_does_one_that_ends_by_its_steps(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    one_trainer(tmp_path, strategy=HierarchicalStrategy(), callbacks=[SavesOnce(path, True)]).fit(Foreseeing(6))
+    run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), max_epochs=None, max_steps=20)
+    run.fit(Foreseeing(3), ckpt_path=path)
+    assert run.lightning_module.report == (run.current_epoch, 20)
