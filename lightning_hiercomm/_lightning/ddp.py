@@ -117,7 +117,7 @@ def _were_not_used(unused: Sequence[str], loss: str = "training_step") -> str:
 
 
 def keep_sync_batchnorm_in_group(module: nn.Module, group: Any) -> None:
-    """Point SyncBatchNorm layers at a process group; Lightning converts them over the world."""
+    """Point SyncBatchNorm layers at a process group; Lightning, and torch by default, convert them over the world."""
     for layer in module.modules():
         if isinstance(layer, torch.nn.SyncBatchNorm):
             layer.process_group = group

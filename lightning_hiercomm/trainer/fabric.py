@@ -22,6 +22,7 @@ from lightning_hiercomm._lightning.ddp import (
     check_ddp_arguments,
     in_ddp,
     is_not_insisted_on,
+    keep_sync_batchnorm_in_group,
     register_bucket_hook,
     unused_parameters,
     warning_of_unused_parameters,
@@ -362,6 +363,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def _wrapped(self, module: nn.Module) -> nn.Module:
         """The module in DDP over whoever shares gradients, if DDP has anything to do."""
         topology = self._topology
+        keep_sync_batchnorm_in_group(module, process_group(topology.intra))
         group = {"node": topology.intra, "world": topology.world, "none": None}[self._settings.scheme.gradients]
         if group is None:
             return module

@@ -608,6 +608,8 @@ def with_friends(fabric, strategy):
     module.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     teacher = fabric.setup_module(beside.requires_grad_(False))
+    normal = fabric.setup_module(nn.SyncBatchNorm(2, affine=False))  # DDP takes none with parameters on a CPU
+    assert dist.get_process_group_ranks(normal.process_group) == [*strategy.topology.intra.ranks]
     average, copied = AveragedModel(model), copy.deepcopy(model)
     assert copied.weight is not module.weight
     for _ in range(2):
