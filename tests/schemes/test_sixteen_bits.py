@@ -244,3 +244,15 @@ def test_parameters_of_16_bits_that_are_thawed_agree_beside_training():
     scheme = Agreement(2, staleness=1)
     for found in on_nodes(work, scheme, NODES["3 nodes"], shapes=[(30,)], bucket_bytes=64):
         assert torch.equal(bits(found), bits(values))
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_last_agreed_values_are_kept_only_where_differences_from_them_travel(wire):
+    def work(rank):
+        rank.train()
+        state = rank.scheme.state_dict()
+        rank.scheme.load_state_dict({**state, "carrier": {"anchors": [torch.ones(1)]}} if wire == "bfloat16" else state)
+        return len(state["carrier"].get("anchors", ()))
+
+    held = on_nodes(work, PeriodicAveraging(2), dtype=torch.bfloat16, wire=wire)
+    assert held == [0 if wire == "bfloat16" else 1] * 2

@@ -385,7 +385,7 @@ def _(scheme: Agreement, cluster: Cluster, workload: Workload, payload: Payload)
     share = 1.0 if scheme.through == "rotating" else 1 / cluster.ranks_per_node
     kept = outer_copies(scheme)  # of this rank's part
     if not isinstance(scheme.through, Graph):  # peers do not know each other's last agreed values
-        if not kept and not payload.is_exact:
+        if not kept and payload.narrows:
             kept += 1  # what was agreed on last
         if payload.narrows and not payload.codec.adds:
             kept += 1  # what encoding has kept back

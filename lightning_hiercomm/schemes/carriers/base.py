@@ -141,5 +141,7 @@ class Carrier(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology)."""
+        if not self.anchors:  # earlier versions kept some also where no differences travel
+            return
         for anchor, saved in zip(self.anchors, state.get("anchors", ()), strict=True):
             anchor.copy_(saved)

@@ -126,7 +126,8 @@ class Average(Carrier):
         self.anchor()
 
     def anchor(self) -> None:
-        if self._land is not None or (self.wire.is_lossy and not self.wire.raw):
+        differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
+        if self._land is not None or differences_travel:
             self.anchors = [self._present(index) for index in range(len(self.buckets))]
             feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
             self._feedback = [each for each in feedback if each is not None]
@@ -352,8 +353,7 @@ class Average(Carrier):
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
         part = way.part(flat)
-        # what is a counter or a variance among float buffers must not be rounded by what lies beside it
-        is_narrowed = self.wire.compresses(flat.dtype) and not self.buckets[index].keeps_equal
+        is_narrowed = self._is_narrowed(self.buckets[index])
         has_anchor = self._land is not None or (is_narrowed and bool(self.anchors))
         anchor = self.anchors[index] if has_anchor else None
         if averaged_in_node is not None:
@@ -382,6 +382,10 @@ class Average(Carrier):
                 anchor.copy_(self.remembered(flat, index))
 
         return complete
+
+    def _is_narrowed(self, bucket: Bucket) -> bool:
+        # what is a counter or a variance among float buffers must not be rounded by what lies beside it
+        return self.wire.compresses(bucket.dtype) and not bucket.keeps_equal
 
     # ---- the step, and state -------------------------------------------------------------------------------------
 
