@@ -159,7 +159,10 @@ class StepsDelay(Scheme):
 
     @property
     def profile(self) -> Profile:
-        phase = f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}."
+        phase = (
+            f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}: warm up until learning rates are"
+            " low, with a cosine for 0.8 of the run."
+        )
         return replace(
             super().profile,
             needs_whole_parameters=f"{type(self).__name__} keeps the model on servers of its own: use"

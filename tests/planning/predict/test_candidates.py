@@ -43,6 +43,13 @@ def test_steps_delay_is_left_out_for_adam():
     assert "StepsDelay" not in {candidate.name for candidate in candidates(on(1e9), MODEL)}
 
 
+@pytest.mark.parametrize("bandwidth", [1e12, 1e9, 1e6])
+def test_a_daso_that_merges_every_step_is_left_out_for_it_is_no_faster_than_every_other_and_less_accurate(bandwidth):
+    often, seldom = (DASO(sync_every, 1) for sync_every in (1, 2))
+    assert predict(often, on(bandwidth), MODEL).seconds >= predict(seldom, on(bandwidth), MODEL).seconds
+    assert 1 not in {c.arguments["sync_every"] for c in candidates(on(bandwidth), MODEL) if c.kind is DASO}
+
+
 def test_a_wire_that_is_no_narrower_is_left_out():
     narrow = Workload.of_step(1e9, 0.4, dtype="bfloat16")
     assert {candidate.wire_dtype for candidate in candidates(on(1e9), narrow, (None, "bfloat16", "int8"))} == {
@@ -206,7 +213,9 @@ def test_a_recommended_daso_says_how_long_its_phases_are_and_what_a_step_takes_i
 def test_a_recommended_steps_delay_says_how_long_its_warm_up_is():
     rows = plan(on(1.25e9, nodes=4), Workload.of_step(3.5e8, 0.4, state_per_parameter=1)).rows
     delayed = next(row for row in rows if row.candidate.kind is StepsDelay)
-    assert "warmup_steps=100" in phases(delayed.candidate, on(1.25e9, nodes=4), MODEL)
+    said = phases(delayed.candidate, on(1.25e9, nodes=4), MODEL)
+    assert "warmup_steps=100" in said
+    assert "until learning rates are low, with a cosine for 0.8 of the run" in said  # as docs/choosing.md has it
     plain = next(row for row in rows if row.candidate.kind is PeriodicAveraging)
     assert phases(plain.candidate, on(1.25e9, nodes=4), MODEL) == ""
 
