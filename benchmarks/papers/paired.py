@@ -22,11 +22,13 @@ class Difference:
         mean: Over the pairs.
         half: Half the interval's width; infinity of a single pair.
         pairs: How many.
+        diverged: How many more there are, of which one diverged, or both.
     """
 
     mean: float
     half: float
     pairs: int
+    diverged: int = 0
 
     @property
     def low(self) -> float:
@@ -48,21 +50,25 @@ class Difference:
         return -margin < self.low and self.high < margin
 
     def text(self, digits: int = 1) -> str:
-        """``+1.2, from -0.3 to 2.7``; bold where a difference is shown."""
+        """``+1.2, from -0.3 to 2.7``, and how many diverged; bold where a difference is shown."""
         if not self.pairs:
-            return ""
+            return "diverged" if self.diverged else ""
         mean = f"{self.mean:+.{digits}f}"
+        lost = f" ({self.diverged} of {self.pairs + self.diverged} diverged)" if self.diverged else ""
         if math.isinf(self.half):
-            return f"{mean} (one run)"
+            return f"{mean} (one run){lost}"
         shown = f"**{mean}**" if self.is_shown else mean
-        return f"{shown}, from {self.low:.{digits}f} to {self.high:.{digits}f}"
+        return f"{shown}, from {self.low:.{digits}f} to {self.high:.{digits}f}{lost}"
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Difference:
-    """Of one to the other, by seed; seeds of which either is unknown or diverged are left out."""
-    pairs = [a - b for seed, a in one.items() if a is not None and (b := other.get(seed)) is not None]
+    """Of one to the other, by the seeds that both have; those of which either diverged are only counted."""
+    both = [(a, other[seed]) for seed, a in one.items() if seed in other]
+    pairs = [a - b for a, b in both if a is not None and b is not None]
+    diverged = len(both) - len(pairs)
     if len(pairs) < 2:
-        return Difference(pairs[0] if pairs else math.nan, math.inf, len(pairs))
+        return Difference(pairs[0] if pairs else math.nan, math.inf, len(pairs), diverged)
     if len(pairs) > len(_QUANTILES) + 1:
         raise ValueError(f"{len(pairs)} pairs: intervals are known of 2 to {len(_QUANTILES) + 1}")
-    return Difference(fmean(pairs), _QUANTILES[len(pairs) - 2] * stdev(pairs) / math.sqrt(len(pairs)), len(pairs))
+    half = _QUANTILES[len(pairs) - 2] * stdev(pairs) / math.sqrt(len(pairs))
+    return Difference(fmean(pairs), half, len(pairs), diverged)
