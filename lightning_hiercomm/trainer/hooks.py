@@ -350,7 +350,9 @@ class HierarchicalHooks(Reports):
         if not self.schemes:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
-        entries = entries_of_rank(checkpoint)
+        looks = is_of_tuner(filepath) and self._elastic_node is None
+        has_companions = (checkpoints.with_replicas or looks) and together
+        entries = entries_of_rank(checkpoint) if has_companions else {}  # before the mean is in their place
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         if together and not run.has_finished:
@@ -360,8 +362,7 @@ class HierarchicalHooks(Reports):
             return  # another node does
         io = self.checkpoint_io
         with contextlib.ExitStack() as beside:
-            looks = is_of_tuner(filepath) and self._elastic_node is None
-            if (checkpoints.with_replicas or looks) and together:
+            if has_companions:
                 # what a tuner saves it restores before the epoch's loader draws a seed
                 mid_epoch = not self._module.trainer.is_last_batch and not looks
                 beside.enter_context(
