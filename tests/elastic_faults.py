@@ -391,6 +391,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
             scheme=arguments.scheme,
             every=arguments.sync_every,
             pause=arguments.pause,
+            seed=arguments.parameters,
             epochs=10**6,
             batches=arguments.sync_every * 10,
             **({"timeout": arguments.torchft} if is_theirs else {}),
@@ -445,6 +446,7 @@ def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> fl
     with tempfile.TemporaryDirectory() as folder:
         nodes = Cluster(Path(folder), ForkedPython, scheme=arguments.scheme, every=arguments.sync_every)
         settings = {"ranks_per_node": [1] * arguments.nodes}
+        seed += arguments.parameters
         more = {"elastic": None, "ranks": arguments.nodes, "steps": steps, "seed": seed, "settings": settings}
         nodes.start(0, {"HIERCOMM_LIGHTHOUSE": ""}, **more, batches=arguments.sync_every * 10)
         nodes.watch(3600.0, restarts=False)
@@ -513,9 +515,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dead-after", type=float, default=2.0)
     parser.add_argument("--torchft", type=float, help="torchft's own DiLoCo, with a Manager's timeout in seconds")
     parser.add_argument("--calm", type=float, default=30.0, help="seconds before the first fault, for the pace")
-    parser.add_argument(
-        "--losses", type=int, default=0, help="nodes that stay: with how many seeds to compare the loss"
-    )
+    parser.add_argument("--parameters", type=int, default=0, help="a seed")
+    parser.add_argument("--losses", type=int, default=0, help="of nodes that stay, with so many seeds from that one on")
     parser.add_argument("--out", type=Path, help="a JSON file for all of it")
     parser.add_argument("--keep", type=Path, help="a folder for what the nodes write")
     chosen = parser.parse_args(arguments)

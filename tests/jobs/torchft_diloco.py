@@ -37,6 +37,7 @@ class Node:
         every: Inner steps between agreements.
         pause: Seconds that a step takes.
         timeout: Seconds, of the `Manager` and its process group.
+        seed: Of the parameters.
         elastic: What ours is given; not used.
         scheme: The same.
         epochs: The same.
@@ -47,6 +48,7 @@ class Node:
     every: int
     pause: float
     timeout: float
+    seed: int = 0
     elastic: dict[str, Any] = field(default_factory=dict)
     scheme: str = ""
     epochs: int = 0
@@ -59,7 +61,7 @@ def main(node: Node) -> None:
     address = os.environ.get("NODE_ADDRESS", "127.0.0.1")
     socket.gethostname = lambda: address  # by which healing is offered, and which nothing resolves here
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    model = Net(0.0, sum(map(ord, name)))
+    model = Net(0.0, 1000 * node.seed + sum(map(ord, name)))
     inner = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, 1000)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
