@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from problems import one_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -67,22 +68,39 @@ class Net(pl.LightningModule):
 
 
 def by_trainer(scheme, folder):
-    class Report(pl.Callback):
-        def on_fit_end(self, trainer, pl_module):
-            torch.save(pl_module.state_dict(), folder / f"trainer-{trainer.global_rank}.pt")
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    strategy = HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork")
-    pl.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=EPOCHS, callbacks=[Report()], **quiet).fit(
-        Net()
-    )
-    return [torch.load(folder / f"trainer-{rank}.pt") for rank in range(4)]
+    module, strategy = Net(), HierarchicalStrategy(scheme, ranks_per_node=2)
+    one_trainer(folder, devices=4, strategy=strategy, max_epochs=EPOCHS).fit(module)
+    return module.state_dict()
 
 
-def launched(scheme, work, *arguments, **settings):
+def launch(scheme, work, *arguments, **settings):
     """``work(fabric, strategy)`` on two nodes of two ranks."""
-    strategy = HierarchicalFabricStrategy(scheme, ranks_per_node=2, start_method="fork", **settings)
-    Fabric(accelerator="cpu", devices=4, strategy=strategy).launch(work, strategy, *arguments)
+    strategy = HierarchicalFabricStrategy(scheme, ranks_per_node=2, **settings)
+    return Fabric(accelerator="cpu", devices=4, strategy=strategy).launch(work, strategy, *arguments)
+
+
+def on_this_rank(scheme, work, *arguments, **settings):
+    """``launch`` where a launcher has started the ranks, which go on: nothing of it may stay."""
+
+    def work_and_end(fabric, strategy, *arguments):
+        returned = work(fabric, strategy, *arguments)
+        for run in strategy._runs:
+            run.close(timeout=20.0)
+        strategy.topology.close()
+        vars(strategy).clear()  # it is in a circle with DDP, whose other half is not Python's
+        return returned
+
+    return launch(scheme, work_and_end, *arguments, **settings)
+
+
+@pytest.fixture
+def launched(borrow):
+    """``launched(scheme, work, ...)``: what ``work`` returns on each of four ranks that stay for the next one."""
+
+    def run(scheme, work, *arguments, **settings):
+        return borrow(lambda _: on_this_rank(scheme, work, *arguments, **settings))
+
+    return run
 
 
 def set_up(fabric, state=True, shuffle=True):
@@ -98,25 +116,22 @@ def train_epoch(fabric, model, optimizer, loader):
         optimizer.zero_grad()
 
 
-def loop(fabric, strategy, folder):
+def loop(fabric, strategy):
     model, optimizer, loader = set_up(fabric)
     for _ in strategy.epochs(EPOCHS, steps=len(loader)):
         train_epoch(fabric, model, optimizer, loader)
         with strategy.agreed_model():
             agreed = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
             assert (agreed == agreed[0]).all()
-    torch.save(model.state_dict(), folder / f"fabric-{fabric.global_rank}.pt")
+    return model.state_dict()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_a_loop_trains_what_a_trainer_trains_to_the_bit(scheme, tmp_path):
-    launched(scheme, loop, tmp_path)
-    expected = by_trainer(scheme, tmp_path)
-    for rank in range(4):
-        state = torch.load(tmp_path / f"fabric-{rank}.pt")
-        assert state.keys() == expected[rank].keys()
-        for name, value in state.items():
-            assert torch.equal(value, expected[rank][name]), name
+def test_a_loop_trains_what_a_trainer_trains_to_the_bit(borrow, scheme):
+    for ours, expected in borrow(lambda folder: (on_this_rank(scheme, loop), by_trainer(scheme, folder))):
+        assert ours.keys() == expected.keys()
+        for name, value in ours.items():
+            assert torch.equal(value, expected[name]), name
 
 
 def first_half(fabric, strategy, path):
@@ -141,7 +156,7 @@ def second_half(fabric, strategy, path):
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(2), StepsDelay(2, STEPS), DiLoCo(2)], ids=repr)
-def test_a_loop_resumes_where_it_agreed(scheme, tmp_path):
+def test_a_loop_resumes_where_it_agreed(launched, scheme, tmp_path):
     # all of them agree with the last step of the first epoch, so nothing is lost in the checkpoint
     launched(scheme, first_half, tmp_path / "half.ckpt")
     launched(scheme, second_half, tmp_path / "half.ckpt")
@@ -172,7 +187,7 @@ def half_without_epochs(fabric, strategy, path, resumes):
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(4), DASO(4, 0, 0, 0), DiLoCo(4)], ids=type)
-def test_a_loop_without_epochs_that_is_resumed_agrees_when_it_would_have(scheme, tmp_path):
+def test_a_loop_without_epochs_that_is_resumed_agrees_when_it_would_have(launched, scheme, tmp_path):
     for resumes in (False, True):
         launched(scheme, half_without_epochs, tmp_path / "half.ckpt", resumes)
     for rank in range(4):
@@ -201,7 +216,7 @@ def without_epochs(fabric, strategy, folder):
     assert (weights == weights[0]).all()
 
 
-def test_a_loop_without_epochs_accumulates_and_clips(tmp_path):
+def test_a_loop_without_epochs_accumulates_and_clips(launched, tmp_path):
     launched(PeriodicAveraging(2), without_epochs, tmp_path)
 
 
@@ -242,7 +257,7 @@ def one_after_the_other(fabric, strategy):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)])
-def test_a_module_may_be_set_up_before_its_optimizer(scheme):
+def test_a_module_may_be_set_up_before_its_optimizer(launched, scheme):
     launched(scheme, one_after_the_other)
 
 
@@ -261,7 +276,7 @@ def pretrained(fabric, strategy):
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), DiLoCo(2)], ids=[*SCHEMES, "diloco"])
-def test_weights_that_are_loaded_after_the_setup_are_trained(scheme):
+def test_weights_that_are_loaded_after_the_setup_are_trained(launched, scheme):
     launched(scheme, pretrained)
 
 
@@ -281,7 +296,7 @@ def left_and_begun_again(fabric, strategy):
     assert [*seen, module.weight.item()] == [0.0, 2.5, 5.0]
 
 
-def test_another_loop_goes_on_from_what_all_nodes_have_learned_in_one_that_was_left():
+def test_another_loop_goes_on_from_what_all_nodes_have_learned_in_one_that_was_left(launched):
     launched(PeriodicAveraging(100), left_and_begun_again)
 
 
@@ -312,7 +327,7 @@ def by_closures(fabric, strategy, make, watched):
     ],
     ids=["lbfgs", "a watched loss"],
 )
-def test_a_step_may_evaluate_the_loss_itself(scheme, make, watched):
+def test_a_step_may_evaluate_the_loss_itself(launched, scheme, make, watched):
     launched(scheme, by_closures, make, watched, timeout=timedelta(seconds=20))
 
 
@@ -358,7 +373,7 @@ def growing(fabric, strategy, folder):
 )
 @pytest.mark.parametrize("program", [thawing, growing])
 def test_parameters_thawed_or_added_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(
-    scheme, program, tmp_path
+    launched, scheme, program, tmp_path
 ):
     launched(scheme, program, tmp_path)
     weight, bias, expected = 1.0, 0.0, []
@@ -389,7 +404,7 @@ def thawing_sparse(fabric, strategy, folder):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
-def test_an_embedding_with_sparse_gradients_may_be_thawed_in_mid_run(scheme, tmp_path):
+def test_an_embedding_with_sparse_gradients_may_be_thawed_in_mid_run(launched, scheme, tmp_path):
     launched(scheme, thawing_sparse, tmp_path)
     for rank in range(4):
         trained = torch.load(tmp_path / f"{rank}.pt").flatten()
@@ -426,7 +441,7 @@ def thawed_half(fabric, strategy, path, resumes):
 @pytest.mark.parametrize(
     "scheme", [AllReduce(), PeriodicAveraging(2), DiLoCo(2), DiLoCo(2, torch.optim.Adam), StepsDelay(2, 8)], ids=repr
 )
-def test_a_loop_resumes_after_parameters_were_thawed(scheme, tmp_path):
+def test_a_loop_resumes_after_parameters_were_thawed(launched, scheme, tmp_path):
     for resumes in (False, True):
         launched(scheme, thawed_half, tmp_path / "half.ckpt", resumes)
     for rank in range(4):
@@ -485,11 +500,11 @@ def turns(fabric, strategy):
     assert seen == [(0, 1.0), (1, 2.0), (1, 3.0), (0, 4.0), (1, 4.0)]
 
 
-def test_a_loss_is_that_of_the_optimizers_that_step_before_the_next():
+def test_a_loss_is_that_of_the_optimizers_that_step_before_the_next(launched):
     launched(DASO(2, 1, warmup_epochs=1, cooldown_epochs=0), turns)
 
 
-def test_every_module_has_a_scheme_of_its_own():
+def test_every_module_has_a_scheme_of_its_own(launched):
     launched(PeriodicAveraging(2), two_modules)
 
 
@@ -508,7 +523,7 @@ def sparse_and_dense(fabric, strategy):
     torch.testing.assert_close(*learned)
 
 
-def test_sparse_gradients_train_as_dense_ones_do():
+def test_sparse_gradients_train_as_dense_ones_do(launched):
     launched(PeriodicAveraging(2), sparse_and_dense)
 
 
@@ -524,7 +539,7 @@ def collect(fabric, strategy):
 
 @pytest.mark.timeout(60)
 def test_a_forked_rank_leaves_the_garbage_of_its_parent_alone(process_group_in_the_garbage):
-    launched(AllReduce(), collect)
+    launch(AllReduce(), collect, start_method="fork")
 
 
 def nothing(fabric, strategy):
@@ -540,10 +555,10 @@ def test_ranks_that_end_at_once_do_not_end_before_all_are_connected(monkeypatch)
         return new_group(*arguments, **keywords)
 
     monkeypatch.setattr(dist, "new_group", slower_on_the_last_rank)
-    launched(PeriodicAveraging(2), nothing)
+    launch(PeriodicAveraging(2), nothing, start_method="fork")
 
 
-def test_a_module_without_values_is_refused_by_name():
+def test_a_module_without_values_is_refused_by_name(launched):
     launched(PeriodicAveraging(2), lazy)
 
 
@@ -628,7 +643,7 @@ def with_friends(fabric, strategy):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
-def test_teachers_are_part_of_the_agreed_model_and_averages_are_copied(scheme):
+def test_teachers_are_part_of_the_agreed_model_and_averages_are_copied(launched, scheme):
     launched(scheme, with_friends)
 
 
@@ -651,7 +666,7 @@ def thawing_between_agreements(fabric, strategy):
     assert seen == expected[fabric.global_rank // 2], seen
 
 
-def test_nodes_agree_before_the_forward_pass_that_first_sees_parameters_thawed():
+def test_nodes_agree_before_the_forward_pass_that_first_sees_parameters_thawed(launched):
     launched(PeriodicAveraging(5), thawing_between_agreements)
 
 
@@ -686,7 +701,7 @@ def late_and_back(fabric, strategy, folder):
     assert phases == [[(name, epoch)] * 2 for epoch, name in enumerate(names)], phases
 
 
-def test_a_loop_goes_on_where_it_is_with_a_module_that_comes_later_and_back_from_a_load(tmp_path):
+def test_a_loop_goes_on_where_it_is_with_a_module_that_comes_later_and_back_from_a_load(launched, tmp_path):
     launched(DASO(4, 2, warmup_epochs=1, cooldown_epochs=1), late_and_back, tmp_path)
 
 
@@ -706,7 +721,7 @@ def losing_patience(fabric, strategy, path, resumes):
     torch.save(periods, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
 
 
-def test_the_loss_of_the_epoch_in_which_a_file_is_saved_counts_after_a_resume(tmp_path):
+def test_the_loss_of_the_epoch_in_which_a_file_is_saved_counts_after_a_resume(launched, tmp_path):
     for resumes in (False, True):
         launched(DASO(4, 2, 0, 0, patience=2), losing_patience, tmp_path / "half.ckpt", resumes)
     whole, resumed = (torch.load(tmp_path / f"{resumes}-3.pt") for resumes in (False, True))
