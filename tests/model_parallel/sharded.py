@@ -284,7 +284,7 @@ class LanguageModel(pl.LightningModule):
             super().backward(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=True)
+        return torch.optim.AdamW(self.model.parameters(), lr=0.2, foreach=True)
 
     def train_dataloader(self) -> DataLoader:
         first = torch.randint(16, (STEPS * BATCH, 1), generator=torch.Generator().manual_seed(1))

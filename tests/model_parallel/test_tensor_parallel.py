@@ -75,7 +75,7 @@ def _resumed_on_eight(folder):
 
 
 def _fit_example(strategy, devices):
-    run = trainer(strategy, devices, max_epochs=2)
+    run = trainer(strategy, devices, max_epochs=1)
     with run.init_module(empty_init=True):
         module = LanguageModel()
     run.fit(module)
