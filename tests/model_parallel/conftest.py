@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import MPIEnvironment
 
 
 @pytest.fixture(scope="session", autouse=True)
 def imports_of_the_first_step(compiler: None) -> None:
-    """FSDP2 imports torch's compiler."""
+    """Once, and not on every rank: FSDP2's imports, and Lightning's question to MPI whether that started it."""
+    importlib.import_module("torch.distributed._tensor")
+    MPIEnvironment.detect()
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
