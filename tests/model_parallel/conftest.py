@@ -13,8 +13,8 @@ from lightning.fabric.plugins.environments import MPIEnvironment
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imports_of_the_first_step(compiler: None) -> None:
-    """Once, and not on every rank: FSDP2's imports, and Lightning's question to MPI whether that started it."""
+def imports_of_the_first_step() -> None:
+    """What every rank would import, and ask MPI whether that started it, for itself."""
     importlib.import_module("torch.distributed._tensor")
     MPIEnvironment.detect()
 
