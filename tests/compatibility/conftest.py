@@ -133,10 +133,15 @@ def together(borrow: Callable[..., list[Any]]) -> Together:
     return Together(borrow)
 
 
+@pytest.fixture(scope="session")
+def together_launched(launch: Callable[..., list[Any]]) -> Together:
+    return Together(launch)
+
+
 @pytest.fixture
 def on_ranks(
     together: Together,
-    launch: Callable[..., list[Any]],
+    together_launched: Together,
     scheme_name: str,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -148,7 +153,7 @@ def on_ranks(
     """
     calls = itertools.count()
     if {"monkeypatch", "compiler"} & {*request.fixturenames}:  # only ranks that are forked afterwards have what they do
-        together = Together(launch)
+        together = together_launched
 
     def run(main: Callable[[Callable[..., pl.Trainer], int], Any], apart: bool = False) -> list[Any]:
         def under(name: str) -> Any:

@@ -162,7 +162,7 @@ class LearningRate(Quadratic):
 
 
 @pytest.mark.feature("LearningRateFinder")
-@pytest.mark.long("two fits of 48 steps, and ten more of the finder")
+@pytest.mark.long("two fits of 24 steps, and ten more of the finder")
 def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_on_ranks):
     class Ignore(LearningRate):
         def on_train_start(self):
@@ -171,9 +171,9 @@ def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_
     def finder():
         return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=10)]
 
-    found = fit_on_ranks(Ignore, callbacks=finder, enable_checkpointing=True)
+    found = fit_on_ranks(Ignore, callbacks=finder, enable_checkpointing=True, limit_train_batches=12)
     same_bits(found)
-    plain = fit_on_ranks(Ignore)
+    plain = fit_on_ranks(Ignore, limit_train_batches=12)
     for name, expected in plain[0]["state_dict"].items():
         torch.testing.assert_close(found[0]["state_dict"][name], expected)
 
@@ -227,7 +227,7 @@ def test_a_finder_that_looks_in_mid_run_leaves_every_rank_as_it_was(fit):
 @pytest.mark.feature("LearningRateFinder")
 def test_all_ranks_find_the_same_learning_rate(fit_on_ranks):
     def finder():
-        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=20, early_stop_threshold=None)]
+        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=15, early_stop_threshold=None)]
 
     reports = fit_on_ranks(LearningRate, callbacks=finder, enable_checkpointing=True, max_epochs=1)
     same_bits(reports)

@@ -44,7 +44,7 @@ def _train(folder, name, place, epochs, resume=None):
 
 @pytest.fixture(scope="module")
 def resumed(borrow, tmp_path_factory, request):
-    """``resumed(scheme)``: two epochs in every place, and two more elsewhere; what all ranks report of those.
+    """``resumed(scheme)``: an epoch in every place, and one more elsewhere; what all ranks report of those.
 
     By where they were saved, and where resumed; as far as there are tests that ask for it.
     """
@@ -52,15 +52,15 @@ def resumed(borrow, tmp_path_factory, request):
 
     def saved(name: str, place: str) -> Path:
         ranks_per_node, _ = PLACES[place]
-        return folder / ("any" if ranks_per_node is None else name) / place / "epoch=1.ckpt"
+        return folder / ("any" if ranks_per_node is None else name) / place / "epoch=0.ckpt"
 
     def save(name: str, place: str) -> None:
         path = saved(name, place)
         if not path.exists():
-            _train(path.parent, name, place, 2)
+            _train(path.parent, name, place, 1)
 
     def resume(name: str, source: str, target: str) -> dict:
-        return _train(folder / "resumed" / name / source / target, name, target, 4, saved(name, source))
+        return _train(folder / "resumed" / name / source / target, name, target, 2, saved(name, source))
 
     @functools.cache
     def under(name: str) -> dict:
@@ -93,7 +93,7 @@ def resumed(borrow, tmp_path_factory, request):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     module = Quadratic()
-    one_trainer(tmp_path_factory.mktemp("uninterrupted"), max_epochs=4).fit(module)
+    one_trainer(tmp_path_factory.mktemp("uninterrupted")).fit(module)
     return module.state_dict()
 
 

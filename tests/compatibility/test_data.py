@@ -147,6 +147,6 @@ def test_barebones(follows_one_device):
 @pytest.mark.feature("detect_anomaly, deterministic")
 def test_anomaly_detection_and_determinism(follows_one_device):
     try:
-        follows_one_device(Quadratic, detect_anomaly=True, deterministic=True)
+        follows_one_device(Quadratic, detect_anomaly=True, deterministic=True, max_epochs=1)
     finally:
         torch.use_deterministic_algorithms(False)

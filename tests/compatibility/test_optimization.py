@@ -121,7 +121,7 @@ class OnPlateau(Quadratic):
 
 @pytest.mark.feature("ReduceLROnPlateau")
 def test_reduce_lr_on_plateau(follows_one_device):
-    ours, one = follows_one_device(OnPlateau, max_epochs=4)
+    ours, one = follows_one_device(OnPlateau, max_epochs=3)
     assert one["report"][-1] < 0.9
     assert [report["report"] for report in ours] == [one["report"]] * 4
 

@@ -68,7 +68,8 @@ def test_agreements_of_a_module_that_steps_by_itself_are_outside_of_its_autocast
     def main(trainer, rank):
         reports = []
         for precision in ("bf16-mixed", "32-true"):  # the same, for the loss multiplies no matrices
-            trainer_of_precision = trainer(precision=precision, strategy={"ranks_per_node": 1, "wire_dtype": "float16"})
+            strategy = {"ranks_per_node": 1, "wire_dtype": "float16"}
+            trainer_of_precision = trainer(precision=precision, strategy=strategy, max_epochs=1)
             trainer_of_precision.fit(Manual())
             reports.append(report_of(trainer_of_precision))
         return reports

@@ -84,7 +84,7 @@ def test_predict(on_ranks, tmp_path):
 
 class Tuned(Quadratic):
     def __init__(self) -> None:
-        super().__init__(steps=24)
+        super().__init__(steps=8)
         self.lr = 0.01
 
 
@@ -94,7 +94,7 @@ def test_tuner(on_ranks):
     def main(trainer, rank):
         module, trainer = Tuned(), trainer(enable_checkpointing=True)
         before = module.head.bias.item()
-        Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=20, early_stop_threshold=None)
+        Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=15, early_stop_threshold=None)
         assert module.head.bias.item() == before
         trainer.fit(module)
         return module.lr, module.head.bias.item()
