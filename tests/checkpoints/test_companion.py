@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -45,6 +46,7 @@ from lightning_hiercomm.schemes.gradients import Untouched
 
 pytestmark = pytest.mark.borrows
 STEPS = 6  # per epoch
+TWO_NODES: dict = {"devices": 2, "limit_train_batches": STEPS}  # of one rank, for what four ranks show no better
 
 
 class Net(pl.LightningModule):
@@ -136,8 +138,8 @@ def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
         wire_dtype = wire if wire.startswith("int") else "bfloat16"
         return {"scheme": schemes()[name], "wire_dtype": wire_dtype, "checkpoint_replicas": True}
 
-    whole = fit(Net(), strategy(), max_epochs=3, callbacks=[SaveAfter(STEPS, path)])
-    resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path})
+    whole = fit(Net(), strategy(), max_epochs=2, callbacks=[SaveAfter(STEPS, path)])
+    resumed = fit(Net(), strategy(), max_epochs=2, fit_arguments={"ckpt_path": path})
     for one, other in zip(whole, resumed, strict=True):
         assert other["report"] == one["report"][STEPS:]
         for key, value in one["state_dict"].items():
@@ -154,17 +156,17 @@ class Logs(Net):
 
 
 def _saved_by_names_of_their_own(folder):
-    saves = ModelCheckpoint(folder, "{step}-{loss:.6f}", every_n_train_steps=2 * STEPS, save_top_k=-1)
+    saves = ModelCheckpoint(folder, "{step}-{loss:.6f}", every_n_train_steps=STEPS, save_top_k=-1)
 
     def run(resume=None, **arguments):
         strategy = HierarchicalStrategy(PeriodicAveraging(3), ranks_per_node=1, checkpoint_replicas=True)
-        trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
+        trainer = one_trainer(folder, devices=2, strategy=strategy, limit_train_batches=STEPS, **arguments)
         trainer.fit(module := Logs(), ckpt_path=resume)
         return module.report, trainer
 
     whole, trainer = run(callbacks=[saves], enable_checkpointing=True)
-    resumed, _ = run(next(folder.glob(f"step={2 * STEPS}-*.ckpt")))
-    last, name = f"step={4 * STEPS}-*.ckpt", saves.best_model_path
+    resumed, _ = run(next(folder.glob(f"step={STEPS}-*.ckpt")))
+    last, name = f"step={2 * STEPS}-*.ckpt", saves.best_model_path
     if trainer.global_rank == 0:  # as if each rank had a disk of its own
         Path(name).unlink()
     deadline = time.monotonic() + 20
@@ -172,7 +174,7 @@ def _saved_by_names_of_their_own(folder):
         time.sleep(0.01)
     if trainer.global_rank == 1:
         trainer.strategy.remove_checkpoint(name)
-    return whole[2 * STEPS :], resumed, Path(name).name, [path.name for path in folder.glob(f"{last}.rank-0001.*")]
+    return whole[STEPS:], resumed, Path(name).name, [path.name for path in folder.glob(f"{last}.rank-0001.*")]
 
 
 def test_a_file_whose_name_holds_what_each_rank_logs_is_one_file_for_all(borrow):
@@ -204,11 +206,12 @@ def _resumed_on_three_nodes(folder):
     for wire in (None, "int8"):
         path = folder / f"{wire}.ckpt"
         whole, resumed = Wide(), Wide()
-        steps = STEPS * 4 // 3
+        steps = 3
         for module in (whole, resumed):
             strategy = HierarchicalStrategy(AllReduce(), ranks_per_node=1, wire_dtype=wire, checkpoint_replicas=True)
             callbacks = [SaveAfter(steps, path)] if module is whole else []
-            trainer = one_trainer(folder, devices=3, strategy=strategy, callbacks=callbacks)
+            length = {"limit_train_batches": steps}
+            trainer = one_trainer(folder, devices=3, strategy=strategy, callbacks=callbacks, **length)
             trainer.fit(module, ckpt_path=None if module is whole else path)
         reports[wire] = whole.report[steps:], resumed.report
     return reports
@@ -225,25 +228,23 @@ def _thawed_and_resumed(folder):
     reports = {}
     for name in ("periodic", "diloco", "steps_delay", "gossip"):
         scheme = schemes()[name] if name != "diloco" else DiLoCo(4, AdamW)
-        for replicas in (True, False):
-            path = folder / f"{name} {replicas}.ckpt"
-            whole, resumed = Thawing(), Thawing()
-            for module in (whole, resumed):
-                strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=replicas)
-                callbacks = [SaveAfter(2 * STEPS, path)] if module is whole else []
-                trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks)
-                trainer.fit(module, ckpt_path=None if module is whole else path)
-            reports[name, replicas] = whole.report, resumed.report, trainer.global_step
+        path = folder / f"{name}.ckpt"
+        for run in ("whole", "resumed", "resumed without replicas"):
+            arguments = {"ranks_per_node": 1, "checkpoint_replicas": run != "resumed without replicas"}
+            callbacks = [SaveAfter(STEPS, path)] if run == "whole" else []
+            strategy, length = HierarchicalStrategy(scheme, **arguments), {"limit_train_batches": STEPS}
+            trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks, **length)
+            trainer.fit(module := Thawing(), ckpt_path=None if run == "whole" else path)
+            reports[name, run] = module.report, trainer.global_step
     return reports
 
 
-@pytest.mark.long("eight fits of 24 steps, and their resumes")
 def test_a_resume_after_parameters_were_thawed_is_bit_identical(borrow):
     for reports in borrow(_thawed_and_resumed, ranks=2):
-        for (name, replicas), (whole, resumed, steps) in reports.items():
-            assert steps == 2 * 2 * STEPS
-            if replicas:
-                assert resumed == whole[2 * STEPS :], name
+        for (name, run), (report, steps) in reports.items():
+            assert steps == 2 * STEPS
+            if run == "resumed":
+                assert report == reports[name, "whole"][0][STEPS:], name
 
 
 class Best(Net):
@@ -269,11 +270,11 @@ def _resumed_with_best(folder):
         whole, resumed = Best(), Best()
         for module in (whole, resumed):
             arguments = {"ranks_per_node": 1, "wire_dtype": wire, "checkpoint_replicas": True}
-            callbacks = [SaveAfter(2 * STEPS, path)] if module is whole else []
             strategy = HierarchicalStrategy(PeriodicAveraging(2), **arguments)
-            trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks)
+            arguments = {"callbacks": [SaveAfter(STEPS, path)] * (module is whole), "limit_train_batches": STEPS}
+            trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
             trainer.fit(module, ckpt_path=None if module is whole else path)
-        reports.append((whole.report[2 * STEPS :], resumed.report))
+        reports.append((whole.report[STEPS:], resumed.report))
     return reports
 
 
@@ -318,6 +319,9 @@ def _validated_and_resumed(folder):
     reports = {}
     for kind in ("consensus", "replica", "manual"):
         for run, validations in {"plain": 0, "whole": 2, "resumed": 2}.items():
+            if (kind, run) == ("replica", "plain"):  # what nobody validates
+                reports[kind, run] = reports["consensus", run]
+                continue
             evaluate = "replica" if kind == "replica" else "consensus"
             arguments = {"ranks_per_node": 2, "evaluate": evaluate, "checkpoint_replicas": True}
             strategy = HierarchicalStrategy(PeriodicAveraging(4, at_epoch_end=False), **arguments)
@@ -389,29 +393,31 @@ def _resumed_with_averages(folder):
         for module in (whole, resumed):
             strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=True)
             averages = EMAWeightAveraging(decay=0.7), KeepsAverage()
-            callbacks = [*averages, Tells(*averages), *([SaveAfter(2 * STEPS, path)] if module is whole else [])]
-            trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks)
+            callbacks = [*averages, Tells(*averages), *([SaveAfter(STEPS, path)] if module is whole else [])]
+            arguments = {"callbacks": callbacks, "limit_train_batches": STEPS}
+            trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
             trainer.fit(module, ckpt_path=None if module is whole else path)
         ends = [[value.tolist() for value in module.state_dict().values()] for module in (whole, resumed)]
         reports[name] = whole.report, resumed.report, ends
     return reports
 
 
-def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(launch):
-    one, other = launch(_resumed_with_averages, ranks=2)
+def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(borrow):
+    one, other = borrow(_resumed_with_averages, ranks=2)
     for name in one:
         assert one[name][0][: 2 * STEPS] != other[name][0][: 2 * STEPS], "nodes differ"
         for whole, resumed, ends in (one[name], other[name]):
-            assert len(resumed) == 2 * STEPS * 2  # after every batch the module reports, and a callback
+            assert len(resumed) == STEPS * 2  # after every batch the module reports, and a callback
             assert resumed == whole[-len(resumed) :], name
             assert ends[0] == ends[1], name
 
 
 @pytest.mark.parametrize("name", ["periodic", "gossip_overlap", "steps_delay"])
 def test_a_run_that_is_resumed_when_it_is_over_ends_on_the_agreed_model_once_more(fit, tmp_path, name):
-    strategy = {"scheme": schemes()[name], "checkpoint_replicas": True}
-    whole = fit(Net(), strategy, callbacks=[ModelCheckpoint(tmp_path, "over")], enable_checkpointing=True)
-    again = fit(Net(), strategy, fit_arguments={"ckpt_path": tmp_path / "over.ckpt"})
+    strategy = {"scheme": schemes()[name], "checkpoint_replicas": True, "ranks_per_node": 1}
+    saves = {"callbacks": [ModelCheckpoint(tmp_path, "over")], "enable_checkpointing": True}
+    whole = fit(Net(), strategy, **saves, **TWO_NODES)
+    again = fit(Net(), strategy, fit_arguments={"ckpt_path": tmp_path / "over.ckpt"}, **TWO_NODES)
     same_bits([*whole, *again])
 
 
@@ -438,17 +444,30 @@ def test_a_run_in_which_nothing_is_left_to_train_can_be_saved_afterwards(borrow,
 
 def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
     path = tmp_path / "saved.ckpt"
-    fit(Net(), {"scheme": PeriodicAveraging(4, at_epoch_end=False)}, max_epochs=2, callbacks=[SaveAfter(STEPS, path)])
+    before = {"scheme": PeriodicAveraging(4, at_epoch_end=False), "ranks_per_node": 1}
+    fit(Net(), before, max_epochs=2, callbacks=[SaveAfter(STEPS, path)], **TWO_NODES)
     saved = torch.load(path, weights_only=True)
-    resumed = fit(Net(), {"scheme": PeriodicAveraging(4)}, max_epochs=1, fit_arguments={"ckpt_path": path})
+    now = {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}
+    resumed = fit(Net(), now, max_epochs=1, fit_arguments={"ckpt_path": path}, **TWO_NODES)
     for report in resumed:
         assert torch.equal(report["state_dict"]["layers.0.weight"], saved["state_dict"]["layers.0.weight"])
 
 
+@pytest.fixture(scope="module")
+def saved_after_an_agreement(borrow, tmp_path_factory):
+    path = tmp_path_factory.mktemp("outer") / "saved.ckpt"
+
+    def main(folder):
+        strategy = HierarchicalStrategy(DiLoCo(6, AdamW), ranks_per_node=2)
+        one_trainer(folder, devices=4, strategy=strategy, callbacks=[SaveAfter(11, path)], max_steps=11).fit(Net())
+
+    borrow(main)
+    return path
+
+
 @pytest.mark.parametrize("nodes", [2, 1, [3, 1]], ids=str)
-def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, tmp_path, nodes):
-    path = tmp_path / "saved.ckpt"
-    fit(Net(), {"scheme": DiLoCo(6, AdamW)}, callbacks=[SaveAfter(11, path)], max_epochs=2)
+def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, saved_after_an_agreement, nodes):
+    path = saved_after_an_agreement
     saved = torch.load(path, weights_only=True)
     (scheme,) = saved["hiercomm"]["schemes"]
     outer = scheme["outer"]["state"]
@@ -466,7 +485,7 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, t
         Net(),
         {"scheme": DiLoCo(6, AdamW, fragments=2, staleness=1), "ranks_per_node": nodes, "bucket_mb": 1e-4},
         callbacks=[Look()],
-        max_epochs=3,
+        max_epochs=2,
         fit_arguments={"ckpt_path": path},
     )
     for report in resumed:
@@ -487,11 +506,12 @@ def identity_of(path: Path) -> str:
 
 def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, filename="{epoch}", monitor=None, every_n_epochs=1, save_top_k=1)
-    fit(Net(), {"checkpoint_replicas": True}, max_epochs=3, callbacks=[callback], enable_checkpointing=True)
-    identity = identity_of(tmp_path / "epoch=2.ckpt")
+    strategy = {"checkpoint_replicas": True, "ranks_per_node": 1}
+    fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
+    identity = identity_of(tmp_path / "epoch=1.ckpt")
     assert sorted(path.name for path in tmp_path.glob("epoch*")) == [
-        "epoch=2.ckpt",
-        *(f"epoch=2.ckpt.rank-{rank:04d}.{identity}" for rank in range(4)),
+        "epoch=1.ckpt",
+        *(f"epoch=1.ckpt.rank-{rank:04d}.{identity}" for rank in range(2)),
     ]
 
 
@@ -512,9 +532,9 @@ def test_no_nodes_own_disk_keeps_companions_of_what_is_gone(fit, io):
 
     strategy = {"ranks_per_node": 1, "checkpoint_replicas": True, "checkpoint_io": io and io()}
     forked = {"forked": True, "enable_checkpointing": True}  # with an empty memory
-    fitted = fit(Net(), strategy, devices=2, max_epochs=2, callbacks=[*callbacks()], **forked)
+    fitted = fit(Net(), strategy, devices=2, max_epochs=1, callbacks=[*callbacks()], **forked)
     first, second = (report["report"] for report in fitted)
-    assert [name.partition(".rank")[0] for name in first] == ["newest.ckpt"] * 2 + ["step=24.ckpt"] * 2
+    assert [name.partition(".rank")[0] for name in first] == ["newest.ckpt"] * 2 + ["step=12.ckpt"] * 2
     identities = [name.removeprefix(".") for name in first if ".rank-0000" in name]
     assert second == [name.replace("rank-0000", "rank-0001") for name in identities]
 
@@ -558,12 +578,12 @@ def test_an_interrupt_that_comes_when_the_checkpoint_is_written_leaves_it_comple
 
 
 def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_companions(fit, tmp_path):
-    strategy = {"checkpoint_replicas": True}
+    strategy = {"checkpoint_replicas": True, "ranks_per_node": 1}
     callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
-    fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True)
+    fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
     assert [path.name for path in tmp_path.glob("last*")] == ["last-epoch=1.ckpt"]
-    assert len(companions_of(tmp_path / "epoch=0.ckpt")) == len(companions_of(tmp_path / "epoch=1.ckpt")) == 4
-    fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"})
+    assert len(companions_of(tmp_path / "epoch=0.ckpt")) == len(companions_of(tmp_path / "epoch=1.ckpt")) == 2
+    fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"}, **TWO_NODES)
 
 
 def test_what_a_slow_save_has_replaced_does_not_take_the_next_ones_companions_with_it(tmp_path):
@@ -588,11 +608,11 @@ def test_what_a_slow_save_has_replaced_does_not_take_the_next_ones_companions_wi
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
 def test_a_checkpoint_that_replaces_another_brings_its_own_companions(fit, tmp_path, io):
     path = tmp_path / "last.ckpt"
-    strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io()}
-    whole = fit(Net(), strategy, max_epochs=3, callbacks=[SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)])
-    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(4)]
-    resumed = fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": path})
-    assert resumed[0]["report"] == whole[0]["report"][2 * STEPS :]
+    strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io(), "ranks_per_node": 1}
+    whole = fit(Net(), strategy, max_epochs=2, callbacks=[SaveAfter(2, path), SaveAfter(STEPS, path)], **TWO_NODES)
+    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
+    resumed = fit(Net(), strategy, max_epochs=2, fit_arguments={"ckpt_path": path}, **TWO_NODES)
+    assert resumed[0]["report"] == whole[0]["report"][STEPS:]
 
 
 class Fails(DurableCheckpointIO):
@@ -612,26 +632,40 @@ class Fails(DurableCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(borrow):
+    """What ranks report of a run whose agreements do not end its epochs."""
+
+    def main(folder):
+        scheme = PeriodicAveraging(4, at_epoch_end=False)
+        strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=True)
+        one_trainer(folder, strategy=strategy, **TWO_NODES).fit(module := Net())
+        return module.report
+
+    return borrow(main, ranks=2)
+
+
 @pytest.mark.long("a run that is broken off in mid-save, and its resume, on forked ranks")
 @pytest.mark.parametrize("how", ["dies", "finds no space"])
-@pytest.mark.parametrize("name", ["last.ckpt.rank-0003", "last.ckpt"], ids=["companion", "checkpoint"])
-def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, tmp_path, name, how):
+@pytest.mark.parametrize("name", ["last.ckpt.rank-0001", "last.ckpt"], ids=["companion", "checkpoint"])
+def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturbed, tmp_path, name, how):
     path = tmp_path / "last.ckpt"
 
     def strategy(io=None):
-        return {"scheme": PeriodicAveraging(4, at_epoch_end=False), "checkpoint_replicas": True, "checkpoint_io": io}
+        scheme = PeriodicAveraging(4, at_epoch_end=False)
+        return {"scheme": scheme, "checkpoint_replicas": True, "checkpoint_io": io, "ranks_per_node": 1}
 
     saves = [SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)]
     # rank 0 writes a companion and the checkpoint itself, whose name is in that of its companion, too
     io = Fails(name, how) if "rank" in name else FailsAtItself(name, how)
     with pytest.raises(Exception, match="No space left on device" if "space" in how else "SIGKILL"):
-        fit(Net(), strategy(io), max_epochs=3, callbacks=saves, forked=True)
+        fit(Net(), strategy(io), max_epochs=2, callbacks=saves, forked=True, **TWO_NODES)
     assert torch.load(path, weights_only=True)["global_step"] == STEPS
-    whole = fit(Net(), strategy(), max_epochs=3)
-    resumed = fit(Net(), strategy(), max_epochs=3, fit_arguments={"ckpt_path": path}, callbacks=saves[1:])
-    assert resumed[3]["report"] == whole[3]["report"][STEPS:]
+    again = {"fit_arguments": {"ckpt_path": path}, "callbacks": saves[1:]}
+    resumed = fit(Net(), strategy(), max_epochs=2, **again, **TWO_NODES)
+    assert resumed[1]["report"] == undisturbed[1][STEPS:]
     # what was left behind goes with the next one
-    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(4)]
+    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
 
 
 class FailsAtItself(Fails):
@@ -644,7 +678,7 @@ class FailsAtItself(Fails):
 
 def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    fit(Net(), callbacks=[callback], enable_checkpointing=True)
+    fit(Net(), callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
 
     class Confused(HierarchicalStrategy):
         def load_checkpoint(self, checkpoint_path, weights_only=None):
@@ -657,6 +691,7 @@ def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
             Confused(ranks_per_node=2, start_method="fork"),
             fit_arguments={"ckpt_path": tmp_path / "step=2.ckpt"},
             forked=True,
+            **TWO_NODES,
         )
 
 
@@ -765,6 +800,7 @@ def test_what_is_drawn_for_the_first_batch_after_a_resume_in_mid_epoch_goes_on_t
 def load(tmp_path):
     """``load(rank, identity=..., nodes=..., module=...)`` for what two ranks have saved beside "saved.ckpt"."""
 
+    @functools.cache
     def attached(rank, nodes, module):
         def work(own, world):
             meter = Meter()
@@ -773,8 +809,10 @@ def load(tmp_path):
 
         return ThreadWorld(sum(map(len, nodes))).run(work)[rank]
 
+    usual = torch.nn.Linear(2, 2)
+
     def run(rank, identity="good", nodes=((0,), (1,)), module=None):
-        module = module or torch.nn.Linear(2, 2)
+        module = module or usual
         topology, scheme = attached(rank, nodes, module)
         state = load_companion(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology)
         check_companion(state, module, [scheme])
@@ -898,7 +936,7 @@ def test_what_other_arguments_have_made_of_the_model_is_refused(saved, now):
 
 def test_other_settings_are_refused(fit, tmp_path):
     path = tmp_path / "saved.ckpt"
-    strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True}
-    fit(Net(), strategy, callbacks=[SaveAfter(2, path)])
+    strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True, "ranks_per_node": 1}
+    fit(Net(), strategy, callbacks=[SaveAfter(2, path)], **TWO_NODES)
     with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
-        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path}, forked=True)
+        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path}, forked=True, **TWO_NODES)
