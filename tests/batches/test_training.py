@@ -206,6 +206,7 @@ class Manual(Remembering):
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("module", [Remembering, Manual])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.usefixtures("careless")
