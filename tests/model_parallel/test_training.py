@@ -51,14 +51,14 @@ OTHERS = {
     ("periodic", "bf16-mixed"): {"precision": "bf16-mixed"},
     ("periodic", "bf16-true"): {"precision": "bf16-true"},
     ("periodic", "validated between agreements"): {"val_check_interval": 3},
-    ("diloco", "int8"): {},
+    ("diloco", "int8"): {"max_epochs": 2},  # with one agreement each
     ("all_reduce", "int8"): {},
     ("all_reduce", "twice"): {},
     ("all_reduce", "searched"): {},
     ("periodic", "searched"): {},
     ("periodic", "thawed"): {},
 }
-RUNS = {**BOTH, **{run: {**arguments, "max_epochs": 1} for run, arguments in OTHERS.items()}}
+RUNS = {**BOTH, **{run: {"max_epochs": 1, **arguments} for run, arguments in OTHERS.items()}}
 BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
 BY_NIGHT = [
     ("all_reduce", "clipped"),
