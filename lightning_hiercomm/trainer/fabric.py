@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -375,7 +377,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         if any(p.requires_grad for p in module.parameters()):
             self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
             wrapped = in_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs, topology.num_nodes > 1)
-            register_bucket_hook(wrapped, lambda bucket: self._run_with(module).gradients.reduce_bucket(bucket))
+            register_bucket_hook(wrapped, partial(_reduce_bucket, weakref.ref(self), weakref.ref(module)))
         self._in_ddp.append((module, wrapped, {id(p): p for p in module.parameters() if p.requires_grad}))
         return wrapped
 
@@ -608,6 +610,16 @@ class _BeforeForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_nothing,)
+
+
+def _reduce_bucket(
+    strategy: weakref.ref[HierarchicalFabricStrategy], module: weakref.ref[nn.Module], bucket: Any
+) -> Future[Tensor]:
+    """What DDP is given: its other half, not Python's, would keep for ever what has DDP itself."""
+    own, trained = strategy(), module()
+    assert own is not None
+    assert trained is not None
+    return own._run_with(trained).gradients.reduce_bucket(bucket)
 
 
 def _nothing(module: nn.Module, inputs: object) -> None:
