@@ -65,11 +65,12 @@ class Beside:
     Attributes:
         later: Seconds by which a move ends later while the processors are busy with something else, too: its threads
             wait for their turns.
-        work: How many times what its process is billed for a move takes of the processors.
+        unbilled: Processor-seconds, by second that a rank's move is under way, which no process is billed for: what the
+            kernel does for its packets, and threads that wake up in turn. Between 0 and the processors of a rank.
     """
 
     later: float = 0.0
-    work: float = 1.0
+    unbilled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Link:
             return Cost(max(alone, sharing * sent / self.bandwidth), rounds * self.latency, 0.0, sent)
         latencies = rounds / rounds_of(move, curve.members, self.algorithm)
         seconds = curve.seconds(sent * sharing / curve.sharing, latencies)
-        work = self.beside.work * curve.processor_seconds(sent, latencies)
+        work = curve.processor_seconds(sent, latencies) + self.beside.unbilled * seconds
         longer = 1 + self.beside.later / seconds if self.beside.later else 1.0
         return Cost(max(alone, seconds), 0.0, work, sent, longer)
 

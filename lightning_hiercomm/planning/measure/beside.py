@@ -24,7 +24,6 @@ SIZE = 2**20
 """Bytes of the tensors that are all-reduced meanwhile."""
 
 _LEAST_MOVES = 4
-_MOST = 10.0  # beyond that it was not measured, but disturbed
 
 
 class Traffic:
@@ -120,11 +119,11 @@ def derived(alone: Curve, each: float, steps: float, workload: Workload, share: 
         share: Of the processors: they are busy all the time, or this would not be asked.
     """
     sent = sent_bytes("all_reduce", alone.members, SIZE)
-    later = each - alone.seconds(sent, 1)
+    later = max(0.0, each - alone.seconds(sent, 1))
     assert share.processors is not None
     trained = share.ranks * workload.threads * workload.seconds / steps
     billed = alone.processor_seconds(sent, 1)
     if billed >= alone.seconds(sent, 1):  # alone they took all there was: nothing was left out of the bill
-        return Beside(max(0.0, later))
-    left = max(0.0, share.processors - trained) / share.ranks * each  # of a move, that something else has used
-    return Beside(max(0.0, later), min(max(1.0, left / billed), _MOST))
+        return Beside(later)
+    left = max(0.0, share.processors - trained) / share.ranks  # of a second, that something else has used
+    return Beside(later, max(0.0, left - billed / each))

@@ -81,8 +81,8 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
         curve = inter.curves["all_reduce"]
         beside = measure_beside(topology.inter, topology.world, train, ranks.device, curve, workload, share)
         say(
-            f"beside training, a move ends {1e3 * beside.later:.1f} ms later, and takes {beside.work:.2f} times the"
-            " processors"
+            f"beside training, a move ends {1e3 * beside.later:.1f} ms later, and takes {beside.unbilled:.0%} of a"
+            " processor that nobody is billed for"
         )
         inter, world = replace(inter, beside=beside), replace(world, beside=beside)
     everywhere = world if topology.num_nodes > 1 else None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.cluster import Beside, Cluster, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Beside, Cluster, Curve, Link, Workload, sent_bytes
 
 _FORMAT = 1
 
@@ -56,7 +56,8 @@ class Profile:
             raise ProfileError("it was not written by `python -m lightning_hiercomm probe` of this version")
         try:
             cluster = dict(values["cluster"])
-            links = {name: _link(cluster.pop(name)) for name in ("intra", "inter", "world")}
+            unbilled = _unbilled(cluster["inter"])
+            links = {name: _link(cluster.pop(name), unbilled) for name in ("intra", "inter", "world")}
             return cls(
                 Cluster(**cluster, **links),  # type: ignore[arg-type]
                 Workload(**values["workload"]),
@@ -87,7 +88,20 @@ class Profile:
             raise ProfileError(f"{path} is not a profile: {error}") from error
 
 
-def _link(values: Mapping[str, Any] | None) -> Link | None:
+def _unbilled(inter: Mapping[str, Any]) -> float:
+    """Of a file that still says how many times its bill, as ``work``, a move of 1 MiB between nodes takes."""
+    beside = inter.get("beside", {})
+    if "work" not in beside:
+        return 0.0
+    link = _link({**inter, "beside": {}})
+    assert link is not None
+    curve = link.curves["all_reduce"]
+    sent = sent_bytes("all_reduce", curve.members, 2**20)
+    billed = curve.processor_seconds(sent, 1)
+    return float((beside["work"] - 1) * billed / (curve.seconds(sent, 1) + beside["later"]))
+
+
+def _link(values: Mapping[str, Any] | None, unbilled: float = 0.0) -> Link | None:
     if values is None:
         return None
     curves = {
@@ -95,8 +109,12 @@ def _link(values: Mapping[str, Any] | None) -> Link | None:
         for move, curve in values["curves"].items()
     }
     limits = {name: math.inf if values[name] is None else values[name] for name in ("bandwidth", "stream_bandwidth")}
-    beside = Beside(**values.get("beside", {}))
-    return Link(latency=values["latency"], algorithm=values["algorithm"], curves=curves, beside=beside, **limits)
+    beside = dict(values.get("beside", {}))
+    if beside.pop("work", 1.0) > 1:
+        beside["unbilled"] = unbilled
+    return Link(
+        latency=values["latency"], algorithm=values["algorithm"], curves=curves, beside=Beside(**beside), **limits
+    )
 
 
 def _without_infinity(value: Any) -> Any:

@@ -35,20 +35,20 @@ def test_traffic_goes_on_until_the_first_member_has_had_enough():
     assert 0 < seconds < 2.0
 
 
-def test_what_was_lost_is_divided_between_moves():
-    # two ranks on one processor train at 0.25 s a step, so they use 0.8 of it; a move takes 0.03 s
+def test_what_training_lost_and_no_move_was_billed_for_is_lost_while_one_is_under_way():
+    # two ranks on one processor train at 0.25 s a step, so they use 0.8 of it; a move takes 0.03 s, 1 ms of it billed
     beside = derived(ALONE, 0.03, 0.25, WORKLOAD, Share(1.0, 2))
     assert beside.later == pytest.approx(0.01)
-    assert beside.work == pytest.approx(0.2 / 2 * 0.03 / 0.001)
+    assert beside.unbilled == pytest.approx(0.2 / 2 - 0.001 / 0.03)
 
 
 def test_nothing_gets_better_beside_something_else():
-    assert derived(ALONE, 0.01, 0.2, WORKLOAD, Share(1.0, 2)) == Beside(0.0, 1.0)
+    assert derived(ALONE, 0.01, 0.2, WORKLOAD, Share(1.0, 2)) == Beside(0.0, 0.0)
 
 
 def test_moves_that_took_all_processors_by_themselves_were_billed_in_full():
     crowded = Curve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.002, 0.002)))
-    assert derived(crowded, 0.102, 0.25, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(0.1), 1.0)
+    assert derived(crowded, 0.102, 0.25, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(0.1), 0.0)
 
 
 def test_what_has_nothing_beside_it_waits_for_no_turn_even_if_it_wants_more_processors_than_there_are():
@@ -58,8 +58,14 @@ def test_what_has_nothing_beside_it_waits_for_no_turn_even_if_it_wants_more_proc
     assert alone.end == pytest.approx(2.0)
 
 
-def test_work_that_only_a_disturbance_explains_is_not_believed():
-    assert derived(ALONE, 1.02, 9.0, WORKLOAD, Share(1.0, 2)) == Beside(pytest.approx(1.0), 10.0)
+def test_no_more_is_lost_than_a_rank_has():
+    beside = derived(ALONE, 1.02, 1e9, WORKLOAD, Share(1.0, 2))
+    assert beside.unbilled == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_move_takes_what_it_is_billed_and_what_is_lost_while_it_is_under_way():
+    link = Link(1e8, curves={"all_reduce": ALONE}, beside=Beside(0.0, 0.25))
+    assert link.cost("all_reduce", 2, SIZE).processor_seconds == pytest.approx(0.001 + 0.25 * 0.02)
 
 
 def test_all_ranks_find_the_same():
@@ -101,10 +107,19 @@ def test_schemes_that_overlap_pay_for_it_and_those_that_wait_do_not():
     waiting, stale = PeriodicAveraging(4), DASO(4, 1)
     assert predict(waiting, some, WORKLOAD).seconds == pytest.approx(predict(waiting, none, WORKLOAD).seconds)
     assert predict(stale, some, WORKLOAD).seconds > 1.02 * predict(stale, none, WORKLOAD).seconds
-    busy = cluster(Beside(work=10.0))
+    busy = cluster(Beside(unbilled=0.5))
     assert predict(stale, busy, WORKLOAD).seconds > 1.02 * predict(stale, none, WORKLOAD).seconds
 
 
 def test_it_is_part_of_a_profile():
-    profile = Profile(Cluster(2, 2, Link(1e9), Link(1e8, beside=Beside(0.01, 2.0))), WORKLOAD)
+    profile = Profile(Cluster(2, 2, Link(1e9), Link(1e8, beside=Beside(0.01, 0.2))), WORKLOAD)
     assert Profile.from_dict(profile.to_dict()) == profile
+
+
+def test_a_file_that_says_how_many_times_its_bill_a_move_takes_is_still_read():
+    link = Link(1e8, curves={"all_reduce": ALONE}, beside=Beside(0.01, 0.2))
+    values = Profile(Cluster(2, 2, Link(1e9), link, world=link), WORKLOAD).to_dict()
+    for name in ("inter", "world"):
+        values["cluster"][name]["beside"] = {"later": 0.01, "work": 3.0}  # of 1 ms, in 0.02 + 0.01 s
+    read = Profile.from_dict(values).cluster
+    assert read.inter.beside == read.world.beside == Beside(0.01, pytest.approx(0.002 / 0.03))
