@@ -220,8 +220,12 @@ def _quote(page: str) -> str:
 
 @cache
 def _predictions(probes: str, percent: str) -> str:
-    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out."""
-    rows = _held_out_rows() if probes == "held-out" else _predicted("prediction", only_first=probes == "first")
+    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out.
+
+    Those of ``held-out-before`` were, until the model's last revision was chosen with them in sight.
+    """
+    is_held_out = probes.startswith("held-out")
+    rows = _predicted(probes if is_held_out else "prediction", only_first=is_held_out or probes == "first")
     return f"{sum(abs(row.ratio - 1) <= float(percent) / 100 for row in rows)} of {len(rows)}"
 
 
@@ -232,13 +236,9 @@ def _predicted(name: str, only_first: bool) -> list[prediction.Compared]:
     return [row for setting in settings for row in prediction.compare(setting)]
 
 
-def _held_out_rows() -> list[prediction.Compared]:
-    return _predicted("held-out", only_first=True)
-
-
 def _held_out() -> str:
     """Predicted from one probe in front, on settings that the model was not revised on."""
-    return prediction.table(_held_out_rows()).rpartition("\n\n")[0]
+    return prediction.table(_predicted("held-out", only_first=True)).rpartition("\n\n")[0]
 
 
 def _audit() -> str:
