@@ -334,6 +334,7 @@ def _validated_and_resumed(folder):
     return reports
 
 
+@pytest.mark.long("eight runs on four ranks")
 def test_buffers_that_ranks_of_a_node_share_go_on_as_if_nothing_had_been_validated(borrow):
     """DDP shares them before a forward pass, but for the one after a validation.
 

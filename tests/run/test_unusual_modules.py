@@ -317,6 +317,7 @@ def _normed(folder):
     return reports
 
 
+@pytest.mark.long("six runs that write a checkpoint at every validation")
 def test_unit_vectors_of_spectral_norm_are_not_averaged(borrow):
     """Those of nodes may be opposite: the mean of them is none, and the weights are divided by what is along it."""
     for (one, saved, by_callback), (other, _, _) in zip(*borrow(_normed, 2), strict=True):

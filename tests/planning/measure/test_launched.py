@@ -103,6 +103,7 @@ def test_a_probe_under_torchrun_writes_a_profile_that_can_be_planned_with(tmp_pa
     assert not any("wrote" in said for said in others)
 
 
+@pytest.mark.long("a probe trains for some seconds")
 def test_ranks_may_play_nodes(tmp_path):
     arguments = ("probe", "--ranks-per-node", "1", "--params", "1e4", "--seconds", "0.02")
     run_ranks(tmp_path, torchrun(1, 2), *arguments)
