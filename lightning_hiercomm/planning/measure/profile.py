@@ -91,7 +91,7 @@ class Profile:
 def _unbilled(inter: Mapping[str, Any]) -> float:
     """Of a file that still says how many times its bill, as ``work``, a move of 1 MiB between nodes takes."""
     beside = inter.get("beside", {})
-    if "work" not in beside:
+    if beside.get("work", 1.0) <= 1:
         return 0.0
     link = _link({**inter, "beside": {}})
     assert link is not None

@@ -123,3 +123,6 @@ def test_a_file_that_says_how_many_times_its_bill_a_move_takes_is_still_read():
         values["cluster"][name]["beside"] = {"later": 0.01, "work": 3.0}  # of 1 ms, in 0.02 + 0.01 s
     read = Profile.from_dict(values).cluster
     assert read.inter.beside == read.world.beside == Beside(0.01, pytest.approx(0.002 / 0.03))
+    for name in ("inter", "world"):  # of one node, say, on which nothing was measured between nodes
+        values["cluster"][name].update(beside={"later": 0.0, "work": 1.0}, curves={})
+    assert Profile.from_dict(values).cluster.inter.beside == Beside()
