@@ -53,6 +53,8 @@ TEST_FOLDERS = [
     "tests/schemes",
 ]
 NEEDED_BY_TESTS = ["pytest", "hypothesis"]
+WORKERS = 8
+"""Of pytest at most, all on the one GPU."""
 TOLERANCE = 1e-3
 """Of weights after twelve steps, relative to the largest: sums have other orders on a GPU."""
 
@@ -228,6 +230,8 @@ def run_tests(marker: str, seconds: float, paths: Sequence[str] = ("tests",)) ->
         if importlib.util.find_spec("pytest_timeout") is None:  # whose option pyproject.toml sets, and strictly
             command += ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
         command += ["--continue-on-collection-errors"]  # of modules that need more packages
+        if importlib.util.find_spec("xdist") is not None:  # one process alone would take most of the ten minutes
+            command += ["--numprocesses", str(min(WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
         environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
         try:
             ended = subprocess.run(

@@ -18,8 +18,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 sys.path.append(str(Path(__file__).resolve().parent))
 
 import torch
-from harness import Rank, attached, flattened, on_ranks, reloaded, with_policy
+from harness import Rank, attached, flattened, on_a_gpu, on_ranks, reloaded, with_policy
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -496,7 +496,7 @@ def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[T
                 for half, seen in zip(halves, told, strict=True):
                     half.scheme.finish()
                     seen.end = half.values
-                    seen.buffer = half.module.get_buffer("buffer") if c.buffer else None
+                    seen.buffer = half.module.get_buffer("buffer").cpu() if c.buffer else None
         return told
 
     nodes, weights = _NODES[c.nodes], c.weights
@@ -1356,6 +1356,7 @@ def tell(
     check: Callable[[C], None],
     goes_together: Callable[[C], bool],
     among: int = 200,
+    places: Mapping[str, Callable[[], AbstractContextManager[object]]] = {"cpu": nullcontext},
 ) -> int:
     """A command line that checks drawn combinations and tells what fails.
 
@@ -1366,6 +1367,7 @@ def tell(
         check: Raises if one is not right.
         goes_together: Whether no stated rule forbids one.
         among: How many are drawn if nothing is said.
+        places: Where ranks can compute, by name.
 
     Returns:
         The exit status: whether any failed.
@@ -1378,11 +1380,14 @@ def tell(
     )
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one that fails smaller")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
+    parser.add_argument("--device", choices=places, default="cpu", help="where ranks compute; a GPU may be played")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()
     first = arguments.seed * 10_000_000
     began, failed, done = time.monotonic(), 0, 0
+    closing = ExitStack()
+    closing.enter_context(places[arguments.device]())
     for number in arguments.only or range(first, first + arguments.random):
         if time.monotonic() - began > arguments.seconds:
             break
@@ -1395,9 +1400,12 @@ def tell(
             failed += 1
             small = smallest(combination, check, goes_together, arguments.shrink)
             print(f"{number}: {small}\n    {failure(small, check)}\n    python -m {module} --only {number}", flush=True)
+    closing.close()
     print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(tell(__doc__, "tests.combinations", drawn, check, goes_together))
+    sys.exit(
+        tell(__doc__, "tests.combinations", drawn, check, goes_together, places={"cpu": nullcontext, "gpu": on_a_gpu})
+    )

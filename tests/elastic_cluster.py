@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 from ports import free_port
 
 from lightning_hiercomm.elastic.meeting import OVER_CODE
@@ -181,3 +184,41 @@ class Cluster:
     def said(self) -> str:
         """All logs, for a test that fails."""
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+
+def exact(result: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal to the bit."""
+    return {key: value for key, value in result.items() if key not in ("communication", "milliseconds", "val")}
+
+
+def heals_to_the_bit(nodes: Cluster) -> int:
+    """That nodes begin with all that a node had at that step which nothing had befallen; how many were healed."""
+    healed = 0
+    for path in nodes.folder.glob("*.has"):
+        begins, step = json.loads(path.read_text()), path.suffixes[-2]
+        had = [json.loads(given.read_text()) for given in nodes.folder.glob(f"*{step}.gave")]
+        for part in begins if had else ():
+            assert begins[part] in [each[part] for each in had], (path.name, part)
+        healed += bool(had)
+    return healed
+
+
+def ends_equal(nodes: Cluster, names: list[int]) -> dict[str, Any]:
+    """That all nodes have ended with the same bits, and where an undisturbed one ends; what the first one said."""
+    results = [nodes.result(name) for name in names]
+    first = results[0]
+    heals_to_the_bit(nodes)
+    for result in results:
+        assert exact(result) == exact(first), nodes.said()
+        assert result["val"] == pytest.approx(first["val"], rel=1e-5), "nodes of several ranks sum in another order"
+    steps = first["global_step"]
+    assert first["batches"] == [steps, steps]
+    assert first["logger_step"] == first["scheme"][0] == steps
+    return first
+
+
+def not_forked(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> Process:
+    """A `start` for nodes that use CUDA, which a fork cannot."""
+    with output.open("w") as log:
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(command, env=dict(environment), stdout=log, stderr=log, start_new_session=True)

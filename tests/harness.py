@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from pretended_gpu import pretended_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -54,6 +55,23 @@ class Place:
 
 
 place = Place()
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[torch.device]:
+    """Let ranks compute on a GPU, each on a stream of its own; on a played one where there is none."""
+    before = place.device, place.rank
+    with ExitStack() as closing:
+        if torch.cuda.is_available():
+            place.device = device = torch.device("cuda", torch.cuda.current_device())
+            place.rank = lambda: torch.cuda.stream(torch.cuda.Stream(device))
+        else:
+            place.device, seen = closing.enter_context(pretended_gpu())
+            place.rank = seen.watching
+        try:
+            yield place.device
+        finally:
+            place.device, place.rank = before
 
 
 def on_ranks(

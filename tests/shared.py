@@ -33,7 +33,7 @@ from hypothesis import settings
 from lightning.fabric.plugins.environments import lightning as environment_of_lightning
 from lightning.fabric.utilities import registry
 from ports import free_port
-from pretended_gpu import is_wanted, library, pretended_gpu
+from pretended_gpu import is_wanted, library
 from tqdm import tqdm
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -152,24 +152,16 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """A GPU on which the ranks of a test compute, each on a stream of its own; ``PRETENDED_GPU=1`` plays one."""
-    from harness import place  # found once this file has told Python where
+    from harness import on_a_gpu  # found once this file has told Python where
 
     if not HAS_GPU:
         pytest.skip("there is no GPU that torch can use")
     if {"fit", "launch"} & set(request.fixturenames):
         pytest.skip("forked processes cannot use CUDA")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        monkeypatch.setattr(place, "device", device)
-        monkeypatch.setattr(place, "rank", lambda: torch.cuda.stream(torch.cuda.Stream(device)))
+    with on_a_gpu() as device:
         yield device
-    else:
-        with pretended_gpu() as (device, seen):
-            monkeypatch.setattr(place, "device", device)
-            monkeypatch.setattr(place, "rank", seen.watching)
-            yield device
 
 
 @pytest.fixture(params=["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * HAS_GPU])

@@ -16,12 +16,14 @@ optimization, schedulers, batches of unequal sizes, modules that write to their 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -337,14 +339,14 @@ class Toy(pl.LightningModule):
             getattr(self, name).requires_grad_(False)
 
     def flat(self) -> Tensor:
-        return torch.cat([getattr(self, name).detach().flatten().double() for name in _SHAPES])
+        return torch.cat([getattr(self, name).detach().flatten().double() for name in _SHAPES]).cpu()
 
     def loss(self, samples: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for name in _NAMES:
             parameter = getattr(self, name)
             targets = torch.stack([_sample_target(int(sample), name) for sample in samples])
-            total = total + 0.5 * (parameter.flatten() - targets.to(parameter.dtype)).square().sum(1).mean()
+            total = total + 0.5 * (parameter.flatten() - targets.to(parameter)).square().sum(1).mean()
         return total
 
     @property
@@ -515,8 +517,9 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
     arguments: dict[str, Any] = {"precision": fit.precision}
     if fit.precision == "scaled":
         # of two optimizers, the second one's gradients were scaled before the first one's step let the scale grow
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000 if fit.two else 3)
-        arguments = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+        device = "cuda" if _accelerator == "gpu" else "cpu"
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=1000 if fit.two else 3)
+        arguments = {"plugins": [MixedPrecision("16-mixed", device, scaler)]}
     if fit.clip:
         arguments |= {"gradient_clip_val": _CLIP, "gradient_clip_algorithm": fit.clip}
     if fit.validate is None:
@@ -527,7 +530,9 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
         arguments["check_val_every_n_epoch"] = fit.validate[1]
     trainer = one_trainer(
         folder,
-        devices=len(fit.ranks),
+        accelerator=_accelerator,
+        devices=1 if _accelerator == "gpu" else len(fit.ranks),
+        num_nodes=len(fit.ranks) if _accelerator == "gpu" else 1,
         strategy=_strategy(fit),
         max_epochs=fit.epochs,
         max_steps=fit.total * fit.optimizers if fit.cut else -1,
@@ -539,7 +544,7 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
     )
     trainer.fit(module, ckpt_path=file if resume else None)
     told = module.told
-    told.end = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    told.end = {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
     told.counted = trainer.global_step, trainer.current_epoch
     told.loss = float(trainer.callback_metrics["train_loss"])
     if not resume:
@@ -555,6 +560,7 @@ def _strategy(fit: Fit) -> HierarchicalStrategy:
     return HierarchicalStrategy(
         fit.make(),
         batches,
+        process_group_backend="gloo" if _accelerator == "gpu" else None,  # nccl refuses two ranks on one GPU
         ranks_per_node=[len(node) for node in _NODES[fit.nodes]],
         wire_dtype=fit.wire,  # type: ignore[arg-type]
         wire_raw=fit.raw,
@@ -607,6 +613,10 @@ def _afterwards(fit: Fit, folder: Path, trainer: pl.Trainer, module: Toy) -> Non
 def program(fit: Fit, folder: Path) -> dict[str, Told]:
     """All fits of a combination, on one rank, by name."""
     torch.set_num_threads(1)
+    if _accelerator == "gpu":  # Lightning gives ranks of a machine devices of their own, so each is alone on one
+        rank, ranks = os.environ["LOCAL_RANK"], str(len(fit.ranks))
+        os.environ.update(TORCHELASTIC_RUN_ID="gpu", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+        os.environ.update(RANK=rank, GROUP_RANK=rank, NODE_RANK=rank)
     told = {"whole": trained(fit, folder / "whole", saves=True)}
     if (fit.plain != fit or fit.resume is not None) and "noise" not in fit.module:
         told["plain"] = trained(fit.plain, folder / "plain")
@@ -618,6 +628,19 @@ def program(fit: Fit, folder: Path) -> dict[str, Told]:
 # ---- what must hold --------------------------------------------------------------------------------------------------
 
 ranks = Ranks()
+_accelerator = "cpu"
+
+
+@contextmanager
+def on_a_gpu() -> Iterator[None]:
+    """Let ranks share a GPU. This process, of which they are forks, may not touch it."""
+    global _accelerator
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    _accelerator = "gpu"
+    try:
+        yield
+    finally:
+        _accelerator = "cpu"
 
 
 def check(fit: Fit) -> None:
@@ -836,4 +859,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     from trainer_combinations import check, drawn, goes_together  # ranks find programs by this name
 
-    sys.exit(tell(__doc__, "tests.trainer_combinations", drawn, check, goes_together))
+    places = {"cpu": nullcontext, "gpu": on_a_gpu}
+    sys.exit(tell(__doc__, "tests.trainer_combinations", drawn, check, goes_together, places=places))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_cluster import Cluster
+from elastic_cluster import Cluster, ends_equal, exact, heals_to_the_bit
 from forked import ForkedPython
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
@@ -42,37 +41,6 @@ def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
     nodes.start(0, environment, elastic=None, ranks=sum(ranks), settings={"ranks_per_node": ranks}, **settings)
     nodes.watch(restarts=False)
     return nodes.result(0)
-
-
-def exact(result: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal to the bit."""
-    return {key: value for key, value in result.items() if key not in ("communication", "milliseconds", "val")}
-
-
-def heals_to_the_bit(nodes: Cluster) -> int:
-    """That nodes begin with all that a node had at that step which nothing had befallen; how many were healed."""
-    healed = 0
-    for path in nodes.folder.glob("*.has"):
-        begins, step = json.loads(path.read_text()), path.suffixes[-2]
-        had = [json.loads(given.read_text()) for given in nodes.folder.glob(f"*{step}.gave")]
-        for part in begins if had else ():
-            assert begins[part] in [each[part] for each in had], (path.name, part)
-        healed += bool(had)
-    return healed
-
-
-def ends_equal(nodes: Cluster, names: list[int]) -> dict[str, Any]:
-    """That all nodes have ended with the same bits, and where an undisturbed one ends; what the first one said."""
-    results = [nodes.result(name) for name in names]
-    first = results[0]
-    heals_to_the_bit(nodes)
-    for result in results:
-        assert exact(result) == exact(first), nodes.said()
-        assert result["val"] == pytest.approx(first["val"], rel=1e-5), "nodes of several ranks sum in another order"
-    steps = first["global_step"]
-    assert first["batches"] == [steps, steps]
-    assert first["logger_step"] == first["scheme"][0] == steps
-    return first
 
 
 @pytest.mark.long("two runs of several nodes, each of which starts Python")

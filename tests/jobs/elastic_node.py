@@ -86,6 +86,7 @@ class Node:
         notes_states: Write down, as digests, what it gives to newcomers, and what it has when it begins to train.
         estimates: Let the schedule be as long as Lightning estimates the run.
         width: Of the model, which has fifteen parameters for each of it.
+        accelerator: ``"cpu"``, or ``"gpu"`` for nodes of one rank.
     """
 
     folder: str
@@ -108,6 +109,7 @@ class Node:
     notes_states: bool = False
     estimates: bool = False
     width: int = 64
+    accelerator: str = "cpu"
 
 
 class Net(pl.LightningModule):
@@ -153,7 +155,7 @@ def data(size: int) -> TensorDataset:
 @torch.no_grad()
 def loss_of(model: Net) -> float:
     """Over all data."""
-    x, y, _ = data(4096).tensors
+    x, y = (tensor.to(model.device) for tensor in data(4096).tensors[:2])
     return torch.nn.functional.cross_entropy(model.net.eval()(x), y).item()
 
 
@@ -348,7 +350,7 @@ def written(value: Any) -> str:
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            bits = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            bits = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             return [str(value.dtype), [*value.shape], hashlib.sha256(bits).hexdigest()[:16]]
         if isinstance(value, Mapping):
             return {str(key): plain(each) for key, each in value.items()}
@@ -396,7 +398,9 @@ class Looks(pl.Callback):
         if not trainer.is_global_zero:
             return
         strategy, state = trainer.strategy, model.state_dict()
-        values = b"".join(value.numpy().tobytes() for _, value in sorted(state.items()) if value.is_floating_point())
+        values = b"".join(
+            value.cpu().numpy().tobytes() for _, value in sorted(state.items()) if value.is_floating_point()
+        )
         progress = trainer.fit_loop.epoch_loop.batch_progress
         scheme = strategy.schemes[0]
         said = {
@@ -444,7 +448,7 @@ def main(node: Node) -> None:
         max_epochs=-1 if node.steps else node.epochs,
         max_steps=node.steps or -1,
         limit_train_batches=node.batches,
-        accelerator="cpu",
+        accelerator=node.accelerator,
         devices=node.ranks,
         strategy=strategy,
         callbacks=callbacks,
