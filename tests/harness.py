@@ -58,13 +58,24 @@ place = Place()
 
 
 @contextmanager
+def _on_a_stream(device: torch.device) -> Iterator[None]:
+    """One of its own, which has done all in the end: whoever reads what it has made does so in another one."""
+    stream = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
+
+@contextmanager
 def on_a_gpu() -> Iterator[torch.device]:
     """Let ranks compute on a GPU, each on a stream of its own; on a played one where there is none."""
     before = place.device, place.rank
     with ExitStack() as closing:
         if torch.cuda.is_available():
             place.device = device = torch.device("cuda", torch.cuda.current_device())
-            place.rank = lambda: torch.cuda.stream(torch.cuda.Stream(device))
+            place.rank = partial(_on_a_stream, device)
         else:
             place.device, seen = closing.enter_context(pretended_gpu())
             place.rank = seen.watching
@@ -235,6 +246,12 @@ def needs_a_thread_beside_training() -> None:
     """Skip where there is none: a device's jobs are enqueued by the host, which threads' communicator lets wait."""
     if place.device.type != "cpu":
         pytest.skip("ranks that are threads have no wire, and let the host wait where a device would")
+
+
+def needs_a_backward_pass_for_each_rank() -> None:
+    """Skip where backward passes wait for each other: autograd has one thread for a device, of all ranks."""
+    if place.device.type != "cpu":
+        pytest.skip("of ranks that are threads, one would hold autograd's thread of a GPU until the others come")
 
 
 def needs_sparse_tensors() -> None:

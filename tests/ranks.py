@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import numpy
@@ -40,10 +40,13 @@ class Ranks:
 
     Args:
         seconds: After so long a program counts as hanging.
+        of: What they are forks of: ``"fork"``, this process, or ``"forkserver"``, one that has not touched a GPU
+            whatever this one does, for then a fork could not.
     """
 
-    def __init__(self, seconds: float = 240.0) -> None:
+    def __init__(self, seconds: float = 240.0, of: Literal["fork", "forkserver"] = "fork") -> None:
         self._seconds = seconds
+        self._context = multiprocessing.get_context(of)
         self._worlds: dict[int, list[tuple[Any, Any]]] = {}
         atexit.register(self.close)  # Python waits for those that are stopped, and for ever
 
@@ -98,7 +101,7 @@ class Ranks:
             self._stop(ranks)
 
     def _start(self, ranks: int) -> list[tuple[Any, Any]]:
-        context = multiprocessing.get_context("fork")
+        context = self._context
         port = free_port()
         world = []
         for rank in range(ranks):

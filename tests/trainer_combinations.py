@@ -16,6 +16,7 @@ optimization, schedulers, batches of unequal sizes, modules that write to their 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -499,12 +500,13 @@ class _Swaps(pl.Callback):
             value.data.copy_(self.trained[name])
 
 
-def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -> Told:
+def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, saves: bool = False) -> Told:
     """Fit it on this rank, and do what comes after; goes on from the file that an earlier fit has left in the folder.
 
     Args:
         fit: What to do.
         folder: For its files; the same on all ranks.
+        accelerator: The Trainer's.
         resume: Whether to go on.
         saves: Whether to leave a file in the folder, if this is to be resumed later.
     """
@@ -517,7 +519,7 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
     arguments: dict[str, Any] = {"precision": fit.precision}
     if fit.precision == "scaled":
         # of two optimizers, the second one's gradients were scaled before the first one's step let the scale grow
-        device = "cuda" if _accelerator == "gpu" else "cpu"
+        device = "cuda" if accelerator == "gpu" else "cpu"
         scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=1000 if fit.two else 3)
         arguments = {"plugins": [MixedPrecision("16-mixed", device, scaler)]}
     if fit.clip:
@@ -530,10 +532,10 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
         arguments["check_val_every_n_epoch"] = fit.validate[1]
     trainer = one_trainer(
         folder,
-        accelerator=_accelerator,
-        devices=1 if _accelerator == "gpu" else len(fit.ranks),
-        num_nodes=len(fit.ranks) if _accelerator == "gpu" else 1,
-        strategy=_strategy(fit),
+        accelerator=accelerator,
+        devices=1 if accelerator == "gpu" else len(fit.ranks),
+        num_nodes=len(fit.ranks) if accelerator == "gpu" else 1,
+        strategy=_strategy(fit, accelerator),
         max_epochs=fit.epochs,
         max_steps=fit.total * fit.optimizers if fit.cut else -1,
         accumulate_grad_batches=fit.accumulate,
@@ -552,7 +554,7 @@ def trained(fit: Fit, folder: Path, resume: bool = False, saves: bool = False) -
     return told
 
 
-def _strategy(fit: Fit) -> HierarchicalStrategy:
+def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
     batches = None
     if fit.weights is not None:
         batches = HeterogeneousBatches(int(sum(fit.weights)), speeds=list(fit.weights))
@@ -560,7 +562,7 @@ def _strategy(fit: Fit) -> HierarchicalStrategy:
     return HierarchicalStrategy(
         fit.make(),
         batches,
-        process_group_backend="gloo" if _accelerator == "gpu" else None,  # nccl refuses two ranks on one GPU
+        process_group_backend="gloo" if accelerator == "gpu" else None,  # nccl refuses two ranks on one GPU
         ranks_per_node=[len(node) for node in _NODES[fit.nodes]],
         wire_dtype=fit.wire,  # type: ignore[arg-type]
         wire_raw=fit.raw,
@@ -610,18 +612,18 @@ def _afterwards(fit: Fit, folder: Path, trainer: pl.Trainer, module: Toy) -> Non
         module.told.files[f"{path.parent.name}/{path.name}"] = saved["global_step"], saved["state_dict"]
 
 
-def program(fit: Fit, folder: Path) -> dict[str, Told]:
+def program(fit: Fit, folder: Path, accelerator: str = "cpu") -> dict[str, Told]:
     """All fits of a combination, on one rank, by name."""
     torch.set_num_threads(1)
-    if _accelerator == "gpu":  # Lightning gives ranks of a machine devices of their own, so each is alone on one
+    if accelerator == "gpu":  # Lightning gives ranks of a machine devices of their own, so each is alone on one
         rank, ranks = os.environ["LOCAL_RANK"], str(len(fit.ranks))
         os.environ.update(TORCHELASTIC_RUN_ID="gpu", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(RANK=rank, GROUP_RANK=rank, NODE_RANK=rank)
-    told = {"whole": trained(fit, folder / "whole", saves=True)}
+    told = {"whole": trained(fit, folder / "whole", accelerator, saves=True)}
     if (fit.plain != fit or fit.resume is not None) and "noise" not in fit.module:
-        told["plain"] = trained(fit.plain, folder / "plain")
+        told["plain"] = trained(fit.plain, folder / "plain", accelerator)
     if (folder / "whole" / "saved.ckpt").exists() and len(told["whole"].trace) > (fit.resume or 0) + 1:
-        told["resumed"] = trained(fit, folder / "whole", resume=True)
+        told["resumed"] = trained(fit, folder / "whole", accelerator, resume=True)
     return told
 
 
@@ -633,14 +635,15 @@ _accelerator = "cpu"
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Let ranks share a GPU. This process, of which they are forks, may not touch it."""
-    global _accelerator
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    _accelerator = "gpu"
+    """Let ranks share a GPU."""
+    global _accelerator, ranks
+    multiprocessing.set_forkserver_preload(["ranks", "lightning.pytorch", "lightning_hiercomm"])
+    before, ranks, _accelerator = ranks, Ranks(of="forkserver"), "gpu"
     try:
         yield
     finally:
-        _accelerator = "cpu"
+        ranks.close()
+        ranks, _accelerator = before, "cpu"
 
 
 def check(fit: Fit) -> None:
@@ -652,7 +655,7 @@ def check(fit: Fit) -> None:
     """
     folder = Path(tempfile.mkdtemp())
     try:
-        told = ranks.run(len(fit.ranks), program, fit, folder)
+        told = ranks.run(len(fit.ranks), program, fit, folder, _accelerator)
     except RankError as error:
         if fit.sick is not None and fit.policy == "raise" and "NonfiniteError" in str(error):
             return
@@ -857,7 +860,7 @@ if __name__ == "__main__":
     import warnings
 
     warnings.filterwarnings("ignore")
-    from trainer_combinations import check, drawn, goes_together  # ranks find programs by this name
+    from trainer_combinations import check, drawn, goes_together, on_a_gpu  # ranks find programs by this name
 
     places = {"cpu": nullcontext, "gpu": on_a_gpu}
     sys.exit(tell(__doc__, "tests.trainer_combinations", drawn, check, goes_together, places=places))

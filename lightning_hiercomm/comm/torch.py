@@ -457,7 +457,8 @@ def _own_group(
     if not _names_agree() or dist.get_backend() == "mpi":
         others = sorted({*range(dist.get_world_size())}.difference(*groups))
         wanted, how = [*groups, *[others] * bool(others)], {}
-    made = [dist.new_group(list(ranks), timeout, backend, **how, **_in_order(ranks)) for ranks in wanted]
+    with without_splitting_gloo():
+        made = [dist.new_group(list(ranks), timeout, backend, **how, **_in_order(ranks)) for ranks in wanted]
     group = next((group for group in made if isinstance(group, dist.ProcessGroup)), None)
     if own is None and group is not None:
         dist.destroy_process_group(group)
@@ -469,6 +470,25 @@ def _names_agree() -> bool:
     """Whether members of a group give it one name, even if they have been in unequal numbers of groups before."""
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     return (major, minor) >= (2, 14)
+
+
+@contextmanager
+def without_splitting_gloo() -> Iterator[None]:
+    """Let torch not split the default group's communicator where that is gloo's, which has none to split.
+
+    With a device, which Lightning gives to the default group of every backend, torch does so for a group that this rank
+    is not in, and ends in an AttributeError (``perform_nocolor_split``; torch 2.11 to 2.14).
+    """
+    default = dist.distributed_c10d._get_default_group()
+    device = default.bound_device_id
+    if device is None or "nccl" in dist.get_backend_config(default):
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 @contextmanager

@@ -101,6 +101,23 @@ def test_where_all_ranks_make_all_groups_every_rank_is_in_one_of_them(rank, made
     assert len(dist.distributed_c10d._world.pg_map) == (1 if rank == 2 else 2)  # with the world
 
 
+def test_a_default_group_of_gloo_with_a_device_is_not_split(launch):
+    """Lightning gives it one on GPUs; torch then asks gloo to split, which it cannot."""
+    assert launch(_groups_of_one, ranks=2) == [((0,), "cuda:0"), ((1,), "cuda:0")]
+
+
+def _groups_of_one(folder):
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    default = dist.distributed_c10d._get_default_group()
+    default.bound_device_id = torch.device("cuda", 0)
+    over_torch._names_agree = lambda: False  # then all ranks make all groups
+    own = connect_torch(Meter())([[0], [1]], "intra")
+    try:
+        return own.ranks, str(default.bound_device_id)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_large_groups_connect_when_needed_unless_somebody_says_otherwise(made, monkeypatch):
     pretend(0, size=40)
     connect = connect_torch(Meter())

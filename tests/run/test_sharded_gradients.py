@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import on_ranks, place
+from harness import needs_a_backward_pass_for_each_rank, on_ranks, place
 from torch import Tensor, nn
 
 from lightning_hiercomm.comm import streams
@@ -33,6 +33,8 @@ class Recording(NodesMean):
 
 def on_two_nodes(work: Callable[[nn.Sequential, ShardedGradients, list[str]], Any]) -> list[Any]:
     """``work(layers, gradients, said)`` on two nodes of one rank: three layers of one weight, each a bucket."""
+
+    needs_a_backward_pass_for_each_rank()
 
     def body(topology: Topology) -> Any:
         layers = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3))).to(place.device)

@@ -58,7 +58,7 @@ def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = prin
     """
     environment = cluster_environment()
     size = environment.world_size()
-    own = list(_local(size))
+    own = list(_local(size, environment.local_rank()))
     if size == 1:
         for finding in own:
             say(str(finding))
@@ -93,10 +93,15 @@ def _not_connected(error: Exception, address: str, port: int) -> Finding:
 # ---- what one process can see ----------------------------------------------------------------------------------------
 
 
-def _local(world_size: int) -> Iterator[Finding]:
+def _local(world_size: int, local_rank: int = 0) -> Iterator[Finding]:
     yield from versions(_installed)
     if torch.cuda.is_available():
-        yield Finding("ok", f"{torch.cuda.device_count()} GPUs ({torch.cuda.get_device_name()}), backend nccl")
+        count = torch.cuda.device_count()
+        gpus = f"{count} GPU{'' if count == 1 else 's'} ({torch.cuda.get_device_name()})"
+        if local_rank < count:
+            yield Finding("ok", f"{gpus}, backend nccl")
+        else:
+            yield Finding("FAIL", f"{gpus} and more ranks: nccl refuses two on one", "start one process for each GPU")
         yield interface("NCCL_SOCKET_IFNAME", os.environ, interfaces())
     else:
         yield Finding("ok", "no GPU, backend gloo")

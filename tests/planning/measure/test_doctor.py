@@ -189,4 +189,6 @@ def test_gpus_are_named_with_the_backend_and_the_interface_that_theirs_takes(mon
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
     said = [finding.text for finding in doctor._local(1)]
     assert "4 GPUs (A GPU), backend nccl" in said
+    shared = [finding.text for finding in doctor._local(8, local_rank=4) if finding.level == "FAIL"]
+    assert "4 GPUs (A GPU) and more ranks: nccl refuses two on one" in shared
     assert any("NCCL_SOCKET_IFNAME" in text for text in said)

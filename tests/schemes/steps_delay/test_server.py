@@ -76,7 +76,8 @@ def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_la
         bucket_bytes=bucket_bytes,
     )
     # one process with the mean gradient
-    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64)) for shape in shapes]
+    of_zeros = {"dtype": torch.float64, "device": place.device}  # on a GPU, ASGD rounds its steps otherwise
+    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), **of_zeros)) for shape in shapes]
     generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
     goals = [
         sum(torch.randn(tuple(shape), generator=g, dtype=torch.float64) for g in generators) / 4 for shape in shapes

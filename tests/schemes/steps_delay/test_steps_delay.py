@@ -27,7 +27,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import STEPS_DELAY_TABLE as TABLE
 from problems import train_with_momentum as train
-from pytorch_optimizer import Lookahead
 
 from lightning_hiercomm.nodes import bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -491,6 +490,12 @@ class Wrapping(torch.optim.SGD):
         self.inside = torch.optim.SGD(parameters, lr=0.1)
 
 
+def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """One that wraps another."""
+    wrapping: torch.optim.Optimizer = pytest.importorskip("pytorch_optimizer").Lookahead(optimizer)
+    return wrapping
+
+
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "message"),
     [
@@ -499,7 +504,7 @@ class Wrapping(torch.optim.SGD):
         (lambda p: LARS(p, lr=0.1), {"local_update": "sgd"}, "shard_on='parameters'"),
         (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
         (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
-        (lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
+        (lambda p: lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
         (lambda p: Wrapping(p), {"local_update": "sgd"}, "Wrapping, which wraps another"),
         (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "dense, which SparseAdam does not take"),
         (None, {}, "needs the optimizer"),
