@@ -301,6 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW")
     parser.add_argument("--tests", nargs="*", default=TEST_FOLDERS, help="where tests are looked for; none: no tests")
     parser.add_argument("--no-fits", action="store_true", help="leave out the fits beside the CPU's")
+    parser.add_argument("--steps", type=int, default=None, help="of a row; default: 200, or 24 with --stand-in")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all of it: fits, then rows, then tests")
     parser.add_argument("--out", type=Path, default=None, help=f"default: {RESULTS.relative_to(ROOT)}")
 
@@ -314,16 +315,17 @@ def command(arguments: argparse.Namespace) -> None:
     cuda = "" if is_stand_in else f", CUDA {torch.version.cuda}, nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
     about = f"`python -m benchmarks gpu`, torch {torch.__version__}{cuda}, lightning {L.__version__}."
     deadline = time.monotonic() + arguments.seconds
-    accelerator, *sizes = ("cpu", 64, 2, 24) if is_stand_in else ("gpu", 2048, 8, 200)
+    accelerator, width, depth, steps = ("cpu", 64, 2, 24) if is_stand_in else ("gpu", 2048, 8, 200)
+    steps = arguments.steps or steps
     fits: dict[str, Any] = {"error": "left out"}
     if not arguments.no_fits:
-        fits = compare_fits(str(accelerator), arguments.seconds / 3)
+        fits = compare_fits(accelerator, arguments.seconds / 3)
         print(fits, flush=True)
     rows = []
     for row in arguments.rows:
         if (left := deadline - time.monotonic()) > 0:
             limit = left if is_stand_in else min(left, ROW_SECONDS)  # a busy CPU may take its time
-            rows.append(time_row(row, str(accelerator), *map(int, sizes), seconds=limit))
+            rows.append(time_row(row, accelerator, width, depth, steps, seconds=limit))
         else:
             rows.append({"row": row, "error": "left out: the time was up"})
         print(rows[-1], flush=True)

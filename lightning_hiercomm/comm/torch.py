@@ -476,8 +476,8 @@ def _names_agree() -> bool:
 def without_splitting_gloo() -> Iterator[None]:
     """Let torch not split the default group's communicator where that is gloo's, which has none to split.
 
-    With a device, which Lightning gives to the default group of every backend, torch does so for a group that this rank
-    is not in, and ends in an AttributeError (``perform_nocolor_split``; torch 2.11 to 2.14).
+    With a device, which Lightning gives to the default group of every backend, torch does so for groups of a mesh, and
+    for one that this rank is not in, and ends in a TypeError or an AttributeError (seen in torch 2.11 and 2.14).
     """
     default = dist.distributed_c10d._get_default_group()
     device = default.bound_device_id

@@ -23,6 +23,7 @@ from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
 from lightning_hiercomm.comm.dtensor import local
+from lightning_hiercomm.comm.torch import without_splitting_gloo
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
@@ -52,7 +53,8 @@ def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
         del _meshes[other]
     key = (world, device, str(ranks.tolist()))
     if key not in _meshes:
-        _meshes[key] = DeviceMesh(device, ranks, mesh_dim_names=("node", *_DIMENSIONS))
+        with without_splitting_gloo():
+            _meshes[key] = DeviceMesh(device, ranks, mesh_dim_names=("node", *_DIMENSIONS))
     return _meshes[key]
 
 

@@ -143,7 +143,7 @@ def test_what_passes_through_the_host_is_copied_under_the_computation(cuda):
         return connect_staged
 
     def work(topology: Topology) -> None:
-        with training(topology, DASO(4, 2, **CYCLING), layers(cuda, depth=16)) as step:
+        with training(topology, DASO(4, 2, **CYCLING), layers(cuda, width=1024, depth=16)) as step:
             for _ in range(12):
                 step()
 

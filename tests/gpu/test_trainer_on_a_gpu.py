@@ -74,12 +74,12 @@ def check(found: Found) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.long("40 fits of two ranks")
+@pytest.mark.long("42 fits of two ranks")
 def test_the_fits_run_on_the_cpu(launch):
     """The stand-in of what follows."""
     found = launch(as_nodes_of_one, ranks=2)
     check(found)
-    assert len(found[0]) == 6 * 6 + 3 + 1
+    assert len(found[0]) == 6 * 6 + 3 + 2 + 1
     assert all(fit["devices"] == ["cpu"] for own in found for fit in own.values())
 
 
@@ -97,11 +97,11 @@ def test_weights_stay_on_the_gpu_and_nodes_agree_in_the_end(on_gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("between", ["torch", "gloo", "FSDP2", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("between", ["torch", "gloo", "FSDP2", "Fabric", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_weights_are_those_of_the_cpu(name, between, on_gpu, on_cpu):
     if f"{name}, {between}" not in on_cpu[0]:
-        pytest.skip("sharded by some schemes only")
+        pytest.skip("by some schemes only")
     expected = on_cpu[0][f"{name}, {between}"]["state"]
     for key, value in on_gpu[0][f"{name}, {between}"]["state"].items():
         # sums in other orders, 12 steps; of products of 16 bits, whose kernels round differently

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +26,7 @@ from lightning_hiercomm import (
     DiLoCo,
     Gossip,
     HeterogeneousBatches,
+    HierarchicalFabricStrategy,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -156,6 +158,23 @@ def fit(
     return {"state": state, "report": getattr(module, "report", []), "devices": sorted(devices)}
 
 
+def loop(strategy: HierarchicalFabricStrategy, accelerator: str) -> dict[str, Any]:
+    """What :func:`fit` says, of a loop on Fabric."""
+    fabric = Fabric(accelerator=accelerator, devices=1, num_nodes=2, strategy=strategy)
+    fabric.launch()
+    net = Net()
+    loader = fabric.setup_dataloaders(net.train_dataloader())
+    model, optimizer = fabric.setup(net.net, torch.optim.SGD(net.net.parameters(), lr=0.1, momentum=0.9))
+    for _ in strategy.epochs(1, steps=len(loader)):
+        for x, y in loader:
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+    state = model.state_dict()
+    devices = sorted({tensor.device.type for tensor in state.values()})
+    return {"state": {name: tensor.cpu() for name, tensor in state.items()}, "report": [], "devices": devices}
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Of a shard on a node of one rank, all of it."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -192,6 +211,9 @@ def fits(accelerator: str, folder: Path) -> dict[str, dict[str, Any]]:
     for name in ("all_reduce", "periodic", "diloco"):
         sharded = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=1, process_group_backend="gloo")
         found[f"{name}, FSDP2"] = fit(Sharded(), sharded, accelerator)
+    for name in ("periodic", "daso"):
+        on_fabric = HierarchicalFabricStrategy(SCHEMES[name](), ranks_per_node=1, process_group_backend="gloo")
+        found[f"{name}, Fabric"] = loop(on_fabric, accelerator)
     batches = HeterogeneousBatches(2 * BATCH + 8)
     found["memory is short"] = fit(Greedy(), over_gloo(AllReduce(), batches=batches), accelerator)
     return found

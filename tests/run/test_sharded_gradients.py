@@ -145,9 +145,6 @@ def test_a_gradient_that_is_written_again_when_it_has_left_is_an_error():
 
 
 def test_what_accumulates_before_the_last_pass_is_averaged_with_it():
-    if place.device.type != "cpu":
-        pytest.skip("autograd has one thread for a device, in which ranks that are threads would wait for each other")
-
     def work(layers, gradients, said):
         for _ in range(2):
             layers.zero_grad()

@@ -1,0 +1,27 @@
+"""The mesh of a world, of which a strategy takes its node's part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_hiercomm.trainer.model_parallel import _mesh_of_world
+
+
+def test_groups_of_gloo_are_made_and_not_split_where_the_default_one_has_a_gpu(launch):
+    """torch splits the default group there, whatever its backend, and cannot copy gloo's options."""
+    assert launch(mesh_on_a_gpu, ranks=2) == [[0], [1]]
+
+
+def mesh_on_a_gpu(folder: Path) -> list[int]:
+    torch.cuda.is_available = lambda: True
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
+    mesh = _mesh_of_world("cpu", torch.tensor([[[0]], [[1]]]))
+    try:
+        return dist.get_process_group_ranks(mesh["data_parallel"].get_group())
+    finally:
+        dist.destroy_process_group()
