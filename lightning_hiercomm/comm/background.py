@@ -73,7 +73,8 @@ class Background:
     def _enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> _StreamJob:
         if self._put_off is not None:
             return _PutOff(stream, self._device, work, self._put_off, self._meter)
-        with self._meter.beside_training():
+        # where the host waits all the same, as over gloo, training's stream runs out of work meanwhile
+        with self._meter.waiting(self._tier, self._device), self._meter.beside_training():
             return _StreamJob(stream, self._device, work)
 
     def uses(self, tensor: Tensor) -> None:
@@ -94,8 +95,9 @@ class Background:
             self._thread = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
+        with self._meter.beside_training():
+            while (job := self._jobs.get()) is not None:
+                job.run()
 
 
 class _StreamJob(Handle):
@@ -289,4 +291,5 @@ class Turns:
                     self._has_thread = False
                     return
                 job = self._waiting.popleft()
-            job.run()
+            with Meter.beside_training():
+                job.run()

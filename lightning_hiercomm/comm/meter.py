@@ -12,6 +12,8 @@ import torch
 
 from lightning_hiercomm.comm import streams
 
+_thread = threading.local()
+
 Mark = float | torch.cuda.Event
 """A moment: host seconds, or an event on a CUDA stream."""
 
@@ -22,10 +24,9 @@ class Meter:
     Bytes are those this rank puts on the wire, by the textbook cost of each move (a ring all-reduce over ``n`` ranks
     sends ``2 (n - 1) / n`` of the tensor), so they are the same on every backend and comparable between schemes.
 
-    Exposed seconds are the time the *training* thread spent waiting: a move that ends before it is waited for costs
-    nothing. Waits of background threads do not count. On CUDA a wait only stalls the stream, so it is timed by events.
-
-    A meter belongs to the thread that made it.
+    Exposed seconds are the time that *training* spent waiting: a move that ends before it is waited for costs nothing.
+    Waits beside training do not count; all others do, also on the thread of autograd's that takes a GPU's backward pass
+    and calls hooks. On CUDA a wait only stalls the stream, so it is timed by events.
 
     Attributes:
         unawaited: A move of this rank that nobody waited for before its handle was dropped, and where it is from; its
@@ -37,8 +38,6 @@ class Meter:
         self.bytes: dict[str, float] = defaultdict(float)
         self.messages: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._owner = threading.get_ident()
-        self._is_beside_training = False
         self._lock = threading.Lock()
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -50,8 +49,8 @@ class Meter:
 
     @contextmanager
     def waiting(self, tier: str, device: torch.device) -> Iterator[None]:
-        """Time the enclosed wait, if it is the training thread that waits."""
-        if threading.get_ident() != self._owner or self._is_beside_training:
+        """Time the enclosed wait, unless it is beside training."""
+        if getattr(_thread, "is_beside_training", False):
             yield
             return
         start = self.mark(device)
@@ -60,14 +59,16 @@ class Meter:
         finally:
             self.add_wait(tier, start, self.mark(device))
 
+    @staticmethod
     @contextmanager
-    def beside_training(self) -> Iterator[None]:
-        """Let waits in here not count: they stall a stream that training does not run on."""
-        before, self._is_beside_training = self._is_beside_training, True
+    def beside_training() -> Iterator[None]:
+        """Let this thread's waits not count: they stall a thread, or a stream, that training does not run on."""
+        before = getattr(_thread, "is_beside_training", False)
+        _thread.is_beside_training = True
         try:
             yield
         finally:
-            self._is_beside_training = before
+            _thread.is_beside_training = before
 
     @staticmethod
     def mark(device: torch.device) -> Mark:
@@ -77,7 +78,8 @@ class Meter:
     def add_wait(self, tier: str, start: Mark, end: Mark) -> None:
         """Add the time between two marks to the exposed seconds of a tier."""
         if isinstance(start, float) and isinstance(end, float):
-            self._seconds[tier] += end - start
+            with self._lock:
+                self._seconds[tier] += end - start
         elif not isinstance(start, float) and not isinstance(end, float):
             self._events.append((tier, start, end))
             if len(self._events) > 1000:  # bounds the memory of runs that never read the meter

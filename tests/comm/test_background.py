@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from pretended_streams import PretendedEvent
 
-from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.background import Background, Turns
 from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -86,6 +87,32 @@ def test_only_waiting_for_a_job_is_exposed_not_the_job(background, meter):
     assert meter.seconds == {}
     handle.wait()
     assert meter.seconds["inter"] > 0
+
+
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, pretended, puts_off):
+    """As a move over gloo does, which is waited for where it is submitted, or where a job that is put off is due."""
+    background = Background(CPU, meter, puts_off=puts_off)
+    waits: list[float] = []
+    meter.add_wait = lambda tier, start, end: waits.append(end.made_at - start.made_at)
+
+    def job() -> None:
+        with meter.waiting("inter", CPU):
+            time.sleep(0.05)
+
+    background.submit(job).wait()
+    assert len([seconds for seconds in waits if seconds >= 0.05]) == 1
+
+
+def test_what_a_turn_waits_for_is_not_exposed(meter):
+    turns = Turns()
+
+    def move() -> None:
+        with meter.waiting("inter", CPU):
+            time.sleep(0.01)
+
+    turns.take(move).wait()
+    assert meter.seconds == {}
 
 
 def test_closing_ends_the_thread_after_what_was_submitted_and_a_background_may_be_used_again(meter):

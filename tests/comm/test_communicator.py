@@ -650,13 +650,18 @@ def count_waits(rank):
     waited = rank.meter.seconds["inter"]
     assert waited > 0
     handle = group.all_reduce(torch.zeros(1000))
-    thread = threading.Thread(target=handle.wait)
+
+    def wait_beside_training():
+        with rank.meter.beside_training():
+            handle.wait()
+
+    thread = threading.Thread(target=wait_beside_training)
     thread.start()
     thread.join()
     assert rank.meter.seconds["inter"] == waited
 
 
-def test_only_waits_of_the_training_thread_are_exposed(world):
+def test_only_waits_of_training_are_exposed(world):
     world.run(count_waits)
 
 

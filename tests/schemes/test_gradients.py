@@ -238,7 +238,7 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 @pytest.mark.parametrize("kind", [WorldSum, NodesMean])
 def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
     """Of two buckets the first has another content of the same size in its second round: some were thawed."""
-    model = [torch.zeros(50) for _ in range(4)]
+    model = [torch.zeros(50, device=place.device) for _ in range(4)]
 
     def round_of(path, topology, number, place, start):
         buckets = []

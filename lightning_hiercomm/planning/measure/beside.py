@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Handle
+from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.planning.cluster import Beside, Curve, Workload, sent_bytes
 from lightning_hiercomm.planning.measure.steps import StepTimes
 from lightning_hiercomm.planning.measure.stopwatch import IN_FLIGHT, Share
@@ -70,7 +71,8 @@ class Traffic:
                 tensor[0] = float(self._is_over.is_set())
                 in_flight.append((tensor, self._group.all_reduce(tensor, op="max")))
             tensor, handle = in_flight.popleft()
-            handle.wait()
+            with Meter.beside_training():
+                handle.wait()
             self.moves += 1
             self.seconds = time.perf_counter() - began
             has_ended = has_ended or bool(tensor[0])  # the first member has had enough
