@@ -13,12 +13,12 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +55,12 @@ TEST_FOLDERS = [
 NEEDED_BY_TESTS = ["pytest", "hypothesis"]
 WORKERS = 8
 """Of pytest at most, all on the one GPU."""
+_ENDED = re.compile(
+    r"^\[gw\d+\] \[ *\d+%\] (?P<ended_of_several>PASSED|FAILED|SKIPPED) (?P<of_several>\S+::.*?) *$"
+    r"|^(?P<one>\S+::.*?) (?P<ended>PASSED|FAILED|SKIPPED) .*\[ *\d+%\]$",
+    re.MULTILINE,
+)
+"""A line of ``pytest -v``, with several workers and alone."""
 TOLERANCE = 1e-3
 """Of weights after twelve steps, relative to the largest: sums have other orders on a GPU."""
 
@@ -224,38 +230,42 @@ def run_tests(marker: str, seconds: float, paths: Sequence[str] = ("tests",)) ->
     """Run tests of a marker; how many passed, failed and were skipped, by room, and which failed."""
     if missing := [name for name in NEEDED_BY_TESTS if importlib.util.find_spec(name) is None]:
         return {"error": f"left out: they need {' and '.join(missing)} (pip install {' '.join(missing)})"}
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", marker, f"--junitxml={report}", *paths]
-        if importlib.util.find_spec("pytest_timeout") is None:  # whose option pyproject.toml sets, and strictly
-            command += ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
-        command += ["--continue-on-collection-errors"]  # of modules that need more packages
-        if importlib.util.find_spec("xdist") is not None:  # one process alone would take most of the ten minutes
-            command += ["--numprocesses", str(min(WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
-        environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-m", marker, *paths]
+    if importlib.util.find_spec("pytest_timeout") is None:  # whose option pyproject.toml sets, and strictly
+        command += ["-c", os.devnull, f"--rootdir={ROOT}", "--import-mode=importlib"]
+    command += ["--continue-on-collection-errors"]  # of modules that need more packages
+    if importlib.util.find_spec("xdist") is not None:  # one process alone would take most of the ten minutes
+        command += ["--numprocesses", str(min(WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         try:
-            ended = subprocess.run(
-                command, cwd=ROOT, env=environment, timeout=seconds, capture_output=True, text=True, check=False
-            )
+            running.wait(seconds)
+            stopped = {}
         except subprocess.TimeoutExpired:
-            return {"error": f"did not end within {seconds:.0f} s"}
-        if not report.exists():
-            return {"error": f"pytest could not begin: {(ended.stderr or ended.stdout).strip().splitlines()[-1:]}"}
-        return count_tests(report)
+            stopped = {"stopped_after": seconds}
+        finally:
+            running.kill()
+            running.wait()
+        log.seek(0)
+        said = log.read()
+    counted = count_tests(said)
+    if not counted["rooms"]:
+        return {"error": f"pytest said of no test how it ended: {said.strip().splitlines()[-1:]}"}
+    return {**counted, **stopped}
 
 
-def count_tests(report: Path) -> dict[str, Any]:
-    """What a JUnit report says, by room: ``tests.schemes`` and the like."""
+def count_tests(said: str) -> dict[str, Any]:
+    """What ``pytest -v`` says, by room: ``tests/schemes`` and the like."""
     rooms: dict[str, Counter[str]] = {}
     failed = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        room = ".".join(case.get("classname", "").split(".")[:2])
-        children = {child.tag for child in case}
-        outcome = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
-        rooms.setdefault(room, Counter())[outcome] += 1
+    for match in _ENDED.finditer(said):
+        name = match["one"] or match["of_several"]
+        outcome = (match["ended"] or match["ended_of_several"]).lower()
+        rooms.setdefault("/".join(name.split("::")[0].split("/")[:2]), Counter())[outcome] += 1
         if outcome == "failed":
-            failed.append(f"{case.get('classname')}::{case.get('name')}")
-    return {"rooms": {room: dict(counts) for room, counts in sorted(rooms.items())}, "failed": failed}
+            failed.append(name)
+    return {"rooms": {room: dict(counts) for room, counts in sorted(rooms.items())}, "failed": sorted(failed)}
 
 
 def page(found: dict[str, Any]) -> str:
@@ -271,6 +281,8 @@ def page(found: dict[str, Any]) -> str:
         for room, counts in tests["rooms"].items():
             cells = [str(counts.get(outcome, 0)) for outcome in ("passed", "failed", "skipped")]
             lines.append(f"| {room} | {' | '.join(cells)} |")
+        if "stopped_after" in tests:
+            lines += ["", f"Stopped after {tests['stopped_after']:.0f} s: others have not run."]
         lines += ["", *(f"- failed: `{name}`" for name in tests["failed"]), ""]
     lines += _page_of_fits(found["fits"])
     none = next((row["milliseconds"] for row in found["rows"] if row["row"] == "none" and "milliseconds" in row), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,20 @@ from forked import stand_in_for_python
 from benchmarks import gpu
 from benchmarks.__main__ import make_parser
 
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.schemes.test_a" name="one[cuda]" />
-<testcase classname="tests.schemes.test_a" name="two[cuda]"><failure>wrong</failure></testcase>
-<testcase classname="tests.comm.test_b" name="three"><skipped /></testcase>
-</testsuite></testsuites>"""
+REPORTS = (
+    """
+[gw0] [ 33%] PASSED tests/schemes/test_a.py::one[cuda, at once]
+[gw1] [ 66%] FAILED tests/schemes/test_a.py::two[cuda]
+[gw0] [100%] SKIPPED tests/comm/test_b.py::three
+FAILED tests/schemes/test_a.py::two[cuda] - wrong
+""",
+    """
+tests/schemes/test_a.py::one[cuda, at once] PASSED              [ 33%]
+tests/schemes/test_a.py::two[cuda] FAILED                       [ 66%]
+tests/comm/test_b.py::three SKIPPED (there is no GPU)           [100%]
+FAILED tests/schemes/test_a.py::two[cuda] - wrong
+""",
+)
 
 
 def run(*arguments: str) -> None:
@@ -41,19 +51,19 @@ def test_every_row_has_a_strategy_that_can_be_made(row):
     assert gpu.strategy_of(row) is not None
 
 
-def test_tests_are_counted_by_room_and_failures_named(tmp_path):
-    (tmp_path / "report.xml").write_text(REPORT)
-    counted = gpu.count_tests(tmp_path / "report.xml")
+@pytest.mark.parametrize("report", REPORTS, ids=["of several workers", "of one"])
+def test_tests_are_counted_by_room_and_failures_named(report):
+    counted = gpu.count_tests(report)
     assert counted == {
-        "rooms": {"tests.comm": {"skipped": 1}, "tests.schemes": {"passed": 1, "failed": 1}},
-        "failed": ["tests.schemes.test_a::two[cuda]"],
+        "rooms": {"tests/comm": {"skipped": 1}, "tests/schemes": {"passed": 1, "failed": 1}},
+        "failed": ["tests/schemes/test_a.py::two[cuda]"],
     }
     rows = [{"row": "none", "milliseconds": 2.0}, {"row": "ddp", "milliseconds": 3.0}, {"row": "daso", "error": "lost"}]
     rows[1]["waited_milliseconds"] = 0.25
     fits = {"differences": {"daso, torch": 1e-6, "gossip, torch": 0.5}, "fitted": 3}
     page = gpu.page({"device": "X", "about": "", "is_stand_in": False, "tests": counted, "fits": fits, "rows": rows})
     for line in (
-        "| tests.schemes | 1 | 1 | 0 |",
+        "| tests/schemes | 1 | 1 | 0 |",
         "| ddp | 3.00 | 1.50 | 0.25 |  |",
         "| daso | lost | | | |",
         "two[cuda]",
@@ -73,6 +83,45 @@ def test_what_there_is_no_time_for_is_named(tmp_path):
 def test_tests_that_need_a_package_that_is_not_there_are_left_out_by_name(monkeypatch):
     monkeypatch.setattr(gpu, "NEEDED_BY_TESTS", ["pytest", "no_such_package"])
     assert gpu.run_tests("gpu", 1.0) == {"error": "left out: they need no_such_package (pip install no_such_package)"}
+
+
+SLOW = """
+import time
+
+def test_quick():
+    pass
+
+def test_slow():
+    time.sleep(600)
+"""
+TELLS = """
+import pathlib, pytest
+
+@pytest.hookimpl(trylast=True)  # after it has been printed
+def pytest_runtest_logreport(report):
+    if report.when == "teardown":
+        pathlib.Path(__file__).with_name("told").touch()
+"""
+
+
+def test_tests_that_have_run_when_the_time_is_up_are_counted(tmp_path, monkeypatch):
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    (tmp_path / "conftest.py").write_text(TELLS)
+
+    class UntilOneIsSlow(subprocess.Popen):
+        def wait(self, timeout=None):
+            while timeout == 77.0 and self.poll() is None:
+                if (tmp_path / "told").exists():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.05)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", UntilOneIsSlow)
+    counted = gpu.run_tests("not gpu", 77.0, [str(tmp_path)])
+    assert sum(room.get("passed", 0) for room in counted["rooms"].values()) == 1
+    fits = {"error": "left out"}
+    page = gpu.page({"device": "X", "about": "", "is_stand_in": False, "tests": counted, "fits": fits, "rows": []})
+    assert "Stopped after 77 s: others have not run." in page
 
 
 def test_ranks_find_what_a_module_of_the_cluster_has_put_on_the_path(tmp_path, monkeypatch):
