@@ -1,8 +1,8 @@
 """Launches of several processes: on two nodes, with ranks that die, raise, lag, or are told to stop.
 
-Python itself starts only where MPICH does that: importing Lightning takes seconds. Otherwise processes are forked; for
-Open MPI, Lightning and where multiprocessing spawns them, behind a program that stands for Python. The commands that
-people type are run in examples/test_clusters.py.
+Python itself starts only where MPICH's ranks end well: importing Lightning takes seconds. Otherwise processes are
+forked; for MPI, Lightning and where multiprocessing spawns them, behind a program that stands for Python. The commands
+that people type are run in examples/test_clusters.py.
 """
 
 from __future__ import annotations
@@ -80,12 +80,10 @@ class Launch:
                 *(str(JOB), "--out", str(self.folder), "--num-nodes", str(nodes), "--devices", str(ranks), *arguments),
             )
 
-    def mpiexec(self, library: str, *ranks: Sequence[str]) -> None:
+    def mpiexec(self, library: str, *ranks: Sequence[str], python: str | None = None) -> None:
         """One rank per list of arguments."""
         (program, *options, _, _), environment = self._mpiexec(library, len(ranks))
-        # MPICH kills a stand-in whose fork has ended, before it can say so itself
-        python = stand_in_for_python() if library == "openmpi" else sys.executable
-        job = [python, str(JOB), "--out", str(self.folder)]
+        job = [python or stand_in_for_python(), str(JOB), "--out", str(self.folder)]
         sections = [argument for own in ranks for argument in (":", "-n", "1", *job, *own)]
         self.execute(program, *options, *sections[1:], environment=environment)
 
@@ -177,10 +175,10 @@ def _with_slurm(launch: Launch, ranks: int, arguments: list[str]) -> None:
     launch.slurm(*arguments, ranks=ranks)
 
 
-def _with_mpiexec(library: str, launch: Launch, ranks: int, arguments: list[str]) -> None:
+def _with_mpiexec(library: str, launch: Launch, ranks: int, arguments: list[str], python: str | None = None) -> None:
     # start_method is for the ranks that Lightning itself starts: here it does nothing
     options = ["--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", "fork"]
-    launch.mpiexec(library, *[[*options, "--inter-node", "mpi", *arguments]] * (2 * ranks))
+    launch.mpiexec(library, *[[*options, "--inter-node", "mpi", *arguments]] * (2 * ranks), python=python)
 
 
 EVERY_LAUNCHER = {
@@ -189,14 +187,15 @@ EVERY_LAUNCHER = {
     "torchrun": _with_torchrun,
     "slurm": _with_slurm,
     "openmpi": partial(_with_mpiexec, "openmpi"),
-    "mpich": partial(_with_mpiexec, "mpich"),
+    # MPICH kills a stand-in whose fork has ended well, before it can say so itself
+    "mpich": partial(_with_mpiexec, "mpich", python=sys.executable),
 }
 
 
 @pytest.mark.long("starts Python for every rank, and Lightning is imported there")
 @pytest.mark.parametrize(
     "start",
-    # MPICH's ranks import Lightning, all four at once: by day two of them train until one is lost
+    # here MPICH's ranks import Lightning, all four at once: by day two of them train until one is lost
     [
         pytest.param(start, id=name, marks=[pytest.mark.nightly] * (name == "mpich"))
         for name, start in EVERY_LAUNCHER.items()
@@ -244,7 +243,6 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
     assert "Trainer(devices=1), but 2 ranks were started on this node: give devices=2" in output
 
 
-@pytest.mark.long("where MPICH starts Python, it imports Lightning")
 @pytest.mark.covering
 @pytest.mark.parametrize("accident", ["raise", "kill"])
 @pytest.mark.parametrize(
@@ -256,7 +254,7 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
             ("torchrun", _with_torchrun, 2),
             ("slurm", _with_slurm, 2),
             ("popen", _with_popen, 2),
-            # here ranks have to import Lightning; two of them are two nodes, too
+            # two ranks are two nodes, too
             ("openmpi", partial(_with_mpiexec, "openmpi"), 1),
             ("mpich", partial(_with_mpiexec, "mpich"), 1),
         ]
