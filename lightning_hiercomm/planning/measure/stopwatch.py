@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import torch
+from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
@@ -124,6 +125,7 @@ class Stopwatch:
         self._world = world
         self._device = device
         self._seconds = seconds
+        self._memory = torch.empty(0, device=device)
 
     def copy(self, size: int) -> Timing:
         """Copying ``size`` bytes."""
@@ -188,7 +190,7 @@ class Stopwatch:
         part = max(1, size // 4 // group.size)
         numel = part * group.size
         turns = min(max(IN_FLIGHT, _COLD // (8 * numel)), _MOST_TURNS)
-        wholes, others = (torch.full((turns, numel), 0.0, device=self._device).unbind() for _ in range(2))
+        wholes, others = (half.unbind() for half in self._zeros(2 * turns * numel).view(2, turns, numel))
 
         def launch(i: int) -> Handle:
             whole, other = wholes[i % turns], others[i % turns]
@@ -208,6 +210,12 @@ class Stopwatch:
             )
 
         return launch
+
+    def _zeros(self, numel: int) -> Tensor:
+        """Written to before, and the same for every size: the first touch of memory takes longer than most moves."""
+        if len(self._memory) < numel:
+            self._memory = torch.full((numel,), 0.0, device=self._device)
+        return self._memory[:numel]
 
 
 def _nothing(_: int) -> Handle:
