@@ -35,10 +35,11 @@ def test_digits_train_with_gossip(folder, config):
 @pytest.mark.long("five schemes train one after the other")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "epochs", "accuracy"), [(4, 1, 10), pytest.param(8, 3, 70, marks=pytest.mark.nightly)]
+    ("ranks", "epochs", "batch", "accuracy"),
+    [(4, 1, 32, 25), pytest.param(8, 3, 16, 70, marks=pytest.mark.nightly)],
 )
-def test_the_comparison_prints_one_row_per_scheme(folder, ranks, epochs, accuracy):
-    arguments = (f"--ranks={ranks}", f"--epochs={epochs}", "--seeds=1", "--optimizer=lars")
+def test_the_comparison_prints_one_row_per_scheme(folder, ranks, epochs, batch, accuracy):
+    arguments = (f"--ranks={ranks}", f"--epochs={epochs}", f"--batch-size={batch}", "--seeds=1", "--optimizer=lars")
     printed = folder.run("digits/compare_gossip.py", *arguments)
     assert "run 1 of 5: all-reduce, seed 0\n" in printed
     assert re.search(r"run 5 of 5: hierarchical Crossover, 4 x 2, seed 0, about \d+ s left", printed)
