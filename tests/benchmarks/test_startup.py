@@ -18,10 +18,10 @@ from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.control import open_files
 
 
-@pytest.mark.long("starts up to sixteen ranks twice")
+@pytest.mark.long("starts up to ten ranks twice")
 def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # lanes are large from two ranks on
-    few, many = startup.measure(6, 2), startup.measure(14, 2)
+    few, many = startup.measure(6, 2), startup.measure(10, 2)
     for start in (few, many):
         assert start.words["meeting"] == 7 * start.ranks
         words = {phase: start.words[phase] / start.ranks for phase in ("topology", "twin", "agreements")}
@@ -29,14 +29,14 @@ def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(m
         assert start.words[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
         assert start.words["group"] == start.words[DDP]
     assert many.handles_beyond == few.handles_beyond  # a lane's ring has two neighbours
-    assert many.handles[DDP] - few.handles[DDP] == 8
+    assert many.handles[DDP] - few.handles[DDP] == 4
 
 
-@pytest.mark.long("starts up to sixteen ranks twice")
+@pytest.mark.long("starts up to twelve ranks twice")
 def test_ranks_too_many_for_a_mesh_need_words_and_handles_that_do_not_grow_with_them(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", 5)
-    few, many = startup.measure(8, 2), startup.measure(16, 2)
+    few, many = startup.measure(6, 2), startup.measure(12, 2)
     assert [start.words["group"] / start.ranks for start in (few, many)] == [1, 1]
     assert max(start.words["topology"] / start.ranks for start in (few, many)) <= 8 + 4  # a tree's edges
     assert few.words[DDP] / few.ranks == 2 * few.ranks + 1  # whose ranks are in a mesh all the same
