@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from http.client import HTTPException
 from typing import Any, Protocol
 
 from lightning_hiercomm.elastic.configuration import Elastic, check_address, check_torchft
@@ -128,13 +129,16 @@ class TorchftLighthouse:
     def notes(self) -> Collection[str] | None:
         try:
             return re.findall(rf"{_NOTE}([\w-]+)", self.page())
-        except (OSError, ValueError):
+        except OSError:
             return None
 
     def page(self) -> str:
         """What it shows to people: who is there, and who was; raises an ``OSError`` if it does not."""
-        with urllib.request.urlopen(f"{self._address}/status", timeout=self._dead_after) as page:
-            shown: str = page.read().decode()
+        try:
+            with urllib.request.urlopen(f"{self._address}/status", timeout=self._dead_after) as page:
+                shown: str = page.read().decode()
+        except (HTTPException, UnicodeDecodeError) as error:  # it is another program's port
+            raise OSError(f"what is there says {str(error).strip()!r}") from error
         return shown
 
     def leave(self) -> None:
@@ -222,7 +226,7 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
         port: Where ``bind`` does not say.
 
     Raises:
-        ValueError: For numbers or an address that make no sense.
+        ValueError: For numbers or an address that make no sense, or at which nobody can listen.
     """
     Elastic(min_nodes=min_nodes, dead_after=dead_after)  # refuses what no node could have, either
     check_torchft()
@@ -238,13 +242,18 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
-    server = LighthouseServer(
-        bind=bind,
-        min_replicas=min_nodes,
-        join_timeout_ms=int(1000 * JOIN_TIMEOUT),
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=int(1000 * dead_after),
-    )
+    try:
+        server = LighthouseServer(
+            bind=bind,
+            min_replicas=min_nodes,
+            join_timeout_ms=int(1000 * JOIN_TIMEOUT),
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=int(1000 * dead_after),
+        )
+    except RuntimeError as error:  # of torchft: the port is taken, or the address is another machine's
+        raise ValueError(
+            f"a lighthouse cannot listen at --bind={bind!r} ({error}): give a free port, and an address of this machine"
+        ) from error
     print(f"the lighthouse listens; on every node: HIERCOMM_LIGHTHOUSE={bind}", flush=True)
     ended.wait()
     with contextlib.suppress(Exception):

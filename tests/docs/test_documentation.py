@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,24 @@ def test_the_readme_is_short_and_shows_the_quickstart_as_it_runs():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_a_slurm_job_of_an_elastic_node_whose_time_is_up_is_queued_again_when_the_node_has_left(tmp_path):
+    """SLURM itself queues jobs again that it preempts, and none whose program ended, or whose time is over."""
+    (job,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (CHECKOUT / "docs/elastic.md").read_text(), re.DOTALL)
+    (told,) = re.findall(r"--signal=B:(\w+)@", job)
+    programs = {
+        "torchrun": "trap 'echo left; exit 1' TERM; echo trains; for _ in {1..200}; do sleep 0.05; done",
+        "scontrol": "echo $*",
+    }
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", "-c", job], env=environment, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout.readline() == b"trains\n"
+        shell.send_signal(getattr(signal, f"SIG{told}"))
+        assert shell.communicate(timeout=60)[0] == b"left\nrequeue 7\n"
 
 
 def test_every_public_name_is_documented():

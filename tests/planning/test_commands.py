@@ -149,6 +149,7 @@ def test_without_matplotlib_a_plot_is_refused(tmp_path, capsys, monkeypatch):
         (["--dead-after", "nan"], "dead_after=nan must be"),
         (["--min-nodes", "0"], "min_nodes=0 must be a positive number of nodes"),
         (["--bind", "here"], "--bind"),
+        (["--bind", "192.0.2.1:29510"], "cannot listen at --bind='192.0.2.1:29510' ("),  # of no machine
     ],
 )
 def test_a_lighthouse_that_no_node_could_use_is_refused_in_one_line(arguments, message, capsys):

@@ -39,12 +39,13 @@ def examine_elastic(
 def _findings(given: str | None, dead_after: float | None, environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
         check_torchft()
-        address = Elastic(lighthouse=given).address()
+        elastic = Elastic(dead_after=Elastic.dead_after if dead_after is None else dead_after, lighthouse=given)
+        address = elastic.address()
     except (ModuleNotFoundError, ValueError) as error:
         yield Finding("FAIL", str(error))
         return
     yield Finding("ok", f"torchft {metadata.version('torchft')}")
-    lighthouse = TorchftLighthouse(address, dead_after or Elastic.dead_after)
+    lighthouse = TorchftLighthouse(address, elastic.dead_after)
     try:
         seconds = _round_trip(address)
         page = lighthouse.page()
@@ -54,7 +55,7 @@ def _findings(given: str | None, dead_after: float | None, environment: Mapping[
     if "heartbeat" not in page.lower():
         yield Finding("FAIL", f"what answers at {address} is no lighthouse", _START)
         return
-    yield reached(address, seconds, dead_after or Elastic.dead_after)
+    yield reached(address, seconds, elastic.dead_after)
     yield own(environment.get("HIERCOMM_ADDRESS"), own_address(address), address, interfaces())
     name = environment.get("HIERCOMM_NODE")
     yield Finding("ok", f"this node is called {name or socket.gethostname()!r}" + ("" if name else ", as its host is"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import socketserver
 import threading
 
 import pytest
@@ -71,6 +72,32 @@ def test_something_else_that_answers_is_no_lighthouse(capsys):
     assert main(["doctor", "--elastic", f"127.0.0.1:{server.server_port}"]) == 1
     assert "is no lighthouse" in capsys.readouterr().out
     server.shutdown()
+
+
+def test_so_is_what_does_not_answer_as_a_web_page_does(capsys):
+    """A secure shell, at a port that was mistaken, ended the doctor with a traceback."""
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
+
+    class Shell(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Shell) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_address[1]}"
+        assert main(["doctor", "--elastic", address]) == 1
+        assert f"no lighthouse answers at {address}" in capsys.readouterr().out
+        server.shutdown()
+
+
+@pytest.mark.parametrize("dead_after", ["0", "-1", "nan"])
+def test_a_dead_after_that_no_run_can_have_is_not_looked_for(capsys, dead_after):
+    """To 0, 5 s were told; to a negative one, that the lighthouse is too far away."""
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
+    assert main(["doctor", "--elastic", "127.0.0.1:9", "--dead-after", dead_after]) == 1
+    said = capsys.readouterr().out
+    assert f"dead_after={float(dead_after)} must be" in said
+    assert "127.0.0.1:9" not in said
 
 
 def test_a_lighthouse_that_is_there_is_found_with_its_silence(capsys):
