@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
@@ -215,15 +216,16 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
     """Let a dataloader's next iteration be the rest of an epoch; the loader's workers would begin before it is told.
 
     torch lets nobody exchange what a dataloader draws from, but looks for it when an iteration begins. A loader without
-    batches of indices (of an ``IterableDataset``) says itself where it begins.
+    batches of indices, or with endless ones (of an ``IterableDataset``), says itself where it begins.
     """
     batches = getattr(dataloader, "batch_sampler", None)
-    if batches is None or not len(batches):
+    length = sized_len(batches)
+    if not length:
         return
     for sampler in (getattr(batches, "sampler", None), batches):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-    vars(dataloader)["batch_sampler"] = _Later(batches, done % len(batches))
+    vars(dataloader)["batch_sampler"] = _Later(batches, done % length)
 
 
 def _only_completed(progress: dict[str, Any]) -> None:

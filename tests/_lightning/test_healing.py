@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
@@ -263,6 +263,21 @@ def test_a_healed_trainer_loads_what_is_left_of_the_epoch_and_the_next_one_whole
     assert sorted(undisturbed[:6]) != sorted(undisturbed[6:12]), "each epoch has an order of its own"
     _, healed = fit_from(state, -1)
     assert healed == undisturbed[8:]
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_healed_trainer_begins_a_stream_anew(batch_size):
+    """In batches it has a sampler, too, of no length; which ended a node that came inside an epoch."""
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(6))
+
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    tell_stage_of_dataloaders(trainer, [None], lambda: 2)
+    loader = DataLoader(Stream(), batch_size)
+    made = trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=RunningStage.TRAINING)
+    assert [int(each) for batch in made for each in torch.atleast_1d(torch.as_tensor(batch))] == [*range(6)]
 
 
 @pytest.mark.filterwarnings("ignore")
