@@ -46,7 +46,7 @@ class RunIsOver(SystemExit):
         super().__init__(code)
 
     def __str__(self) -> str:
-        return f"this run is over, nobody is there to give it a state; exit code {OVER_CODE}: do not start it again"
+        return f"this run is over, and nobody else is there; exit code {OVER_CODE}: do not start it again"
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,9 @@ class Membership:
                     if present is not None:
                         said = [each for each in present if isinstance(each, Mapping) and "life" in each]
                         answer = self._decided(said)
-                    elif time.monotonic() - began > _HOPE * self._elastic.dead_after and self._comes_too_late():
+                    is_alone = present is None or (len(present) == 1 and answer.waits)
+                    has_hoped = time.monotonic() - began > _HOPE * self._elastic.dead_after
+                    if is_alone and has_hoped and self._comes_too_late():
                         raise RunIsOver
                 except (NotInThisRun, SystemExit) as refusal:
                     answer = refusal
@@ -313,7 +315,16 @@ class Membership:
 
     def _comes_too_late(self) -> bool:
         me = self._with_notes()
-        return me.is_new and me.is_late and me.is_over and not me.is_lost
+        if me.is_new:
+            return me.is_late and me.is_over and not me.is_lost
+        # a node that has come to the end by itself, as a callback may have it, says that the run is over, too
+        assert self._lighthouse is not None
+        return bool(me.noted(OVER, self._lighthouse.notes() or ())) and not self._others_answer()
+
+    def _others_answer(self) -> bool:
+        members = () if self._last is None else self._last.members
+        others = [member.store for member in members if member.life != self.me.life]
+        return len(self._links.unreachable(others)) < len(others)
 
     def _connect(self, meeting: Meeting) -> bool:
         """Connect to all members, unless that is done; whether all ranks of this node are."""

@@ -1186,6 +1186,70 @@ def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [f"node 1 ends: {ended.value}"]
 
 
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_a_node_that_goes_on_when_the_others_have_come_to_the_end_does_not_wait_for_them(min_nodes, monkeypatch):
+    """It stood still meanwhile, or its epoch was longer; it waited for ever for somebody to come."""
+    monkeypatch.setattr(membership, "_PATIENCE", 0.1)
+    monkeypatch.setattr(membership, "_HOPE", 0.6)
+    threads = Threads(SCHEMES["periodic"], Elastic(min_nodes=2, dead_after=0.5), {"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+    is_over = threading.Event()
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(3):
+            own.step()
+        if own.node == "1":
+            assert is_over.wait(10.0)
+            threads.lights.min_nodes = min_nodes
+            return [own.step() for _ in range(3)]
+        return own.membership.me
+
+    for node in range(2):
+        threads.start(node, work)
+    threads._threads[0].join(10.0)
+    threads.wires.dead.add(threads.address("0"))
+    is_over.set()
+    with pytest.raises(RunIsOver):
+        threads.end(5.0)
+
+
+def test_a_node_waits_for_one_that_trains_though_a_third_one_has_come_to_the_end(monkeypatch):
+    """A callback may have ended training there: that is not the end of the others."""
+    monkeypatch.setattr(membership, "_PATIENCE", 0.1)
+    monkeypatch.setattr(membership, "_HOPE", 0.6)
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 3
+    has_hoped = threading.Event()
+
+    def work(own: ElasticRank):
+        own.join()
+        late = own.membership._comes_too_late
+
+        def looks() -> bool:
+            is_late = late()
+            has_hoped.set()
+            return is_late
+
+        own.membership._comes_too_late = looks
+        for _ in range(3):
+            own.step()
+        if own.node == "2":
+            return None
+        if own.node == "1":
+            threads._threads[2].join(10.0)
+            threads.wires.dead.add(threads.address("2"))
+            assert has_hoped.wait(10.0)
+        for _ in range(3):
+            own.step()
+        return own.rank.values
+
+    for node in range(3):
+        threads.start(node, work)
+    results = threads.end()
+    torch.testing.assert_close(results["0", 0], results["1", 0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("origin", [0, 8])
 def test_a_node_that_is_started_again_in_the_first_period_of_a_later_fit_waits_for_the_others(origin, monkeypatch):
     """They train, and ask nobody for long: it ended, because it knew of the earlier fit's end alone."""
