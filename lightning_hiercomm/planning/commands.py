@@ -108,6 +108,8 @@ def probe(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if not out.absolute().parent.is_dir():
         raise PlanningError(f"--out {out}: there is no folder {out.parent}")
+    if arguments.module_args and not arguments.module:
+        raise PlanningError("--module-args are for --module, the LightningModule that takes them: give it, too")
     module, data = load_module(arguments.module, arguments.module_args) if arguments.module else (None, None)
     began = time.monotonic()
     try:
@@ -162,12 +164,19 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _picture(arguments: argparse.Namespace) -> Path | None:
-    """Where a picture is to go: nothing is computed for a folder that is not there."""
+    """Where a picture is to go: nothing is computed for one that cannot be drawn there."""
     if not arguments.plot:
         return None
     path = Path(arguments.plot)
     if not path.parent.is_dir():
         raise PlanningError(f"--plot {path}: there is no folder {path.parent}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlanningError("--plot needs matplotlib: pip install matplotlib") from error
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise PlanningError(f"--plot {path} must end with one of {', '.join(f'.{each}' for each in formats)}")
     return path
 
 

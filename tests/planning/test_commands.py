@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from lightning_hiercomm import __main__ as program
+from lightning_hiercomm.planning import commands
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.measure.profile import Profile
 
@@ -136,10 +137,32 @@ def test_a_plan_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, capsys, ch
     check_pictures()
 
 
-def test_without_matplotlib_a_plot_is_refused(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("command", [["plan", *FLAGS], ["simulate", "--scheme", "daso"]], ids=lambda words: words[0])
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_computed(tmp_path, capsys, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run(*FLAGS, "--plot", str(tmp_path / "plan.png")) == 2
+    refuses_before_it_computes(monkeypatch, [*command, "--plot", str(tmp_path / "plan.png")])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def refuses_before_it_computes(monkeypatch, command: list[str]) -> None:
+    for computes in ("make_plan", "run_one"):
+        monkeypatch.delattr(commands, computes)
+    assert program.main(command) == 2
+
+
+@pytest.mark.parametrize("name", ["plan.docx", "plan"])
+def test_so_is_a_plot_in_a_format_that_nobody_draws(tmp_path, capsys, monkeypatch, name):
+    """After all was computed; and what has no format was drawn into another file, `plan.png`."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / name
+    refuses_before_it_computes(monkeypatch, ["simulate", "--scheme", "daso", "--plot", str(path)])
+    assert f"--plot {path} must end with one of ." in capsys.readouterr().err
+
+
+def test_arguments_of_no_module_are_refused(capsys):
+    """The stand-in was measured in its place."""
+    assert program.main(["probe", "--module-args", '{"width": 512}']) == 2
+    assert "--module-args are for --module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,10 @@ def plot(plan: Plan, path: Path) -> None:
     """What a step consists of, and how it would change with the bandwidth between nodes.
 
     Raises:
-        PlanningError: If matplotlib is missing, or the file cannot be written.
+        PlanningError: If the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlanningError("--plot needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     rows = plan.best_of_each()
     figure = Figure(figsize=(18, 5), layout="constrained")
     bars, lines = figure.subplots(1, 2)

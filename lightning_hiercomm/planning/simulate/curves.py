@@ -115,12 +115,10 @@ def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
     """Accuracy and loss against predicted time, one column per number of replicas, of the first seed.
 
     Raises:
-        PlanningError: If matplotlib is missing, or the file cannot be written.
+        PlanningError: If the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlanningError("--plot needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     first = [runs[0] for runs in grouped(curves)]
     counts = list(dict.fromkeys(curve.experiment.replicas for curve in first))
     figure = Figure(figsize=(4.5 * len(counts) + 2, 8), layout="constrained")
