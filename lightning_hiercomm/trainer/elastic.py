@@ -96,12 +96,12 @@ class ElasticNode:
         is_first = topology.local_rank == 0
         lighthouse = None
         address = self._elastic.address()
-        host = os.environ.get("HIERCOMM_ADDRESS") or own_address(address)
+        host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
         seal = Seal(os.environ.get("HIERCOMM_TOKEN", ""))
         links = GlooLinks(host, self._elastic.dead_after, seal)
         if is_first:
             lighthouse = TorchftLighthouse(address, self._elastic.dead_after)
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+            self._store = _own_store(host)
         port = self._store.port if isinstance(self._store, TCPStore) else 0
         me = Member(
             node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
@@ -434,6 +434,26 @@ def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor is not None:
             yield type(config.scheduler).__name__, config.monitor
+
+
+def _address_towards(lighthouse: str) -> str:
+    try:
+        return own_address(lighthouse)
+    except OSError as error:
+        raise ValueError(
+            f"elastic nodes: this machine knows no way to the lighthouse at {lighthouse!r} ({error}): see what"
+            " HIERCOMM_LIGHTHOUSE, or elastic=, names"
+        ) from error
+
+
+def _own_store(host: str) -> TCPStore:
+    try:
+        return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"elastic nodes: this node does not reach itself at {host} ({str(error).splitlines()[0]}): set"
+            " HIERCOMM_ADDRESS to the address of one of its interfaces that other nodes reach"
+        ) from error
 
 
 def _steps_of_checkpoint(trainer: pl.Trainer) -> int:

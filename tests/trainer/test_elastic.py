@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Learn
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Quadratic, one_trainer
+from torch.distributed import DistNetworkError
 
 from lightning_hiercomm import DiLoCo, HierarchicalStrategy
 from lightning_hiercomm.checkpoints.plain import Checkpoints
@@ -178,6 +179,30 @@ def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=
     run = one_trainer(folder, strategy=strategy, callbacks=[*callbacks], max_epochs=1 if path is None else 2)
     run.fit(module, ckpt_path=path)
     return run
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        (
+            "own_address",
+            socket.gaierror(-2, "Name or service not known"),
+            "no way .*lighthouse.*Name or service not known",
+        ),
+        ("TCPStore", DistNetworkError("timed out\nframe #0"), r"at 127.0.0.1 \(timed out\): set HIERCOMM_ADDRESS"),
+    ],
+)
+def test_a_node_that_finds_no_lighthouse_or_not_itself_says_by_which_name(
+    tmp_path, lighthouse, monkeypatch, name, error, said
+):
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(elastic, name, fails)
+    if name == "own_address":
+        monkeypatch.delenv("HIERCOMM_ADDRESS")
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        fit_alone(tmp_path, Quadratic())
 
 
 class WithTeacher(BoringModel):
