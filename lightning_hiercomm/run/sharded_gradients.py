@@ -92,15 +92,21 @@ class ShardedGradients:
         while self._sent < len(self._buckets):
             self._send()
         # a mean of zeros does not tell: where a rank has a gradient its optimizer takes a step, with decay and momentum
-        are_somewhere = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8).to(self._device)
-        asked = self._topology.world.all_reduce(are_somewhere, op="max")
+        are_here = [parameter.grad is not None for parameter in self.parameters]
+        has_all = all(are_here)  # then nothing is copied to or from a device, for which the host would wait
+        are_somewhere = torch.ones(len(are_here), dtype=torch.uint8, device=self._device)
+        if not has_all:
+            are_somewhere = torch.tensor(are_here, dtype=torch.uint8, device=self._device)
+        lane = self._topology.inter  # in the node, who shares parameters uses the same ones
+        assert lane is not None
+        asked = lane.all_reduce(are_somewhere, op="max", waiting=True)
         while self._in_flight:
             self._finish()
         self._sent = 0
         asked.wait()
         missing, self._missing = self._missing, {}
-        if all(parameter.grad is not None for parameter in self.parameters):
-            return  # and nobody waits for a device
+        if has_all:
+            return
         for parameter, is_somewhere in zip(self.parameters, are_somewhere.tolist(), strict=True):
             if is_somewhere and parameter.grad is None:
                 gradient = missing.get(id(parameter))

@@ -123,6 +123,18 @@ def test_a_gradient_of_zeros_on_one_node_is_one_of_zeros_on_a_node_that_lacks_it
         assert rarely_used == torch.zeros(1, 1)
 
 
+def test_a_step_crosses_the_slow_link_in_the_rounds_of_lanes_only():
+    def work(layers, gradients, said):
+        backward(layers, gradients, 1.0)  # which asks everybody, once, whether buckets may leave early
+        messages = gradients._topology.meter.messages
+        before = messages.copy()
+        backward(layers, gradients, 1.0)
+        return {tier: messages[tier] - before[tier] for tier in ("inter", "world")}
+
+    # a ring of all ranks takes two rounds for every rank but one, a lane one or two
+    assert on_two_nodes(work) == [{"inter": 4, "world": 0}] * 2
+
+
 def test_where_a_pass_writes_gradients_several_times_all_buckets_wait_for_its_end():
     def work(layers, gradients, said):
         for _ in range(2):
