@@ -144,12 +144,14 @@ def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
 def _steps_by_now(trainer: pl.Trainer) -> int:
     """Optimizer steps that would have been taken, had all epochs been as long as the ones that come."""
     epoch, progress = trainer.current_epoch, trainer.fit_loop.epoch_progress.current
-    before = _steps_of(trainer, epoch)
     if progress.ready == progress.completed:  # an epoch begins
-        return before
-    factors, batches = _accumulation(trainer), trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    steps = batches // factors[max(first for first in factors if first <= epoch)]
-    return min(before + steps, _steps_of(trainer, epoch + 1))
+        return _steps_of(trainer, epoch)
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    factor = (
+        trainer.accumulate_grad_batches
+    )  # a scheduler is asked when an epoch begins only
+    left = math.ceil(trainer.num_training_batches / factor) - batches // factor
+    return _steps_of(trainer, epoch + 1) - max(0, left)
 
 
 def _steps_of(trainer: pl.Trainer, epochs: int) -> int:

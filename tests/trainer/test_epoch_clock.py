@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from problems import Net, one_trainer
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -23,11 +24,11 @@ class Foreseeing(Net):
 class SavesOnce(pl.Callback):
     """In mid-epoch, or at an epoch's end."""
 
-    def __init__(self, path: Path, at_epoch_end: bool) -> None:
-        self.path, self.at_epoch_end = path, at_epoch_end
+    def __init__(self, path: Path, at_epoch_end: bool, step: int = 8) -> None:
+        self.path, self.at_epoch_end, self.step = path, at_epoch_end, step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not self.at_epoch_end and trainer.global_step == 8 and not self.path.exists():
+        if not self.at_epoch_end and trainer.global_step == self.step and not self.path.exists():
             trainer.save_checkpoint(self.path)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -58,3 +59,13 @@ def test_so_does_one_that_ends_by_its_steps(tmp_path):
     run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), max_epochs=None, max_steps=20)
     run.fit(Foreseeing(3), ckpt_path=path)
     assert run.lightning_module.report == (run.current_epoch, 20)
+
+
+def test_where_an_epoch_goes_on_gradients_accumulate_over_as_many_batches_as_the_trainer_says(tmp_path):
+    path = tmp_path / "saved.ckpt"
+    for saves in ([SavesOnce(path, False, step=4)], []):
+        callbacks = [GradientAccumulationScheduler({0: 2, 1: 3}), *saves]
+        run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), max_epochs=3, callbacks=callbacks)
+        run.fit(Foreseeing(6), ckpt_path=path if path.exists() else None)
+    # here one: Lightning's callback is not asked before the next epoch begins
+    assert run.lightning_module.report == (3, run.global_step)
