@@ -374,6 +374,14 @@ def spawns_forks() -> Iterator[None]:
 
 
 @pytest.fixture
+def process_group() -> Iterator[None]:
+    """This process as the only rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def process_group_in_the_garbage() -> Iterator[None]:
     """Garbage whose end waits for threads that a forked process does not have: there, for ever."""
     gc.disable()  # or it might be collected now, where its threads are

@@ -17,7 +17,7 @@ except ImportError:  # not public before torch 2.6 and 2.5
         distribute_tensor,
     )
 
-__all__ = ["DTensor", "Shard", "distribute_tensor", "fully_sharded_modules", "is_whole", "local", "whole"]
+__all__ = ["DTensor", "Shard", "distribute_tensor", "fully_sharded_modules", "gathered", "is_whole", "local", "whole"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,6 +31,11 @@ def local(tensor: Tensor) -> Tensor:
 def is_whole(tensor: Tensor) -> bool:
     """Whether this rank holds all of it."""
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of it, as a plain tensor; collective over those who hold parts of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(held: Tensor, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
-from lightning_hiercomm.comm.dtensor import local
+from lightning_hiercomm.comm.dtensor import gathered, local
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
@@ -242,7 +242,7 @@ class TrainingRun:
         if self.schemes and self.schemes[0].config.watches_loss:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):
-                loss = loss.detach().float().mean()
+                loss = gathered(loss.detach()).float().mean()
                 self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
                 self._loss_count += 1
 
@@ -272,7 +272,7 @@ class TrainingRun:
         if gradients == "none" or not isinstance(loss, Tensor):
             return loss
         # by numbers that nothing rounds, or none would seem to change any more
-        common = loss.detach().clone().view(1)
+        common = gathered(loss.detach()).clone().view(1)
         if gradients == "node":
             topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
         else:

@@ -147,9 +147,7 @@ def _steps_by_now(trainer: pl.Trainer) -> int:
     if progress.ready == progress.completed:  # an epoch begins
         return _steps_of(trainer, epoch)
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    factor = (
-        trainer.accumulate_grad_batches
-    )  # a scheduler is asked when an epoch begins only
+    factor = trainer.accumulate_grad_batches  # a scheduler is asked when an epoch begins only
     left = math.ceil(trainer.num_training_batches / factor) - batches // factor
     return _steps_of(trainer, epoch + 1) - max(0, left)
 

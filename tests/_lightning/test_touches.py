@@ -94,14 +94,6 @@ def trainer(**arguments) -> pl.Trainer:
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "enable_model_summary": False, **quiet, **arguments})
 
 
-@pytest.fixture
-def process_group():
-    """This process as the only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_the_epoch_loop_calls_the_sigterm_broadcast_before_every_batch():
     # on one rank it is not called at all, so look at the source: this is what `replace_sigterm_broadcast` stands on
     source = inspect.getsource(_TrainingEpochLoop.advance)

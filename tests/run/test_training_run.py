@@ -11,7 +11,9 @@ import pytest
 import torch
 from harness import on_ranks, place
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_hiercomm.comm.dtensor import DTensor
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
@@ -724,3 +726,21 @@ def test_a_parameter_that_is_replaced_in_mid_run_by_others_on_each_rank_is_their
 
     one, other = on_ranks(body, [[0], [1]])
     assert one == other == pytest.approx(5.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("scheme", [AllReduce, DASO])
+def test_a_loss_that_ranks_of_a_node_hold_together_counts_like_any_other(process_group, scheme):
+    """As that of torch's ``loss_parallel()`` is."""
+    mesh = init_device_mesh(place.device.type, (1,))
+
+    def work(run: TrainingRun) -> tuple[float, dict[str, float]]:
+        loss = torch.tensor(1.0 + 2.0 * run.topology.rank, device=place.device)
+        parallel = DTensor.from_local(loss, mesh, run_check=False)
+        run.watch_loss(parallel)
+        common = run.common_loss(parallel)
+        assert type(common) is torch.Tensor  # process groups take no other
+        return common.item(), {name: float(n) for name, n in run.mean_loss_so_far().items()}
+
+    common, watched = zip(*on_two_nodes(scheme, work), strict=True)
+    assert common == ((2.0, 2.0) if scheme is AllReduce else (1.0, 3.0))
+    assert watched == (({},) if scheme is AllReduce else ({"sum": 2.0, "count": 1.0},)) * 2
