@@ -234,7 +234,8 @@ class Timed(Handle):
         return self._handle.is_done()
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        return self._handle.future(value)
+        with self._meter.waiting(self._tier, self._device):  # for a job that was put off
+            return self._handle.future(value)
 
 
 class Job(Handle):
