@@ -267,7 +267,8 @@ class _Move(Handle):
     # ---- called by whoever launched it ---------------------------------------------------------------------------
 
     def wait(self) -> None:
-        with self.communicator.meter.waiting(self.communicator.tier, torch.device("cpu")):  # the host waits
+        # the host waits, and training as long as its stream has nothing to do
+        with self.communicator.meter.waiting(self.communicator.tier, self._device):
             self._completion.wait()
             self._settle()
 

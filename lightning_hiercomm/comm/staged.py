@@ -110,7 +110,8 @@ class _Staged(Handle):
 
     def wait(self) -> None:
         communicator = self._communicator
-        with communicator.meter.waiting(communicator.tier, torch.device("cpu")):  # the host waits
+        # the host waits, and training as long as its stream has nothing to do
+        with communicator.meter.waiting(communicator.tier, self._device):
             self._job.wait()
         assert self._arrived is not None
         streams.current(self._device).wait_event(self._arrived)

@@ -335,10 +335,10 @@ class _TorchHandle(Handle):
             return
         communicator = self._communicator
         try:
-            # only nccl leaves the waiting to the stream: for it wait() is cudaStreamWaitEvent, and the host goes on
-            # ("wait()" in https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations)
-            device = self._tensors[0].device if communicator.is_nccl else torch.device("cpu")
-            with communicator.meter.waiting(communicator.tier, device):
+            # nccl leaves the waiting to the stream: for it wait() is cudaStreamWaitEvent, and the host goes on
+            # ("wait()" in https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations);
+            # with gloo the host waits, and training as long as its stream has nothing to do
+            with communicator.meter.waiting(communicator.tier, self._tensors[0].device):
                 for work in self._works:
                     work.wait()
                 if self._finish is not None:

@@ -665,6 +665,22 @@ def test_only_waits_of_training_are_exposed(world):
     world.run(count_waits)
 
 
+def mark_waits(rank):
+    marks = []
+    rank.meter.add_wait = lambda tier, start, end: marks.extend((start, end))
+    try:
+        rank.group().all_reduce(torch.zeros(1000)).wait()
+    finally:
+        del rank.meter.add_wait
+    assert marks
+    assert {isinstance(mark, float) for mark in marks} == {rank.device is None}
+
+
+def test_on_a_gpu_a_wait_is_exposed_while_that_has_nothing_to_do_whoever_waits(world):
+    """The host may wait for training, too, which is behind it."""
+    world.run(mark_waits)
+
+
 def move_in_inference_mode(rank):
     group, peers = rank.group(), [peer for peer in range(rank.size) if peer != rank.rank]
     with torch.inference_mode():
