@@ -31,6 +31,7 @@ from lightning_hiercomm._lightning.ddp import (
 )
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 from lightning_hiercomm.comm.autocast import outside_autocast
+from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
@@ -364,9 +365,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     def _wrapped(self, module: nn.Module) -> nn.Module:
         """The module in DDP over whoever shares gradients, if DDP has anything to do."""
-        topology = self._topology
+        topology, group = self._topology, self._sharing_gradients
         keep_sync_batchnorm_in_group(module, process_group(topology.intra))
-        group = {"node": topology.intra, "world": topology.world, "none": None}[self._settings.scheme.gradients]
         if group is None:
             return module
         if group.size == 1:
@@ -418,6 +418,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
             # those of embeddings, by what all ranks see alike: a rank may have no gradient
             embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
             sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
+            group = self._sharing_gradients
+            assert group is not None
+            # what nobody uses gets no gradient: with one of zeros its optimizer would move it, by decay and momentum
+            are_somewhere = torch.tensor([p.grad is not None for p in late], dtype=torch.uint8, device=late[0].device)
+            group.all_reduce(are_somewhere, op="max").wait()
+            late = [p for p, is_somewhere in zip(late, are_somewhere.tolist(), strict=True) if is_somewhere]
             for parameter in late:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -580,6 +586,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
         if self.topology is None:
             raise RuntimeError("there are no nodes yet: call fabric.launch() before fabric.setup(...)")
         return self.topology
+
+    @property
+    def _sharing_gradients(self) -> Communicator | None:
+        """The ranks whose gradients are averaged; None if everyone goes by its own."""
+        topology = self._topology
+        return {"node": topology.intra, "world": topology.world, "none": None}[self._settings.scheme.gradients]
 
     def _run_with(self, module: nn.Module) -> TrainingRun:
         for run in self._runs:

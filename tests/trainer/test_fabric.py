@@ -344,17 +344,21 @@ def test_a_step_may_evaluate_the_loss_itself(launched, scheme, make, watched):
 
 
 def thawing(fabric, strategy, folder):
-    """The bias is thawed after three steps; on nodes of three ranks and one, in float64, with a reference."""
+    """The bias is thawed after three steps, and a parameter that nobody uses."""
     module = nn.Linear(1, 1).double()
     with torch.no_grad():
         module.weight.fill_(1.0)
         module.bias.fill_(0.0)
+    module.unused = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    module.unused.requires_grad_(False)
     module.bias.requires_grad_(False)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
     target, seen = float(fabric.global_rank), []
     for step in range(6):
         module.bias.requires_grad_(step >= 3)
+        module.unused.requires_grad_(step >= 3)
         fabric.backward(0.5 * (model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight - target).square().sum())
+        assert module.unused.grad is None  # weight decay and momentum would move what has one of zeros
         optimizer.step()
         optimizer.zero_grad()
         seen.append((module.weight.item(), module.bias.item()))
