@@ -76,6 +76,8 @@ def load_optimizers(
             set_optimizer_state_dict(
                 module, optimizer, optim_state_dict=_named(state, optimizer, module), options=options
             )
+        else:  # torch's has no place for it, but groups hold learning rates, of SGD without momentum, too
+            optimizer.load_state_dict(dict(state))
 
 
 def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:

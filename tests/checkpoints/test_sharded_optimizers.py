@@ -37,3 +37,10 @@ def test_a_file_without_optimizers_is_refused(tmp_path):
     module = nn.Linear(2, 1)
     with pytest.raises(ValueError, match="holds the states of 0 optimizers, but this run has 1: resume from one"):
         load_optimizers(tmp_path / "weights.ckpt", [], module, [torch.optim.SGD(module.parameters())], strict=True)
+
+
+def test_a_learning_rate_comes_back_from_a_file_where_the_optimizer_keeps_nothing_else(tmp_path):
+    module = nn.Linear(2, 1)
+    saved, resumed = (torch.optim.SGD(module.parameters(), lr=lr) for lr in (0.01, 0.1))
+    load_optimizers(tmp_path / "saved.ckpt", [saved.state_dict()], module, [resumed], strict=True)
+    assert resumed.param_groups[0]["lr"] == 0.01
