@@ -261,7 +261,7 @@ class Communicator(ABC):
             return finished
         self._check_awaited()
         for tensor, peer in send:
-            self.meter.count("intra" if peer in self.in_node else self.tier, _bytes(tensor))
+            self._count(_bytes(tensor), "intra" if peer in self.in_node else self.tier)
         return self._watched(self._exchange(send, receive))
 
     def expect_exchanges(self) -> None:
@@ -305,9 +305,9 @@ class Communicator(ABC):
     @abstractmethod
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle: ...
 
-    def _count(self, sent_bytes: float) -> None:
+    def _count(self, sent_bytes: float, tier: str | None = None) -> None:
         self._check_awaited()
-        self.meter.count(self.tier, sent_bytes)
+        self.meter.count(tier or self.tier, sent_bytes)
 
     def _watched(self, handle: Handle) -> Handle:
         caller = sys._getframe(1)  # of the move, which is the caller of this

@@ -147,7 +147,7 @@ class Lane(Communicator):
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         return self._launch(lambda carrier: carrier.exchange(send, receive))
 
-    def _count(self, sent_bytes: float) -> None:
+    def _count(self, sent_bytes: float, tier: str | None = None) -> None:
         """The carrier counts."""
 
     def _launch(self, start: Callable[[Communicator], Handle]) -> Handle:

@@ -46,6 +46,18 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
         assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, has_gpu)] * 2
 
 
+def test_what_a_lane_moves_is_counted_once():
+    def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
+        meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
+        lane = Lane(meter, Breaker(), is_beside=True)
+        lane.connect(world.connect(rank, meter)([[0, 1]], "inter"))
+        lane.all_reduce(tensor).wait()
+        lane.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
+        return meter.bytes["inter"], meter.messages["inter"]
+
+    assert ThreadWorld(2).run(member) == [(24.0, 2)] * 2
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the_exchange_fails(node):
     """Who looked for another rank's raised an IndexError, which is not taken back."""
