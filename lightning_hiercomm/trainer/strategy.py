@@ -314,7 +314,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 rank_zero_warn(warning_of_unused_parameters(unused, type(self)))
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
-        return self._topology.meter.waiting("intra", self.root_device)
+        return self._topology.meter.waiting(self._run.gradients.tier, self.root_device)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

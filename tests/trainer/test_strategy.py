@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -31,6 +32,7 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     PeriodicAveraging,
 )
+from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
 pytestmark = pytest.mark.borrows
@@ -837,3 +839,14 @@ def test_slurms_signal_saves_one_file_queues_the_job_once_and_training_goes_on(b
         assert began == [0, torch.load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"]]
         assert 4 <= began[1] < steps == 30
     assert (tmp_path / "said").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize("tier", ["intra", "inter"])
+def test_waiting_for_buffers_that_ddp_broadcasts_is_filed_under_where_its_gradients_go(tier, monkeypatch):
+    monkeypatch.setattr(HierarchicalStrategy, "root_device", torch.device("cpu"))
+    strategy = HierarchicalStrategy(AllReduce())
+    strategy.topology = SimpleNamespace(meter=Meter())
+    strategy._run_or_none = SimpleNamespace(gradients=SimpleNamespace(tier=tier))
+    with strategy._waiting_for_buffers():
+        pass
+    assert strategy.topology.meter.seconds.keys() == {tier}
