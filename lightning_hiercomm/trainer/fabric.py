@@ -32,6 +32,7 @@ from lightning_hiercomm._lightning.ddp import (
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
@@ -181,6 +182,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._without_ddp: list[nn.Module] = []
         self._in_ddp: list[tuple[nn.Module, nn.Module, dict[int, nn.Parameter]]] = []
         self._has_gone_backward = False
+        self._last_bucket: tuple[str, Mark] | None = None
         self._losses: list[Tensor] = []
         self._losses_have_stepped = False
         self._has_begun = False
@@ -394,6 +396,10 @@ class HierarchicalFabricStrategy(DDPStrategy):
             run.note_loss_scale(self.precision)
         super().backward(tensor, module, *args, **kwargs)
         self._has_gone_backward = True
+        if self._last_bucket is not None:  # from its hook to here, training waited for gradients
+            (tier, start), self._last_bucket = self._last_bucket, None
+            meter = self._topology.meter
+            meter.add_wait(tier, start, meter.mark(self.root_device))
         self._reduce_late()
         self._look_for_unused_parameters()
 
@@ -631,7 +637,11 @@ def _reduce_bucket(
     own, trained = strategy(), module()
     assert own is not None
     assert trained is not None
-    return own._run_with(trained).gradients.reduce_bucket(bucket)
+    gradients = own._run_with(trained).gradients
+    future = gradients.reduce_bucket(bucket)
+    if bucket.is_last():
+        own._last_bucket = gradients.tier, own._topology.meter.mark(bucket.buffer().device)
+    return future
 
 
 def _nothing(module: nn.Module, inputs: object) -> None:

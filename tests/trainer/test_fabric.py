@@ -357,7 +357,10 @@ def thawing(fabric, strategy, folder):
     for step in range(6):
         module.bias.requires_grad_(step >= 3)
         module.unused.requires_grad_(step >= 3)
+        waited = strategy.communication()["inter_exposed_seconds"]
         fabric.backward(0.5 * (model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight - target).square().sum())
+        crosses = strategy.schemes[0].config.gradients == "world"
+        assert (strategy.communication()["inter_exposed_seconds"] > waited) == crosses
         assert module.unused.grad is None  # weight decay and momentum would move what has one of zeros
         optimizer.step()
         optimizer.zero_grad()
