@@ -317,6 +317,7 @@ class Shares(Net):
 def _validated_and_resumed(folder):
     path = folder / "saved.ckpt"
     reports = {}
+    steps = 4  # per epoch
     for kind in ("consensus", "replica", "manual"):
         for run, validations in {"plain": 0, "whole": 2, "resumed": 2}.items():
             if (kind, run) == ("replica", "plain"):  # what nobody validates
@@ -324,14 +325,18 @@ def _validated_and_resumed(folder):
                 continue
             evaluate = "replica" if kind == "replica" else "consensus"
             arguments = {"ranks_per_node": 2, "evaluate": evaluate, "checkpoint_replicas": True}
-            strategy = HierarchicalStrategy(PeriodicAveraging(4, at_epoch_end=False), **arguments)
-            callbacks = [SaveAfter(STEPS, path)] if run == "whole" else []
-            arguments = {"limit_val_batches": validations, "val_check_interval": STEPS // 2, "callbacks": callbacks}
-            trainer = one_trainer(folder, devices=4, strategy=strategy, **arguments)
+            strategy = HierarchicalStrategy(PeriodicAveraging(3, at_epoch_end=False), **arguments)
+            callbacks = [SaveAfter(steps, path)] if run == "whole" else []
+            arguments = {
+                "limit_train_batches": steps,
+                "limit_val_batches": validations,
+                "val_check_interval": steps // 2,
+            }
+            trainer = one_trainer(folder, devices=4, strategy=strategy, callbacks=callbacks, **arguments)
             module = Shares(automatic_optimization=kind != "manual")
             trainer.fit(module, ckpt_path=path if run == "resumed" else None)
             reports[kind, run] = module.report
-    return reports
+    return reports, steps
 
 
 @pytest.mark.long("eight runs on four ranks")
@@ -340,11 +345,11 @@ def test_buffers_that_ranks_of_a_node_share_go_on_as_if_nothing_had_been_validat
 
     And Lightning's manual optimization lets it do so before the first one of a process only.
     """
-    for reports in borrow(_validated_and_resumed, ranks=4):
+    for reports, steps in borrow(_validated_and_resumed, ranks=4):
         for kind in ("consensus", "replica", "manual"):
             plain, whole, resumed = (reports[kind, run] for run in ("plain", "whole", "resumed"))
             assert whole == plain, kind
-            assert resumed == whole[STEPS:], kind
+            assert resumed == whole[steps:], kind
 
 
 class KeepsAverage(pl.Callback):
