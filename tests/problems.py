@@ -86,7 +86,7 @@ class Quadratic(pl.LightningModule):
 
     lr = 0.1
 
-    def __init__(self, steps: int = 6) -> None:
+    def __init__(self, steps: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.backbone = nn.Linear(3, 2)
@@ -170,7 +170,7 @@ class Normalized(Quadratic):
 class Net(pl.LightningModule):
     """A classifier whose ranks all train on the same samples: then any exchange is between equals."""
 
-    def __init__(self, steps: int = 6) -> None:
+    def __init__(self, steps: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))

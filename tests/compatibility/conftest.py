@@ -24,7 +24,7 @@ from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
 EXACT: dict[str, dict[str, Any]] = {
-    "periodic": {"sync_every": 4},
+    "periodic": {"sync_every": 3},
     "daso": {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0, "merge": "delta"},
     "steps_delay": {"delay": 2, "warmup_steps": 0, "local_update": "sgd", "local_lr_scale": 1.0},
     "gossip": {"segments": 2},

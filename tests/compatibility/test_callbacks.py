@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -28,6 +29,8 @@ from lightning_hiercomm import PeriodicAveraging
 
 class Epochs(Quadratic):
     """Reports the epochs it trained."""
+
+    lr = 0.3
 
     def on_train_epoch_start(self):
         self.report = [*(self.report or []), self.trainer.current_epoch]
@@ -102,7 +105,7 @@ def checkpoints(follows_one_device, tmp_path):
             return [*copy.deepcopy(also), ModelCheckpoint(folder, **arguments)]
 
         trainer = arguments.pop("trainer", {})
-        follows_one_device(Quadratic, callbacks=callbacks, apart=True, enable_checkpointing=True, **trainer)
+        follows_one_device(partial(Quadratic, 6), callbacks=callbacks, apart=True, enable_checkpointing=True, **trainer)
         files = sorted(path.name for path in (tmp_path / "one").iterdir())
         assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == files
         for name in files:
@@ -154,7 +157,7 @@ def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
 
 class LearningRate(Quadratic):
     def __init__(self) -> None:
-        super().__init__(steps=24)
+        super().__init__(steps=15)
         self.lr = 0.1
 
     def on_train_end(self):
@@ -162,18 +165,18 @@ class LearningRate(Quadratic):
 
 
 @pytest.mark.feature("LearningRateFinder")
-@pytest.mark.long("two fits of 24 steps, and ten more of the finder")
+@pytest.mark.long("two fits of 12 steps, and six more of the finder")
 def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_on_ranks):
     class Ignore(LearningRate):
         def on_train_start(self):
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1
 
     def finder():
-        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=10)]
+        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=6)]
 
-    found = fit_on_ranks(Ignore, callbacks=finder, enable_checkpointing=True, limit_train_batches=12)
+    found = fit_on_ranks(Ignore, callbacks=finder, enable_checkpointing=True, limit_train_batches=6)
     same_bits(found)
-    plain = fit_on_ranks(Ignore, limit_train_batches=12)
+    plain = fit_on_ranks(Ignore, limit_train_batches=6)
     for name, expected in plain[0]["state_dict"].items():
         torch.testing.assert_close(found[0]["state_dict"][name], expected)
 
@@ -214,7 +217,7 @@ class OwnMomentum(LearningRate):
 
 
 def test_a_finder_that_looks_in_mid_run_leaves_every_rank_as_it_was(fit):
-    strategy = {"scheme": PeriodicAveraging(5, at_epoch_end=False)}
+    strategy = {"scheme": PeriodicAveraging(4, at_epoch_end=False)}
     finder = LooksAgain(min_lr=1e-4, max_lr=0.5, num_training_steps=10, update_attr=False, early_stop_threshold=None)
     ranks = fit(OwnMomentum(), strategy, callbacks=[finder], max_epochs=2, enable_checkpointing=True)
     reports = [rank["report"] for rank in ranks]

@@ -95,30 +95,30 @@ class Counting(Quadratic):
 @pytest.mark.parametrize(
     ("arguments", "trained", "validated"),
     [
-        pytest.param({"val_check_interval": 2}, 12, 12, marks=pytest.mark.feature("val_check_interval")),
-        pytest.param({"val_check_interval": 0.5}, 12, 8, marks=pytest.mark.feature("val_check_interval")),
-        pytest.param({"check_val_every_n_epoch": 2}, 12, 2, marks=pytest.mark.feature("val_check_interval")),
+        pytest.param({"val_check_interval": 2}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
+        pytest.param({"val_check_interval": 0.5}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
+        pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=pytest.mark.feature("val_check_interval")),
         pytest.param(
-            {"val_check_interval": 4, "check_val_every_n_epoch": None},
-            12,
-            6,
+            {"val_check_interval": 3, "check_val_every_n_epoch": None},
+            8,
+            4,
             marks=pytest.mark.feature("val_check_interval"),
         ),
         pytest.param({"overfit_batches": 2}, 4, 4, marks=pytest.mark.feature("overfit_batches")),
         pytest.param({"fast_dev_run": True}, 1, 1, marks=pytest.mark.feature("fast_dev_run")),
         pytest.param({"fast_dev_run": 3}, 3, 2, marks=pytest.mark.feature("fast_dev_run")),
-        pytest.param({"limit_train_batches": 5}, 10, 4, marks=pytest.mark.feature("limit_train/val_batches")),
+        pytest.param({"limit_train_batches": 3}, 6, 4, marks=pytest.mark.feature("limit_train/val_batches")),
         pytest.param(
             {"limit_train_batches": 0.5, "limit_val_batches": 1},
-            6,
+            4,
             2,
             marks=pytest.mark.feature("limit_train/val_batches"),
         ),
-        pytest.param({"limit_val_batches": 0}, 12, 0, marks=pytest.mark.feature("limit_train/val_batches")),
+        pytest.param({"limit_val_batches": 0}, 8, 0, marks=pytest.mark.feature("limit_train/val_batches")),
         pytest.param({"max_steps": 7}, 7, 2, marks=pytest.mark.feature("max_steps")),
-        pytest.param({"max_steps": 6, "max_epochs": -1}, 6, 2, marks=pytest.mark.feature("max_steps")),
+        pytest.param({"max_steps": 4, "max_epochs": -1}, 4, 2, marks=pytest.mark.feature("max_steps")),
         pytest.param({"max_steps": 3, "accumulate_grad_batches": 2}, 6, 2, marks=pytest.mark.feature("max_steps")),
-        pytest.param({"min_epochs": 3, "max_epochs": 3}, 18, 6, marks=pytest.mark.feature("max_epochs, min_epochs")),
+        pytest.param({"min_epochs": 3, "max_epochs": 3}, 12, 6, marks=pytest.mark.feature("max_epochs, min_epochs")),
     ],
     ids=str,
 )
@@ -132,7 +132,7 @@ def test_how_long_it_trains_and_validates(follows_one_device, arguments, trained
 
 @pytest.mark.feature("max_time", note="its clock is rank 0's, broadcast over all nodes after every batch")
 def test_max_time_stops_all_ranks_after_the_same_step(fit_on_ranks):
-    reports = fit_on_ranks(Counting, max_time=timedelta(seconds=0.3), max_epochs=-1)
+    reports = fit_on_ranks(Counting, max_time=timedelta(seconds=0.1), max_epochs=-1)
     same_bits(reports)
     assert reports[0]["report"][0] > 0
     assert len({report["report"][0] for report in reports}) == 1

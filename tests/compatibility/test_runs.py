@@ -96,6 +96,7 @@ def test_tuner(on_ranks):
         before = module.head.bias.item()
         Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=15, early_stop_threshold=None)
         assert module.head.bias.item() == before
+        trainer.fit_loop.max_epochs = 1
         trainer.fit(module)
         return module.lr, module.head.bias.item()
 

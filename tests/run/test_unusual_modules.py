@@ -312,7 +312,7 @@ def _normed(folder):
         saves = ModelCheckpoint(folder / str(index), save_last=True)
         strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
         more = {"val_check_interval": 4, "callbacks": [saves, *averages], "enable_checkpointing": True}
-        report = fitted(folder, Normed(), strategy, devices=2, max_epochs=3, **more)
+        report = fitted(folder, Normed(), strategy, devices=2, max_epochs=2, **more)
         reports.append((report, torch.load(saves.last_model_path, weights_only=True)["state_dict"], bool(averages)))
     return reports
 
@@ -322,7 +322,7 @@ def test_unit_vectors_of_spectral_norm_are_not_averaged(borrow):
     """Those of nodes may be opposite: the mean of them is none, and the weights are divided by what is along it."""
     for (one, saved, by_callback), (other, _, _) in zip(*borrow(_normed, 2), strict=True):
         same_bits([one, other])
-        assert len(one["report"]) == 3
+        assert len(one["report"]) == 2
         for seen, seen_by_other in zip(one["report"], other["report"], strict=True):
             assert by_callback or torch.equal(seen, seen_by_other)  # callbacks' averages are each rank's until the end
             assert (seen[:2] < 1.5).all()
@@ -335,7 +335,7 @@ class SickForAWhile(Quadratic):
     """A rank's loss is NaN in the fourth step; a teacher follows the head, and ``seen`` is what validations log."""
 
     def __init__(self, sick: int = 1) -> None:
-        super().__init__()
+        super().__init__(steps=6)
         self.sick = sick
         self.teacher = nn.Linear(2, 1).requires_grad_(False)
         self.seen: list[float] = []
@@ -378,7 +378,7 @@ def _sick_with_averages(folder):
                 module,
                 strategy,
                 devices=2,
-                max_epochs=3,
+                max_epochs=2,
                 val_check_interval=2,
                 callbacks=[callback, saves],
                 enable_checkpointing=True,
@@ -390,8 +390,8 @@ def _sick_with_averages(folder):
 
 
 @pytest.mark.long("a fit for every kind of average, with checkpoints")
-def test_averages_of_a_node_that_was_sick_and_is_healed_are_healthy_and_so_is_all_that_is_seen_and_saved(launch):
-    one, other = launch(_sick_with_averages, ranks=2)
+def test_averages_of_a_node_that_was_sick_and_is_healed_are_healthy_and_so_is_all_that_is_seen_and_saved(borrow):
+    one, other = borrow(_sick_with_averages, ranks=2)
     assert len(one) == len(SICK) + 1
     for how, (report, seen, saved) in one.items():
         same_bits([report, other[how][0]])
@@ -470,7 +470,7 @@ class Adapted(Quadratic):
     """Saves a part of itself by itself, as programs with adapters do, and may end a save with an error."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(steps=6)
         self.register_buffer("mean", torch.zeros(2))
 
     def training_step(self, batch, batch_idx):

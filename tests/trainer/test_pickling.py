@@ -43,7 +43,7 @@ def _program(folder):
 
 
 def test_a_strategy_of_ranks_that_somebody_else_started_can_be_pickled_and_copied_after_a_run(launch):
-    assert launch(_program, ranks=2) == [12, 12]
+    assert launch(_program, ranks=2) == [8, 8]
 
 
 def _program_with_batches(folder):
