@@ -98,9 +98,13 @@ def test_slow():
 TELLS = """
 import pathlib, pytest
 
+def pytest_configure(config):
+    global prints
+    prints = not hasattr(config, "workerinput")
+
 @pytest.hookimpl(trylast=True)  # after it has been printed
 def pytest_runtest_logreport(report):
-    if report.when == "teardown":
+    if prints and report.when == "teardown":
         pathlib.Path(__file__).with_name("told").touch()
 """
 

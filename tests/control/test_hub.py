@@ -301,7 +301,8 @@ def test_a_silent_rank_is_frozen_and_named_with_its_last_step(serve, capfd):
     ranks.beat(1.0, 0, 1)
     message = "rank 2 is frozen: nothing was heard of it for 0.5 s, and before it was training batch 3"
     assert ranks.news == [[{"kind": "failed", "message": message, "frozen": True, "silent": [2]}]] * 3
-    assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+    said = capfd.readouterr().err.splitlines()  # a busy machine may let all ranks wait for half a second
+    assert [line for line in said if "no rank got on" not in line] == [f"lightning_hiercomm: {message}"]
     for member in ranks.members:
         member.setblocking(False)  # or Python waits for data that are not urgent
     assert ranks.members[2].recv(1, socket.MSG_OOB) == b"!"
