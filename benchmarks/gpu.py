@@ -56,11 +56,12 @@ NEEDED_BY_TESTS = ["pytest", "hypothesis"]
 WORKERS = 8
 """Of pytest at most, all on the one GPU."""
 _ENDED = re.compile(
-    r"^\[gw\d+\] \[ *\d+%\] (?P<ended_of_several>PASSED|FAILED|SKIPPED) (?P<of_several>\S+::.*?) *$"
-    r"|^(?P<one>\S+::.*?) (?P<ended>PASSED|FAILED|SKIPPED) .*\[ *\d+%\]$",
+    r"^\[gw\d+\] \[ *\d+%\] (?P<ended_of_several>PASSED|FAILED|SKIPPED|ERROR) (?P<of_several>\S+::.*?) *$"
+    r"|^(?P<one>\S+::.*?) (?P<ended>PASSED|FAILED|SKIPPED|ERROR) .*\[ *\d+%\]$"
+    r"|^ERROR (?P<not_collected>[^\s:]+)(?: - .*)?$",
     re.MULTILINE,
 )
-"""A line of ``pytest -v``, with several workers and alone."""
+"""A line of ``pytest -v``, with several workers and alone; and of its end, for a file that could not be imported."""
 TOLERANCE = 1e-3
 """Of weights after twelve steps, relative to the largest: sums have other orders on a GPU."""
 
@@ -260,8 +261,9 @@ def count_tests(said: str) -> dict[str, Any]:
     rooms: dict[str, Counter[str]] = {}
     failed = []
     for match in _ENDED.finditer(said):
-        name = match["one"] or match["of_several"]
-        outcome = (match["ended"] or match["ended_of_several"]).lower()
+        name = match["one"] or match["of_several"] or match["not_collected"]
+        ended = match["ended"] or match["ended_of_several"] or "ERROR"
+        outcome = "failed" if ended == "ERROR" else ended.lower()
         rooms.setdefault("/".join(name.split("::")[0].split("/")[:2]), Counter())[outcome] += 1
         if outcome == "failed":
             failed.append(name)

@@ -20,12 +20,18 @@ REPORTS = (
 [gw0] [ 33%] PASSED tests/schemes/test_a.py::one[cuda, at once]
 [gw1] [ 66%] FAILED tests/schemes/test_a.py::two[cuda]
 [gw0] [100%] SKIPPED tests/comm/test_b.py::three
+[gw1] [100%] ERROR tests/gpu/test_c.py::four[gossip, torch]
+ERROR tests/run/test_d.py - ModuleNotFoundError: No module named 'x'
+ERROR tests/gpu/test_c.py::four[gossip, torch] - wrong
 FAILED tests/schemes/test_a.py::two[cuda] - wrong
 """,
     """
 tests/schemes/test_a.py::one[cuda, at once] PASSED              [ 33%]
 tests/schemes/test_a.py::two[cuda] FAILED                       [ 66%]
 tests/comm/test_b.py::three SKIPPED (there is no GPU)           [100%]
+tests/gpu/test_c.py::four[gossip, torch] ERROR                  [100%]
+ERROR tests/run/test_d.py - ModuleNotFoundError: No module named 'x'
+ERROR tests/gpu/test_c.py::four[gossip, torch] - wrong
 FAILED tests/schemes/test_a.py::two[cuda] - wrong
 """,
 )
@@ -56,8 +62,17 @@ def test_every_row_has_a_strategy_that_can_be_made(row):
 def test_tests_are_counted_by_room_and_failures_named(report):
     counted = gpu.count_tests(report)
     assert counted == {
-        "rooms": {"tests/comm": {"skipped": 1}, "tests/schemes": {"passed": 1, "failed": 1}},
-        "failed": ["tests/schemes/test_a.py::two[cuda]"],
+        "rooms": {
+            "tests/comm": {"skipped": 1},
+            "tests/gpu": {"failed": 1},
+            "tests/run": {"failed": 1},
+            "tests/schemes": {"passed": 1, "failed": 1},
+        },
+        "failed": [
+            "tests/gpu/test_c.py::four[gossip, torch]",
+            "tests/run/test_d.py",
+            "tests/schemes/test_a.py::two[cuda]",
+        ],
     }
     rows = [{"row": "none", "milliseconds": 2.0}, {"row": "ddp", "milliseconds": 3.0}, {"row": "daso", "error": "lost"}]
     rows[1]["waited_milliseconds"] = 0.25
