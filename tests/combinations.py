@@ -1386,21 +1386,20 @@ def tell(
     logging.disable()
     first = arguments.seed * 10_000_000
     began, failed, done = time.monotonic(), 0, 0
-    closing = ExitStack()
-    closing.enter_context(places[arguments.device]())
-    for number in arguments.only or range(first, first + arguments.random):
-        if time.monotonic() - began > arguments.seconds:
-            break
-        if done and done % _SAID_EVERY == 0:
-            print(f"{done} in {time.monotonic() - began:.0f} s: {failed} failed", flush=True)
-        done += 1
-        combination = drawn(number)
-        message = failure(combination, check)
-        if message is not None:
-            failed += 1
-            small = smallest(combination, check, goes_together, arguments.shrink)
-            print(f"{number}: {small}\n    {failure(small, check)}\n    python -m {module} --only {number}", flush=True)
-    closing.close()
+    with places[arguments.device]():
+        for number in arguments.only or range(first, first + arguments.random):
+            if time.monotonic() - began > arguments.seconds:
+                break
+            if done and done % _SAID_EVERY == 0:
+                print(f"{done} in {time.monotonic() - began:.0f} s: {failed} failed", flush=True)
+            done += 1
+            combination = drawn(number)
+            message = failure(combination, check)
+            if message is not None:
+                failed += 1
+                small = smallest(combination, check, goes_together, arguments.shrink)
+                again = f"python -m {module} --device {arguments.device} --only {number}"
+                print(f"{number}: {small}\n    {failure(small, check)}\n    {again}", flush=True)
     print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
     return int(failed > 0)
 

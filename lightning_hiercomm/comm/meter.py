@@ -77,19 +77,20 @@ class Meter:
 
     def add_wait(self, tier: str, start: Mark, end: Mark) -> None:
         """Add the time between two marks to the exposed seconds of a tier."""
-        if isinstance(start, float) and isinstance(end, float):
-            with self._lock:
+        with self._lock:  # hooks of a CPU's and of a GPU's gradients have a thread each
+            if isinstance(start, float) and isinstance(end, float):
                 self._seconds[tier] += end - start
-        elif not isinstance(start, float) and not isinstance(end, float):
-            self._events.append((tier, start, end))
-            if len(self._events) > 1000:  # bounds the memory of runs that never read the meter
-                self._collect()
+            elif not isinstance(start, float) and not isinstance(end, float):
+                self._events.append((tier, start, end))
+                if len(self._events) > 1000:  # bounds the memory of runs that never read the meter
+                    self._collect()
 
     @property
     def seconds(self) -> dict[str, float]:
         """Exposed seconds by tier, of the waits that have ended."""
-        self._collect()
-        return dict(self._seconds)
+        with self._lock:
+            self._collect()
+            return dict(self._seconds)
 
     def snapshot(self) -> dict[str, float]:
         """All counters as one flat dictionary.
