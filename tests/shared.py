@@ -35,6 +35,7 @@ from lightning.fabric.utilities import registry
 from ports import free_port
 from pretended_gpu import is_wanted, library
 from tqdm import tqdm
+from turns import wait_for_turns_in_forks
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning.launcher import settle_as_fork
@@ -47,6 +48,7 @@ settings.load_profile("unhurried")
 registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads those of all installed packages
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 environment_of_lightning.find_free_network_port = free_port  # Lightning's may be a connection's before it is used
+wait_for_turns_in_forks()
 HAS_GPU = torch.cuda.is_available() or is_wanted()
 
 

@@ -5,13 +5,14 @@ import os
 from forked import ForkedPython
 
 LOOKS = """
-import gc, sys
+import gc, os, sys
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-print(dynamic_rendezvous.get_method_name(), gc.get_freeze_count() > 100_000, "ports" in sys.modules)
+waits = os.sched_getscheduler(0) == os.SCHED_BATCH
+print(dynamic_rendezvous.get_method_name(), gc.get_freeze_count() > 100_000, "ports" in sys.modules, waits)
 """
 
 
 def test_a_forked_program_has_all_that_is_preloaded(tmp_path):
     program = ForkedPython(["-c", LOOKS], os.environ, tmp_path / "said")
     output, _ = program.communicate(timeout=60)
-    assert output.splitlines() == ["unknown True True"]
+    assert output.splitlines() == ["unknown True True True"]

@@ -29,4 +29,5 @@ rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynam
 rendezvous.get_method_name = lambda depth=2: "unknown"  # type: ignore[attr-defined]
 # and only once a second whether all have come
 rendezvous._delay = lambda seconds: time.sleep(0.05)  # type: ignore[attr-defined]
+importlib.import_module("turns").wait_for_turns()
 gc.freeze()  # so that no fork has to copy it
