@@ -240,11 +240,12 @@ class _Script:
         with self._changed:
             done = self._done.setdefault(meeting.token, set())
             done.add(life)
-            self._changed.notify_all()
+            if len(done) == len(meeting.members):
+                del self._done[meeting.token]  # now: who leaves late may be in no other meeting
+                self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_over or len(done) == len(meeting.members), _PATIENCE)
             if len(done) < len(meeting.members):
                 raise _Gone
-            self._done = {meeting.token: done}
 
     def end(self) -> None:
         """Nobody meets any more."""

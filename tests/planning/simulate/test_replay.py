@@ -10,6 +10,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,42 @@ def test_a_record_that_contradicts_itself_is_refused(played):
 def finished(**more: Any) -> Record:
     scheme = SCHEMES["periodic"]
     return Record(about={**about(scheme, None), **more}, steps=3, epochs={0: Epoch(0, {}, 1)})
+
+
+def test_nodes_meet_again_though_one_that_is_not_among_them_is_late_to_learn_that_the_last_meeting_is_over(monkeypatch):
+    class OneIsLate(threading.Condition):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+            if threading.current_thread().name == "first again":
+                is_waiting.set()
+            is_over = super().wait_for(predicate, timeout)
+            if threading.current_thread().name == "late":
+                self.release()
+                assert is_waiting.wait(5.0)
+                self.acquire()
+            return is_over
+
+    monkeypatch.setattr(module_of_replay, "_PATIENCE", 5.0)
+    script = module_of_replay._Script(Record(about={}, lives={}), lambda life: None)
+    script._changed, is_waiting = OneIsLate(), threading.Event()
+    of_two, again = SimpleNamespace(token="1", members="ab"), SimpleNamespace(token="2", members="ac")
+    left: list[str] = []
+
+    def meet(name: str, meeting: Any, life: str) -> threading.Thread:
+        def work() -> None:
+            script.wait_for_all(meeting, life)
+            left.append(name)
+
+        thread = threading.Thread(target=work, name=name)
+        thread.start()
+        return thread
+
+    late = meet("late", of_two, "b")
+    meet("first", of_two, "a").join()
+    first_again = meet("first again", again, "a")
+    late.join()
+    meet("another", again, "c").join()
+    first_again.join()
+    assert sorted(left) == ["another", "first", "first again", "late"]
 
 
 @pytest.mark.parametrize(
