@@ -92,10 +92,13 @@ class Counting(Quadratic):
         self.report = (self.trained, self.validated, self.seen)
 
 
+BY_NIGHT = pytest.mark.nightly  # beside another of its kind that the day runs
+
+
 @pytest.mark.parametrize(
     ("arguments", "trained", "validated"),
     [
-        pytest.param({"val_check_interval": 2}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
+        pytest.param({"val_check_interval": 2}, 8, 8, marks=[pytest.mark.feature("val_check_interval"), BY_NIGHT]),
         pytest.param({"val_check_interval": 0.5}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
         pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=pytest.mark.feature("val_check_interval")),
         pytest.param(
@@ -105,9 +108,11 @@ class Counting(Quadratic):
             marks=pytest.mark.feature("val_check_interval"),
         ),
         pytest.param({"overfit_batches": 2}, 4, 4, marks=pytest.mark.feature("overfit_batches")),
-        pytest.param({"fast_dev_run": True}, 1, 1, marks=pytest.mark.feature("fast_dev_run")),
+        pytest.param({"fast_dev_run": True}, 1, 1, marks=[pytest.mark.feature("fast_dev_run"), BY_NIGHT]),
         pytest.param({"fast_dev_run": 3}, 3, 2, marks=pytest.mark.feature("fast_dev_run")),
-        pytest.param({"limit_train_batches": 3}, 6, 4, marks=pytest.mark.feature("limit_train/val_batches")),
+        pytest.param(
+            {"limit_train_batches": 3}, 6, 4, marks=[pytest.mark.feature("limit_train/val_batches"), BY_NIGHT]
+        ),
         pytest.param(
             {"limit_train_batches": 0.5, "limit_val_batches": 1},
             4,

@@ -69,7 +69,7 @@ BY_NIGHT = [
     ("periodic", "searched"),
 ]
 """Beside another of its kind that the day runs."""
-AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic")]
+AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic", "diloco", "gossip")]
 ALL = [
     *leaving_to_the_night(run for run in BOTH if run not in AMONG_OTHERS),
     *(
