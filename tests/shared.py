@@ -29,13 +29,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from economy import ask_for_gpus_once, wait_for_turns_in_forks
 from hypothesis import settings
 from lightning.fabric.plugins.environments import lightning as environment_of_lightning
 from lightning.fabric.utilities import registry
 from ports import free_port
 from pretended_gpu import is_wanted, library
 from tqdm import tqdm
-from turns import wait_for_turns_in_forks
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning.launcher import settle_as_fork
@@ -49,6 +49,7 @@ registry.entry_points = functools.cache(registry.entry_points)  # every Trainer 
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 environment_of_lightning.find_free_network_port = free_port  # Lightning's may be a connection's before it is used
 wait_for_turns_in_forks()
+ask_for_gpus_once()
 HAS_GPU = torch.cuda.is_available() or is_wanted()
 
 

@@ -1,6 +1,8 @@
-"""Ranks of which there are more than processors, and which talk to each other all the time."""
+"""What lets processes of tests spend less."""
 
 import os
+
+import torch
 
 
 def wait_for_turns() -> None:
@@ -16,3 +18,9 @@ def wait_for_turns() -> None:
 def wait_for_turns_in_forks() -> None:
     """The same in what this process forks, but not in itself: threads that hand each other a lock lose by it."""
     os.register_at_fork(after_in_child=wait_for_turns)
+
+
+def ask_for_gpus_once() -> None:
+    """Where there is none, none will come; torch asks the driver at every step of Adam."""
+    if not torch.cuda.is_available():
+        torch.cuda._cached_device_count = 0
