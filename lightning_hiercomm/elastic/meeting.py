@@ -12,7 +12,7 @@ from typing import Any
 NEWCOMER = -1
 """The agreement of a node that has no state yet."""
 
-BEGUN, TRAINED, OVER = "begun", "trained", "over"
+BEGUN, TRAINED, OVER, ENDED = "begun", "trained", "over", "ended"
 """What the lighthouse remembers of a run."""
 
 EXIT_CODE = 75
@@ -121,6 +121,16 @@ class Member:
         """With which meetings those fits of this run began of which the lighthouse remembers this; of a newcomer."""
         own = self.note(what)
         return {note.removeprefix(own) for note in notes if note.startswith(own)}
+
+    def note_of_end(self) -> str:
+        """What the lighthouse is to remember of this node when it has come to the end: after how many agreements."""
+        return f"{self.note(ENDED)}-{self.agreement}"
+
+    def has_been_outrun(self, notes: Collection[str]) -> bool:
+        """Whether others have come to this run's end by agreements that this node knows nothing of."""
+        own = f"{self.note(ENDED)}-"
+        ends = [note.removeprefix(own) for note in notes if note.startswith(own)]
+        return any(end.isdigit() and int(end) > self.agreement for end in ends)
 
     def to_json(self) -> dict[str, Any]:
         """Primitives only."""

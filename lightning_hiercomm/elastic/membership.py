@@ -246,6 +246,8 @@ class Membership:
                     if present is not None:
                         said = [each for each in present if isinstance(each, Mapping) and "life" in each]
                         answer = self._decided(said)
+                        if self._misses_somebody(answer) and self.me.has_been_outrun(self._lighthouse.notes() or ()):
+                            raise RunIsOver  # this node stood still meanwhile
                     is_alone = present is None or (len(present) == 1 and answer.waits)
                     has_hoped = time.monotonic() - began > _HOPE * self._elastic.dead_after
                     if is_alone and has_hoped and self._comes_too_late():
@@ -320,6 +322,11 @@ class Membership:
         # a node that has come to the end by itself, as a callback may have it, says that the run is over, too
         assert self._lighthouse is not None
         return bool(me.noted(OVER, self._lighthouse.notes() or ())) and not self._others_answer()
+
+    def _misses_somebody(self, meeting: Meeting) -> bool:
+        """Of those that it met last."""
+        last = () if self._last is None or self.me.is_new or meeting.waits else self._last.members
+        return not {member.life for member in last} <= {member.life for member in meeting.members}
 
     def _others_answer(self) -> bool:
         members = () if self._last is None else self._last.members
@@ -573,6 +580,7 @@ class Membership:
             if is_over and self.me.agreement > 0:
                 _ended_here.add(self.me.begun)
                 self._lighthouse.take_note(self.me.note(OVER))
+                self._lighthouse.take_note(self.me.note_of_end())
             self._lighthouse.leave()
         if not at_once:
             self._linger()

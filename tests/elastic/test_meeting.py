@@ -107,6 +107,15 @@ def test_what_the_lighthouse_remembers_tells_whether_a_run_has_trained_and_is_ov
     assert read(first.note(OVER), second.note(BEGUN)) == (False, False)
 
 
+def test_who_has_ended_further_on_than_a_node_has_outrun_it():
+    def at(agreement, begun="x"):
+        return node("a", agreement=agreement, begun=begun)
+
+    assert at(3).has_been_outrun([at(2).note_of_end(), at(4).note_of_end()])
+    assert not at(4).has_been_outrun([at(4).note_of_end(), at(9, "y").note_of_end()])
+    assert not at(4).has_been_outrun([f"{at(4).note_of_end()}-of-a-stranger", at(5).note(OVER)])
+
+
 def test_who_committed_another_agreement_of_that_number_is_left_behind():
     """It kept the vote and was stopped: the others could not read it, and have agreed without it meanwhile."""
     alone = node("a", 5, last="kept by a")

@@ -1214,6 +1214,54 @@ def test_a_node_that_goes_on_when_the_others_have_come_to_the_end_does_not_wait_
         threads.end(5.0)
 
 
+@pytest.mark.parametrize("standing_still", [("1",), ("1", "2")], ids=str)
+def test_nodes_that_stood_still_while_the_others_went_on_to_the_end_do_not_come_to_another(standing_still):
+    """Where any number of nodes may train they went on by themselves, from where they had stood."""
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    nodes = ("0", *standing_still)
+    threads.lights.min_nodes = len(nodes)
+    stand = threading.Barrier(len(nodes), lambda: [threads.lights.lose(node) for node in standing_still])
+    is_over = threading.Event()
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(3):
+            own.step()
+        stand.wait(10.0)
+        if own.node != "0":
+            assert is_over.wait(10.0)
+        for _ in range(6):
+            own.step()
+        own.scheme.finish()
+
+    for node in nodes:
+        threads.start(node, work)
+    threads._threads[0].join(10.0)
+    is_over.set()
+    for thread in threads._threads:
+        thread.join(10.0)
+    assert {node: type(error) for (node, _), error in threads.errors.items()} == dict.fromkeys(
+        standing_still, RunIsOver
+    )
+
+
+def test_a_node_goes_on_alone_when_another_one_has_ended_where_both_had_come_to():
+    """A callback may end training on one node."""
+    threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
+    threads.lights.min_nodes = 2
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(3 if own.node == "1" else 9):
+            own.step()
+        own.scheme.finish() if own.node == "0" else None
+        return own.scheme.steps
+
+    for node in range(2):
+        threads.start(node, work)
+    assert threads.end(10.0) == {("0", 0): 9, ("1", 0): 3}
+
+
 def test_a_node_waits_for_one_that_trains_though_a_third_one_has_come_to_the_end(monkeypatch):
     """A callback may have ended training there: that is not the end of the others."""
     monkeypatch.setattr(membership, "_PATIENCE", 0.1)
