@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ def test_a_slurm_job_of_an_elastic_node_whose_time_is_up_is_queued_again_when_th
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", "-c", job], env=environment, stdout=subprocess.PIPE) as shell:
         assert shell.stdout.readline() == b"trains\n"
+        while Path(f"/proc/{shell.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)  # until the shell waits: before, it may not know yet whom to tell
         shell.send_signal(getattr(signal, f"SIG{told}"))
         assert shell.communicate(timeout=60)[0] == b"left\nrequeue 7\n"
 
