@@ -7,7 +7,7 @@ from forked import ForkedPython
 LOOKS = """
 import gc, os, sys
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-waits = os.sched_getscheduler(0) == os.SCHED_BATCH
+waits = not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) == os.SCHED_BATCH
 print(dynamic_rendezvous.get_method_name(), gc.get_freeze_count() > 100_000, "ports" in sys.modules, waits)
 """
 

@@ -118,7 +118,7 @@ class Member:
         return replace(self, is_lost=bool(trained - over), is_over=bool(over) and begun <= over)
 
     def noted(self, what: str, notes: Collection[str]) -> set[str]:
-        """With which meetings those fits of this run began of which the lighthouse remembers this; of a newcomer."""
+        """What follows this node's own note at the lighthouse; of a newcomer, with which meetings those fits began."""
         own = self.note(what)
         return {note.removeprefix(own) for note in notes if note.startswith(own)}
 
@@ -128,8 +128,7 @@ class Member:
 
     def has_been_outrun(self, notes: Collection[str]) -> bool:
         """Whether others have come to this run's end by agreements that this node knows nothing of."""
-        own = f"{self.note(ENDED)}-"
-        ends = [note.removeprefix(own) for note in notes if note.startswith(own)]
+        ends = [end.removeprefix("-") for end in self.noted(ENDED, notes)]
         return any(end.isdigit() and int(end) > self.agreement for end in ends)
 
     def to_json(self) -> dict[str, Any]:

@@ -1254,7 +1254,8 @@ def test_a_node_goes_on_alone_when_another_one_has_ended_where_both_had_come_to(
         own.join()
         for _ in range(3 if own.node == "1" else 9):
             own.step()
-        own.scheme.finish() if own.node == "0" else None
+        if own.node == "0":
+            own.scheme.finish()
         return own.scheme.steps
 
     for node in range(2):

@@ -250,7 +250,11 @@ def test_batches_are_a_replicas_own():
 @pytest.mark.long("simulates every run of a preset, which may be dozens")
 @pytest.mark.parametrize(
     ("name", "nodes"),
-    [("000", (2, 4)), *((name, (2,)) for name in PRESETS if name != "000")],
+    [
+        ("000", (2, 4)),
+        *((name, (2,)) for name in PRESETS if name != "000"),
+        *(pytest.param(name, (2, 4), marks=pytest.mark.nightly) for name in PRESETS if name != "000"),
+    ],
     ids=str,
 )
 def test_a_preset_answers_with_a_table(name, nodes, capsys):
