@@ -241,10 +241,9 @@ class PretendedDevice:
 
     def _free(self, now: PretendedStream) -> None:
         """See what has gone since."""
-        for key, memory in list(self._memory.items()):
-            if not memory.storage.expired():
-                continue
-            del self._memory[key]
+        expired = torch.UntypedStorage._expired  # what StorageWeakRef asks in the end, a hundred times an operation
+        for key in [key for key, memory in self._memory.items() if expired(memory.storage.cdata)]:
+            memory = self._memory.pop(key)
             made_in = self._streams[memory.made_in]
             for use in [] if memory.on_host else memory.uses:
                 # a stream that has waited, or a host, after which nothing is launched that could be there before

@@ -203,7 +203,8 @@ def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
     What became of the last one is collected first: Trainers are in cycles and hold their process groups, each with a
     thread of gloo's that wakes a hundred times a second.
     """
-    gc.collect()
+    for _ in range(2):  # what finalizers of the first let go is found by the second
+        gc.collect()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

@@ -21,7 +21,9 @@ from typing import Any, Literal, TypeVar
 import cloudpickle
 import numpy
 import torch
+import torch.distributed as dist
 from ports import free_port
+from torch.distributed import distributed_c10d
 
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 
@@ -146,13 +148,23 @@ def _serve(rank: int, port: int, connection: Any) -> None:
             where = traceback.extract_tb(error.__traceback__)[-1]
             is_well, said = False, pickle.dumps(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
         program = arguments = None
-        gc.collect()  # groups of Trainers, which are in cycles: each thread of gloo's keeps waking
+        _close_groups()
         os.environ.clear()
         os.environ.update(environment)
         until = time.monotonic() + 2
         while (is_as_before := _looks() == before) is False and time.monotonic() < until and _threads() - before[0]:
             time.sleep(0.01)
         connection.send_bytes(pickle.dumps((is_well, said, is_as_before)))
+
+
+def _close_groups() -> None:
+    """Of Trainers, which are in cycles, and of fits that have failed: each has threads of gloo's that keep waking."""
+    if dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+    gc.collect()
+    gc.collect()  # what finalizers of the first have let go
 
 
 def _looks() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import stand_in_for_python
 from ranks import RankError, Ranks
 
@@ -55,6 +56,24 @@ def test_others_take_their_place_when_they_do_not_look_as_before(ranks, change):
     before = ranks.run(1, os.getpid)
     ranks.run(1, change)
     assert ranks.run(1, os.getpid) != before
+
+
+def test_groups_that_a_program_leaves_are_closed(ranks):
+    def begins():
+        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+
+    def leaves():
+        circle = [dist.new_group([0, 1])]
+        circle.append(circle)
+
+    def threads():
+        names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return sum("gloo" in name for name in names)
+
+    ranks.run(2, begins)
+    before = ranks.run(2, threads)
+    ranks.run(2, leaves)
+    assert ranks.run(2, threads) == before
 
 
 def test_variables_and_random_numbers_are_put_back(ranks):

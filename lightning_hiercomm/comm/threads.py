@@ -297,7 +297,7 @@ class _ThreadHandle(Handle):
         if self._finish is None:
             return
         for tensor, sent in self._borrowed if not streams.has(self._device) else ():  # where it waits for nothing
-            if not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(sent)):
+            if not torch.equal(tensor, sent) and not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(sent)):
                 raise CommunicationError(
                     f"rank {self._communicator.rank} changed a tensor while it was in flight in the"
                     f" {self._communicator.tier} group"

@@ -20,7 +20,8 @@ def imports_of_the_first_step() -> None:
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
-    gc.collect()  # Trainers are in cycles and hold their process groups, for each of which gloo's threads keep waking
+    for _ in range(2):  # what finalizers of the first let go is found by the second
+        gc.collect()  # Trainers are in cycles and hold their groups, for each of which gloo's threads keep waking
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,

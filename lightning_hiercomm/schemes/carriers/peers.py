@@ -60,12 +60,17 @@ class Peers:
         self._codec = wire.codec
         self._push_sum = push_sum
         self._spares = Spares()
+        self._rounds: dict[int, tuple[tuple[int, int], Round]] = {}  # a step asks several times
         if segments and topology.inter is not None:
             topology.inter.expect_exchanges()
 
     def round(self, step: int, index: int) -> Round:
         """Who exchanges a segment with whom after ``step`` optimizer steps."""
-        return round_of(self.graph, self._topology.num_nodes, step - 1, index)
+        asked = step, self._topology.num_nodes
+        known = self._rounds.get(index)
+        if known is None or known[0] != asked:
+            known = self._rounds[index] = asked, round_of(self.graph, self._topology.num_nodes, step - 1, index)
+        return known[1]
 
     def weights_after(self, step: int, index: int, weights: Sequence[float]) -> list[float]:
         """The nodes' push-sum weights of a segment after an exchange, from those before it."""
