@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -155,10 +155,10 @@ class Rank:
         """Its own."""
         return self.topology.meter
 
-    @cached_property
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """All of them."""
-        return list(self.module.parameters())
+        return [*self.module._parameters.values()]  # a ParameterDict's; parameters() walks through all modules
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
