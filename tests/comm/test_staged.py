@@ -51,6 +51,7 @@ def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None):
         return [*rank.trace, rank.values.tolist()], looks
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, pretended: PretendedDevice):

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     spare_others(of_schemes, cover([_cell(item) for item in of_schemes], COVERED))
 
 
-WAYS = {"all_reduce": "gradients of all ranks", "steps_delay": "a server"}
+WAYS = dict.fromkeys(("all_reduce", "steps_delay"), "gradients go everywhere at every step")
 """What a scheme is to Lightning, but for those whose nodes train by themselves and agree."""
 
 COVERED = [("test",), ("row", "way"), ("file", "scheme")]

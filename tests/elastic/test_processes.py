@@ -47,8 +47,8 @@ def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scheme", "ranks"),
     [
-        ("diloco", [1, 1]),
         ("periodic", [2, 1]),
+        pytest.param("diloco", [1, 1], marks=pytest.mark.nightly),
         pytest.param("periodic", [1, 1], marks=pytest.mark.nightly),
         pytest.param("diloco", [2, 2], marks=pytest.mark.nightly),
         pytest.param("periodic", [1, 1, 1], marks=pytest.mark.nightly),
@@ -80,9 +80,7 @@ def nightly_but(*kept: tuple[str, int, str]) -> list[Any]:
 
 
 @pytest.mark.long("nodes are started, one is killed, missed, and started again")
-@pytest.mark.parametrize(
-    ("scheme", "ranks", "moment"), nightly_but(("diloco", 1, "in the exchange"), ("periodic", 2, "before the vote"))
-)
+@pytest.mark.parametrize(("scheme", "ranks", "moment"), nightly_but(("periodic", 2, "before the vote")))
 def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, ranks, moment):
     hold = {"40": "1.1"}
     with cluster(min_nodes=2, scheme=scheme, ranks=ranks, hold=hold, **LASTING) as nodes:

@@ -129,7 +129,7 @@ def test_the_recommended_configuration_is_one_that_lightning_cli_reads(capsys, t
 
 
 @pytest.mark.long("predicts all candidates, and draws them")
-@pytest.mark.parametrize("more", [[], ["--optimizer", "momentum"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--optimizer", "momentum"], marks=pytest.mark.nightly)])
 def test_a_plan_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, capsys, check_pictures, more):
     path = tmp_path / "plan.png"
     assert run(*FLAGS, *more, "--plot", str(path)) == 0

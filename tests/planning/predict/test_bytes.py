@@ -75,6 +75,7 @@ def test_gradients_are_cast(name):
     check(SCHEMES[name], 2, 2, "bfloat16")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_what_gossip_sends_to_ranks_of_the_same_node_is_not_sent_between_nodes(graph, nodes, ranks_per_node):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import signal
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import leaving_to_the_night
 from elastic_cluster import JOB, Cluster
 from elastic_threads import ElasticRank, Failing, Threads, Wires
 from forked import ForkedPython
@@ -176,9 +178,8 @@ class Played:
         lane._launch = breaks
 
 
-@pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [pytest.param((1, 1), marks=pytest.mark.nightly), (1, 2, 1)], ids=str)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("name", "wire"), leaving_to_the_night(itertools.product(SCHEMES, [None, "int8"])))
 def test_a_replay_ends_with_the_bits_of_a_run_in_which_a_node_died_and_was_healed(name, sizes, wire):
     scheme = SCHEMES[name]
     played = Played(scheme, wire, sizes)
