@@ -119,6 +119,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         item.user_properties.append(("processor", f"{_processor_seconds() - item.stash[_STARTED]:.3f}"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Let the process that shows a worker's warnings do so without importing Lightning for their class."""
+    kind = next(kind for kind in warning_message.category.__mro__ if kind.__module__ == "builtins")
+    warning_message.category, warning_message.message = kind, kind(str(warning_message.message))
+
+
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     """Put environment variables back, destroy process groups, and find threads that a test left behind."""

@@ -332,13 +332,13 @@ def test_an_outer_scheduler_counts_a_period_whose_exchange_is_in_flight_in_a_fil
     def first(rank):
         for _ in range(7):  # sent after the sixth step, to be merged after the eighth
             rank.train()
-        saved[rank.rank] = rank.scheme.schedule()
+        saved[rank.rank] = reloaded(rank.scheme.schedule())
         for _ in range(5):
             rank.train()
         return rank.scheme.scalars()["outer_lr"]
 
     def resumed(rank):
-        rank.scheme.load_state_dict(reloaded(saved[rank.rank]))
+        rank.scheme.load_state_dict(saved[rank.rank])
         rank.scheme.begin_run(1, None)
         for _ in range(5):
             rank.train()

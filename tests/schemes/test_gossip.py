@@ -14,7 +14,7 @@ from problems import Oracle
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes import AllReduce, Context, Gossip, Graph, PeriodicAveraging, RandomPermutation
+from lightning_hiercomm.schemes import AllReduce, Context, Gossip, Graph, PeriodicAveraging, RandomPermutation, Ring
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -417,6 +417,27 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
             schemes[topology.rank].build(Context(Replica([torch.zeros(3)]), topology))
 
     on_ranks(body, [[0], [1], [2]])
+
+
+def test_a_graph_is_asked_once_for_a_step_and_segment(monkeypatch):
+    def work(rank):
+        graph = Counted()
+        monkeypatch.setattr(rank.scheme._peers, "graph", graph)
+        for _ in range(3):
+            rank.train(0.0)
+        return graph.asked
+
+    class Counted(Ring):
+        def __init__(self):
+            self.asked = []
+
+        def send_to(self, size, step, segment):
+            self.asked.append((step, segment))
+            return super().send_to(size, step, segment)
+
+    for asked in simulate(work, Gossip("ring", segments=2), [[0, 0], [1, 1]]):
+        assert asked
+        assert len(asked) == len({*asked})
 
 
 def test_an_invalid_graph_is_refused_when_the_run_starts():
