@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import ForkedPython, stand_in_for_python
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = dict(
@@ -96,7 +97,7 @@ def test_slurm(checkout):
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     nodes, tasks_per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     job = {
-        "SLURM_JOB_ID": str(4242),
+        "SLURM_JOB_ID": str(free_port() - 15_000),  # Lightning makes it the port
         "SLURM_JOB_NAME": options["job-name"],
         "SLURM_NNODES": str(nodes),
         "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
