@@ -267,7 +267,7 @@ _read: set[frozenset[type]] = set()
 def reloaded(state: dict[str, Any]) -> dict[str, Any]:
     """What a file gives back of a state: tensors and primitives only.
 
-    torch takes ten times as long where it reads nothing else, so it does for the first state of objects of these types.
+    torch is slow where it reads nothing else, so it is asked to for the first state of objects of these types.
     """
     file, kinds = io.BytesIO(), frozenset(_kinds(state))
     torch.save(state, file)

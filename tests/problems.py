@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from harness import TARGETS, run_to_end
+from ranks import let_go_of_trainers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -200,11 +200,9 @@ def same_bits(reports: list[dict[str, Any]]) -> None:
 def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
     """A quiet Trainer on CPUs.
 
-    What became of the last one is collected first: Trainers are in cycles and hold their process groups, each with a
-    thread of gloo's that wakes a hundred times a second.
+    What became of the last one is collected first.
     """
-    for _ in range(2):  # what finalizers of the first let go is found by the second
-        gc.collect()
+    let_go_of_trainers()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

@@ -158,13 +158,18 @@ def _serve(rank: int, port: int, connection: Any) -> None:
 
 
 def _close_groups() -> None:
-    """Of Trainers, which are in cycles, and of fits that have failed: each has threads of gloo's that keep waking."""
+    """Those of fits that have failed, too, which stay registered."""
     if dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-    gc.collect()
-    gc.collect()  # what finalizers of the first have let go
+    let_go_of_trainers()
+
+
+def let_go_of_trainers() -> None:
+    """Collect those that are over: in cycles they hold groups, each with a thread of gloo's that keeps waking."""
+    for _ in range(2):  # what finalizers of the first let go is found by the second
+        gc.collect()
 
 
 def _looks() -> tuple[Any, ...]:

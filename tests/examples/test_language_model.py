@@ -14,31 +14,38 @@ def bits(output):
     return float(found[1])
 
 
-@pytest.mark.long("a run on four ranks; by night two, the model whole and sharded, which have to learn the same")
-@pytest.mark.slow
-@pytest.mark.parametrize("ways", [("fsdp2",), pytest.param(("ddp", "fsdp2"), marks=pytest.mark.nightly)], ids=str)
-def test_both_ways_inside_the_node_learn_the_same(folder, ways):
+def learnt(folder, inside):
     example = folder.examples / "language_model"
-    learnt = [
-        bits(
-            folder.run(
-                "language_model/main.py",
-                "fit",
-                *("--config", example / "config.yaml", "--config", example / f"{inside}.yaml"),
-                *(
-                    "--trainer.max_steps=16",
-                    "--trainer.val_check_interval=16",
-                    "--trainer.limit_val_batches=8",
-                    "--trainer.strategy.init_args.scheme.init_args.sync_every=15",
-                    "--model.lr=0.01",
-                    "--data.context=32",
-                ),
-            )
+    return bits(
+        folder.run(
+            "language_model/main.py",
+            "fit",
+            *("--config", example / "config.yaml", "--config", example / f"{inside}.yaml"),
+            *(
+                "--trainer.max_steps=16",
+                "--trainer.val_check_interval=16",
+                "--trainer.limit_val_batches=8",
+                "--trainer.strategy.init_args.scheme.init_args.sync_every=15",
+                "--model.lr=0.01",
+                "--data.context=32",
+            ),
         )
-        for inside in ways
-    ]
-    assert learnt[0] < 4.5  # 8 know nothing
-    assert max(learnt) - min(learnt) <= 0.01
+    )
+
+
+@pytest.mark.long("a run on four ranks")
+@pytest.mark.slow
+def test_the_model_sharded_over_the_node_learns(folder):
+    assert learnt(folder, "fsdp2") < 4.5  # 8 know nothing
+
+
+@pytest.mark.long("two runs on four ranks, the model whole and sharded, which have to learn the same")
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_both_ways_inside_the_node_learn_the_same(folder):
+    whole, sharded = learnt(folder, "ddp"), learnt(folder, "fsdp2")
+    assert whole < 4.5
+    assert abs(whole - sharded) <= 0.01
 
 
 def test_the_large_configuration_is_valid_and_its_memory_is_calculated(folder):

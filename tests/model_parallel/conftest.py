@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import Any
 
@@ -10,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import MPIEnvironment
+from ranks import let_go_of_trainers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,8 +20,7 @@ def imports_of_the_first_step() -> None:
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
-    for _ in range(2):  # what finalizers of the first let go is found by the second
-        gc.collect()  # Trainers are in cycles and hold their groups, for each of which gloo's threads keep waking
+    let_go_of_trainers()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,

@@ -419,10 +419,9 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
     on_ranks(body, [[0], [1], [2]])
 
 
-def test_a_graph_is_asked_once_for_a_step_and_segment(monkeypatch):
+def test_a_graph_is_asked_once_for_a_step_and_segment():
     def work(rank):
-        graph = Counted()
-        monkeypatch.setattr(rank.scheme._peers, "graph", graph)
+        rank.scheme._peers.graph = graph = Counted()
         for _ in range(3):
             rank.train(0.0)
         return graph.asked
