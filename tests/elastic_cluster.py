@@ -138,7 +138,11 @@ class Cluster:
         """Wait until all nodes have ended well, starting those again that did not, or until `until()` holds."""
         deadline = time.monotonic() + timeout
         while self._nodes and not (until is not None and until()):
-            assert time.monotonic() < deadline, f"nodes {sorted(self._nodes)} still run\n{self.said()}"
+            if time.monotonic() > deadline:
+                for name in self._nodes:
+                    self.signal(name, signal.SIGQUIT)  # where are they?
+                time.sleep(1.0)
+                raise AssertionError(f"nodes {sorted(self._nodes)} still run\n{self.said()}")
             self.look(restarts)
             time.sleep(0.01)
 
@@ -183,7 +187,7 @@ class Cluster:
 
     def said(self) -> str:
         """All logs, for a test that fails."""
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(self.folder.glob("*.log")))
 
 
 def exact(result: dict[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class Run:
         for process in self._nodes.living.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
-                os.kill(process.pid, signal.SIGUSR1)
+                os.kill(process.pid, signal.SIGQUIT)
         time.sleep(1.0)
         self.outcome.troubles.append("nobody took a step for a minute\n" + self._nodes.said())
         raise RuntimeError(self.outcome.troubles[-1])

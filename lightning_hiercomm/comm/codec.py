@@ -227,7 +227,8 @@ class Quantized(Codec):
     def _encode_rows(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
         values = values.to(arithmetic_dtype(values.dtype))
         peaks = torch.maximum(values.amax(1), values.amin(1).neg_())
-        scales.copy_(peaks.div_(self._top).clamp_min_(_SMALLEST_SCALE))
+        top = peaks.new_full((), self._top)  # by a number CUDA does not divide: it multiplies by what 1/top rounds to
+        scales.copy_(peaks.div_(top).clamp_min_(_SMALLEST_SCALE))
         quotients = torch.div(values, scales.to(values.dtype).unsqueeze(1)).round_()
         if self.bits == 8:
             codes.copy_(quotients)

@@ -223,11 +223,12 @@ class TorchCommunicator(Communicator):
         else:
             arrived.chunk(self.size)[self.rank].copy_(parts[self.rank])
             start = partial(self._swap, parts, arrived.chunk(self.size))
-        return self._launch(
-            start,
-            [output, tensor, arrived],
-            finish=lambda: torch.sum(arrived.view(self.size, -1), dim=0, dtype=output.dtype, out=output),
-        )
+
+        def sum_up() -> None:
+            streams.keep_here(arrived)  # made on the stream that launched
+            torch.sum(arrived.view(self.size, -1), dim=0, dtype=output.dtype, out=output)
+
+        return self._launch(start, [output, tensor, arrived], finish=sum_up)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl or streams.has(tensor.device):

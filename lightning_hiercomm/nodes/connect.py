@@ -53,7 +53,8 @@ def connect_world(
         connect = _between_nodes(connect_gloo(meter, timeout), by_torch)
     else:
         connect = _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
-    topology = Topology(nodes, rank, connect, meter, waits_on_host=inter_node != "torch")
+    over_nccl = inter_node == "torch" and TorchCommunicator(None, range(world_size), rank, "world", meter).is_nccl
+    topology = Topology(nodes, rank, connect, meter, waits_on_host=not over_nccl)
     topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
     return topology
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hiercomm.comm import torch as over_torch
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
 
@@ -245,6 +246,24 @@ def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo
     handle = over_gloo._launch(lambda: [work], [bucket])
     assert handle.future(bucket).wait() is bucket
     assert work.waits == 1
+
+
+def test_what_a_gpu_s_reduce_scatter_over_gloo_sums_is_kept_for_the_stream_that_sums_it(
+    over_gloo, pretended, monkeypatch
+):
+    def all_to_all(move, arrived, tensor):
+        arrived.copy_(tensor)
+        return []
+
+    monkeypatch.setattr(over_gloo, "_works", all_to_all)
+    with pretended.watching():
+        output, tensor = torch.zeros(3), torch.arange(3.0)
+        background = Background(output.device, Meter())
+        background.uses(output)
+        job = background.submit(over_gloo._reduce_scatter(output, tensor).wait)
+        torch.ones(3)  # which may get the memory of what has been given back
+        job.wait()
+        assert output.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_gloo_gets_no_address_of_a_gpu_s_memory(over_gloo, pretended, monkeypatch):

@@ -65,7 +65,7 @@ COPIES = {  # of the model, on one rank, beyond parameters, gradients and moment
 
 
 @contextmanager
-def training(topology: Topology, scheme: Scheme, model: nn.Module):
+def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int = 64):
     """A function that takes one step with the model's own loss on a fixed batch; it never looks at a value."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -75,7 +75,7 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module):
     running.begin_run(1, None)
     running.begin_epoch(0, {})
     width = next(model.parameters()).shape[-1]
-    batch = torch.randn(64, width, generator=torch.Generator().manual_seed(topology.rank)).to(device)
+    batch = torch.randn(samples, width, generator=torch.Generator().manual_seed(topology.rank)).to(device)
 
     def step() -> None:
         def run() -> None:
@@ -143,7 +143,8 @@ def test_what_passes_through_the_host_is_copied_under_the_computation(cuda):
         return connect_staged
 
     def work(topology: Topology) -> None:
-        with training(topology, DASO(4, 2, **CYCLING), layers(cuda, width=1024, depth=16)) as step:
+        # the host is far ahead of the device, so that what computes is there when something is to be copied
+        with training(topology, DASO(4, 2, **CYCLING), layers(cuda, width=1024, depth=16), samples=8192) as step:
             for _ in range(12):
                 step()
 
@@ -169,6 +170,8 @@ def test_a_scheme_needs_no_more_memory_than_its_copies_of_the_model(name, gpu):
     def peak(nodes_agree: bool) -> int:
         """The most bytes that two ranks have held; half of it is cuBLAS's, whose workspaces each stream gets."""
         peaks.clear()
+        if gpu.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # those of streams that tests before had, and may get again
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         on_ranks(partial(work, nodes_agree=nodes_agree), NODES)

@@ -421,7 +421,7 @@ class Looks(pl.Callback):
 
 
 def main(node: Node) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for whoever wants to know where a node is
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # for whoever wants to know where a node is
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

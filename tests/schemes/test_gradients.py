@@ -333,6 +333,19 @@ def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradie
         assert mean.indices()[0].tolist() == sorted({row for other in looked_up for row in ROWS[other]})
 
 
+@pytest.mark.parametrize("waits_on_host", [False, True])
+def test_what_a_gpu_waits_for_other_nodes_gradients_is_filed_under_theirs(waits_on_host, pretended):
+    def work(topology):
+        path = gradient_path("world", topology, place.device, Wire(), 4 * 2**20)
+        bucket = gradient_of(topology.rank, 100)
+        path.reduce(bucket).future(bucket).wait()
+        path.close()
+        return topology.meter.seconds
+
+    for seconds in on_each(work, ((0,), (1,)), waits_on_host=waits_on_host):
+        assert set(seconds) == {"inter"}
+
+
 def test_a_sparse_gradient_that_nobody_has_is_empty():
     needs_sparse_tensors()
     for mean in on_ranks(lambda path, _: path.reduce_sparse(sparse_gradient(2)), ((0, 1),), "node"):

@@ -80,7 +80,8 @@ def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_la
     whole = [torch.nn.Parameter(torch.zeros(tuple(shape), **of_zeros)) for shape in shapes]
     generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
     goals = [
-        sum(torch.randn(tuple(shape), generator=g, dtype=torch.float64) for g in generators) / 4 for shape in shapes
+        (sum(torch.randn(tuple(shape), generator=g, dtype=torch.float64) for g in generators) / 4).to(place.device)
+        for shape in shapes
     ]
     alone = optimizer(whole)
     for _ in range(5):
@@ -95,7 +96,8 @@ def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_la
         for index, held in expected["state"].items():
             assert state["state"][index].keys() == held.keys()
             for name, value in held.items():
-                assert torch.allclose(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value), atol=1e-7)
+                here = torch.as_tensor(value).cpu()
+                assert torch.allclose(torch.as_tensor(state["state"][index][name]), here, atol=1e-7)
 
 
 class NewTensors(TorchDispatchMode):
@@ -240,7 +242,8 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(shard_on, optimiz
 
     train(first, scheme(), nodes=((0, 1), (2, 3)), shapes=shapes, inner=inner)
     results = train(resumed, scheme(), nodes=((0,), (1,), (2,)), shapes=shapes, inner=inner)
-    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64)) for shape in shapes]
+    of_zeros = {"dtype": torch.float64, "device": place.device}  # on a GPU, ASGD rounds its steps otherwise
+    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), **of_zeros)) for shape in shapes]
     alone = inner(whole)
     for _ in range(7):
         for p in whole:
