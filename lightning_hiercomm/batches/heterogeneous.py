@@ -38,11 +38,11 @@ class HeterogeneousBatches:
     """Give each rank as many samples per step as it can finish in the same time, out of one global batch.
 
     With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step (rounded by
-    largest remainder, at least 1); all ranks take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of
-    the dataloader's own sampler, so shuffled anew in every epoch if it shuffles. Gradients combine as
-    ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss being the mean over its samples, that is exactly the
-    gradient of the mean loss over the global batch: training does not depend on the speeds. The weights reach every
-    scheme.
+    largest remainder, at least 1, and 2 if the module has a ``BatchNorm1d``, which refuses a single one); all ranks
+    take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of the dataloader's own sampler, so shuffled
+    anew in every epoch if it shuffles. Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss
+    being the mean over its samples, that is exactly the gradient of the mean loss over the global batch: training does
+    not depend on the speeds. The weights reach every scheme.
 
     The global batch is per batch, not per optimizer step: gradient accumulation multiplies it.
 
@@ -122,6 +122,7 @@ class HeterogeneousBatches:
         self._spreads: list[float] = []
         self._source: list[float] | str = "measure"  # of the costs
         self._limits: list[int | None] = []
+        self._least = 1
         self._device = torch.device("cpu")
         self._seed = 0
         self._samplers: list[DividedBatchSampler | StreamBatches] = []
@@ -140,11 +141,18 @@ class HeterogeneousBatches:
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
-    def bind(self, topology: Topology, meter: Meter, device: torch.device) -> None:
+    def bind(self, topology: Topology, meter: Meter, device: torch.device, least: int = 1) -> None:
         """Meet the ranks, before dataloaders are made. Collective.
 
         Unmeasured speeds count as equal until :meth:`measure`.
+
+        Args:
+            topology: The ranks, which get their weights.
+            meter: Knows how long a rank has waited.
+            device: Where it computes.
+            least: The fewest samples that the module trains on.
         """
+        self._least = least
         self._topology, self._device = topology, device
         # torch seeds may differ between ranks, the order of the dataset must not
         self._seed = topology.world.all_gather_object(int(os.environ.get("PL_GLOBAL_SEED", 0)))[0]
@@ -172,7 +180,7 @@ class HeterogeneousBatches:
             self._costs = [StepCost(0.0, 1.0)]
         equal = [StepCost(0.0, 1.0)] * topology.world_size
         self.division = Division(topology.rank, [])
-        self._take(sizes or divide(self.global_batch_size, self._costs or equal, self._limits))
+        self._take(sizes or self._divided(self._costs or equal))
 
     def process_dataloader(self, loader: object) -> object:
         """A train dataloader that gives this rank its part. Collective.
@@ -229,10 +237,10 @@ class HeterogeneousBatches:
         for size in (min(largest, max(2, equal // 2)), min(largest, max(2, 2 * equal))):
             self._time(size, rehearse, measured)
         cost = fit_cost(measured)
-        size = divide(self.global_batch_size, self._gather_costs(cost), self._limits)[topology.rank]
+        size = self._divided(self._gather_costs(cost))[topology.rank]
         size, time = self._time(size, rehearse, measured)
         self._costs = self._gather_costs(cost.through(size, time.seconds))
-        self._take(divide(self.global_batch_size, self._costs, self._limits))
+        self._take(self._divided(self._costs))
         self._spreads = topology.world.all_gather_object(time.spread)
 
     def announce(self) -> None:
@@ -332,7 +340,7 @@ class HeterogeneousBatches:
                 f"  {rank:>4} {node_of[rank]:>4} {columns if is_measured else ''}{speeds[rank]:>8.2f} {size:>6}"
                 f" {self._topology.weights[rank]:>7.4f}"
             )
-        equal = divide(self.global_batch_size, [StepCost(0.0, 1.0)] * len(sizes), self._limits)
+        equal = self._divided([StepCost(0.0, 1.0)] * len(sizes))
         step, step_if_equal = (max(map(StepCost.seconds, costs, division)) for division in (sizes, equal))
         faster = f"{step_if_equal / step:.2f} times as fast as with equal batches"
         milliseconds = f"{1e3 * step:.3g} ms in place of {1e3 * step_if_equal:.3g} ms, " if is_measured else ""
@@ -357,6 +365,9 @@ class HeterogeneousBatches:
     @property
     def _limit(self) -> int | None:
         return self._limits[self._topology.rank]
+
+    def _divided(self, costs: Sequence[StepCost]) -> list[int]:
+        return divide(self.global_batch_size, costs, self._limits, self._least)
 
     def _limit_every_rank(self) -> list[int | None]:
         ranks = self._topology.world_size
@@ -418,7 +429,7 @@ class HeterogeneousBatches:
         if costs is None or any(seconds is None for seconds in times):
             return
         costs = [cost.through(size, seconds) for cost, size, seconds in zip(costs, sizes, times, strict=True)]
-        new = divide(self.global_batch_size, costs, self._limits)
+        new = self._divided(costs)
         before, after = (max(map(StepCost.seconds, costs, division)) for division in (sizes, new))
         self._costs = costs
         if after > (1 - _WORTH_A_CHANGE) * before:

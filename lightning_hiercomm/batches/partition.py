@@ -33,7 +33,9 @@ class StepCost:
         return StepCost(self.fixed * factor, self.speed / factor)
 
 
-def divide(total: int, costs: Sequence[StepCost], limits: Sequence[int | None] | None = None) -> list[int]:
+def divide(
+    total: int, costs: Sequence[StepCost], limits: Sequence[int | None] | None = None, least: int = 1
+) -> list[int]:
     """Divide a global batch so that all ranks finish a step at the same time, as nearly as whole samples allow.
 
     Without fixed costs rank ``i`` gets ``total * s_i / sum(s)``. Shares are rounded by largest remainder (ties: the
@@ -45,6 +47,7 @@ def divide(total: int, costs: Sequence[StepCost], limits: Sequence[int | None] |
         total: Samples of the global batch, G.
         costs: Every rank's.
         limits: The most samples that fit on each rank; None: no limit.
+        least: The fewest samples of a rank, if so many fit on it, and the global batch has so many for each.
 
     Returns:
         Samples per rank, at least 1 each.
@@ -65,9 +68,12 @@ def divide(total: int, costs: Sequence[StepCost], limits: Sequence[int | None] |
     # the samples that fit into T seconds grow piecewise linearly with T, bending where a rank meets a bound
     fixed = [Fraction(cost.fixed) for cost in costs]
     speed = [Fraction(cost.speed) for cost in costs]
+    if total < least * len(costs):
+        least = 1
+    fewest = [least if limit is None else min(least, limit) for limit in limits]
 
     def shares(seconds: Fraction) -> list[Fraction]:
-        free = [max(Fraction(1), (seconds - a) * s) for a, s in zip(fixed, speed, strict=True)]
+        free = [max(Fraction(few), (seconds - a) * s) for few, a, s in zip(fewest, fixed, speed, strict=True)]
         return [
             share if limit is None else min(share, Fraction(limit)) for share, limit in zip(free, limits, strict=True)
         ]
@@ -75,12 +81,16 @@ def divide(total: int, costs: Sequence[StepCost], limits: Sequence[int | None] |
     def taken(seconds: Fraction) -> Fraction:
         return sum(shares(seconds), Fraction(0))
 
-    bends = {a + 1 / s for a, s in zip(fixed, speed, strict=True)}
+    bends = {a + few / s for few, a, s in zip(fewest, fixed, speed, strict=True)}
     bends |= {a + m / s for a, s, m in zip(fixed, speed, limits, strict=True) if m is not None}
     in_order = sorted(bends)
     bend = in_order[bisect_right(in_order, Fraction(total), key=taken) - 1]
     at_bend = shares(bend)
-    growing = [i for i, m in enumerate(limits) if fixed[i] + 1 / speed[i] <= bend and (m is None or at_bend[i] < m)]
+    growing = [
+        i
+        for i, (few, m) in enumerate(zip(fewest, limits, strict=True))
+        if fixed[i] + few / speed[i] <= bend and (m is None or at_bend[i] < m)
+    ]
     if growing:
         bend += (total - sum(at_bend, Fraction(0))) / sum((speed[i] for i in growing), Fraction(0))
     return largest_remainder(shares(bend))

@@ -29,10 +29,10 @@ class Background:
     On CPU it is a thread (gloo and MPI waits release the interpreter lock), started by the first job. On CUDA it is a
     stream: jobs are enqueued at once from the calling thread and the device keeps their order.
 
-    Where such a job would let the host wait (for moves between nodes over MPI, or by way of pinned memory), it is put
-    off until somebody waits for it, or for one behind it: those moves make progress by themselves, and the calling
-    thread still launches everything in one order, as nccl wants it of communicators that share a device: "users must
-    ensure the order of host-side launches matches for all devices" ("Using multiple NCCL communicators concurrently",
+    Where such a job would let the host wait (for moves between nodes over gloo or MPI), it is put off until somebody
+    waits for it, or for one behind it: those moves make progress by themselves, and the calling thread still launches
+    everything in one order, as nccl wants it of communicators that share a device: "users must ensure the order of
+    host-side launches matches for all devices" ("Using multiple NCCL communicators concurrently",
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). On the device nothing orders a
     job's moves and training's, which is the point of it; from nccl 2.26 on ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` lets nccl
     start them in the order of their launches, so that no two wait for each other (docs/clusters.md).
@@ -73,7 +73,7 @@ class Background:
     def _enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> _StreamJob:
         if self._put_off is not None:
             return _PutOff(stream, self._device, work, self._put_off, self._meter)
-        # where the host waits all the same, as over gloo, training's stream runs out of work meanwhile
+        # where the host waits all the same, as over gloo inside a node, training's stream runs out of work meanwhile
         with self._meter.waiting(self._tier, self._device), self._meter.beside_training():
             return _StreamJob(stream, self._device, work)
 

@@ -41,7 +41,8 @@ def attach_batches(
     batches: HeterogeneousBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
 ) -> None:
     """Let ``batches`` divide the train dataloaders of a trainer; before anybody asks for their length."""
-    batches.bind(topology, topology.meter, device)
+    one_is_refused = any(isinstance(layer, torch.nn.BatchNorm1d) for layer in trainer.lightning_module.modules())
+    batches.bind(topology, topology.meter, device, least=2 if one_is_refused else 1)
     leave_train_dataloaders_alone(trainer)
     mark_means_of_a_step(trainer, means.applying)
 

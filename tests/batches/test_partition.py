@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_hiercomm.batches.partition import StepCost, divide, gradient_scale, rank_weights, relative_speeds
@@ -59,6 +59,27 @@ def test_parts_sum_to_the_whole_within_their_bounds(costs, extra, data):
     sizes = divide(total, costs, limits)
     assert sum(sizes) == total
     assert all(1 <= size <= (limit or total) for size, limit in zip(sizes, limits, strict=True))
+
+
+@given(costs, st.integers(0, 200), st.integers(1, 4), st.data())
+def test_no_part_is_smaller_than_the_least_if_there_is_so_much_for_all_and_it_fits(costs, extra, least, data):
+    total = len(costs) + extra
+    limits = [data.draw(st.none() | st.integers(1, 60)) for _ in costs]
+    assume(not all(limits) or sum(limits) >= total)
+    sizes = divide(total, costs, limits, least)
+    assert sum(sizes) == total
+    least = least if total >= least * len(costs) else 1
+    assert all(
+        min(least, limit or least) <= size <= (limit or total) for size, limit in zip(sizes, limits, strict=True)
+    )
+    if (alone := divide(total, costs, limits)) and all(size >= least for size in alone):
+        assert sizes == alone
+
+
+def test_who_is_slow_gets_the_least_and_the_others_share_the_rest():
+    assert divide(32, at_speeds(4, 3, 0.1)) == [18, 13, 1]
+    assert divide(32, at_speeds(4, 3, 0.1), least=2) == [17, 13, 2]
+    assert divide(5, at_speeds(4, 3, 0.1), least=2) == [2, 2, 1]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(0, 200))

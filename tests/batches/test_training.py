@@ -431,6 +431,19 @@ def test_the_size_is_logged(fit):
     assert [report["report"] for report in reports] == [{"batch_size": 8.0, **every}, {"batch_size": 4.0, **every}]
 
 
+class Normal(Net):
+    """Refuses a batch of one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
+
+
+def test_the_slowest_rank_gets_as_many_samples_as_a_batch_norm_can_train_on(fit):
+    reports = fit(Normal(), {"batches": HeterogeneousBatches(12, [100, 1])}, devices=2)
+    assert [report["report"] for report in reports] == [[10] * 4, [2] * 4]
+
+
 def test_one_process_takes_the_global_batch(fit):
     (report,) = fit(Net(), {"batches": HeterogeneousBatches(12), "ranks_per_node": 1}, devices=1)
     assert report["report"] == [12] * 4

@@ -120,11 +120,7 @@ class SaveAfter(pl.Callback):
 
 
 class Greedy(Net):
-    """Has no memory for more than :data:`ROOM` samples on rank 0, which may get a single one on a busy machine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1] = nn.Identity()  # type: ignore[operator]  # BatchNorm refuses one sample
+    """Has no memory for more than :data:`ROOM` samples on rank 0."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 0 and len(batch[0]) > ROOM:
