@@ -74,7 +74,7 @@ class Node:
             `"mute:..."` let rank 1 of the node alone close its lane, or send nothing; none if empty.
         hold: By optimizer steps, a life of a node, such as `1.2` for the third one of node 1, that it waits for: until
             that asks, and then it takes its time until that trains, so that no test depends on the machine's speed.
-            With `1.2.heard`, until the lighthouse has surely heard it.
+            With `1.2.heard`, until the lighthouse has surely heard it. At step 1 it waits for that node's first life, too.
         elastic: Arguments of `Elastic`; none: the node is one of a run whose nodes stay.
         settings: Further arguments of the strategy.
         checkpoints: The folder for them; none if empty.
@@ -363,7 +363,12 @@ class Looks(pl.Callback):
     """Notes where the node is, for whoever watches the run, and where it has ended."""
 
     def __init__(self, path: Path, hold: dict[str, str], notes_state: bool = False) -> None:
-        self.path, self.hold = path, hold
+        later = [who.partition(".")[0] for who in hold.values() if not who.endswith((".0", ".heard"))]
+        # who comes when the others are held already lives no second time: nothing befalls it
+        self.path, self.hold = (
+            path,
+            [*((1, f"{node}.0") for node in later), *((int(at), who) for at, who in hold.items())],
+        )
         self.notes_state = notes_state
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
@@ -382,13 +387,13 @@ class Looks(pl.Callback):
             with self.path.with_suffix(".steps").open("a") as file:
                 file.write(f"{time.time():.3f} {trainer.global_step}\n")
         self.path.with_name(f"{self.path.name}.{life()}.trains").touch()
-        for step, who in self.hold.items():
+        for step, who in self.hold:
             until = time.monotonic() + 0.5
             file = who if who.endswith(".heard") else f"{who}.asks"
             asks, trains = self.path.with_name(file), self.path.with_name(f"{who}.trains")
-            while trainer.global_step == int(step) and not asks.exists():
+            while trainer.global_step == step and not asks.exists():
                 time.sleep(0.01)
-            while trainer.global_step > int(step) and not trains.exists() and time.monotonic() < until:
+            while trainer.global_step > step and not trains.exists() and time.monotonic() < until:
                 time.sleep(0.01)
         end = self.path.with_name("end")
         if end.exists() and trainer.global_step == int(end.read_text()):
