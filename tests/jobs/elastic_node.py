@@ -74,7 +74,7 @@ class Node:
             `"mute:..."` let rank 1 of the node alone close its lane, or send nothing; none if empty.
         hold: By optimizer steps, a life of a node, such as `1.2` for the third one of node 1, that it waits for: until
             that asks, and then it takes its time until that trains, so that no test depends on the machine's speed.
-            With `1.2.heard`, until the lighthouse has surely heard it. At step 1 it waits for that node's first life, too.
+            With `1.2.heard`, until the lighthouse has surely heard it. At step 1, until that node's first life asks.
         elastic: Arguments of `Elastic`; none: the node is one of a run whose nodes stay.
         settings: Further arguments of the strategy.
         checkpoints: The folder for them; none if empty.
@@ -365,10 +365,8 @@ class Looks(pl.Callback):
     def __init__(self, path: Path, hold: dict[str, str], notes_state: bool = False) -> None:
         later = [who.partition(".")[0] for who in hold.values() if not who.endswith((".0", ".heard"))]
         # who comes when the others are held already lives no second time: nothing befalls it
-        self.path, self.hold = (
-            path,
-            [*((1, f"{node}.0") for node in later), *((int(at), who) for at, who in hold.items())],
-        )
+        first = [(1, f"{node}.0") for node in later]
+        self.path, self.hold = path, [*first, *((int(step), who) for step, who in hold.items())]
         self.notes_state = notes_state
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
