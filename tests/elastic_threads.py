@@ -321,8 +321,9 @@ class Threads:
 
 
 def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: Any) -> dict[tuple[str, int], Any]:
-    """What ``work`` returns on every rank of nodes of these sizes, which begin together."""
-    threads = Threads(scheme, training=training)
+    """What ``work`` returns on every rank of nodes of these sizes, which begin together, and of which none is lost."""
+    # a busy machine's nodes may be late for a vote by half a second, and agree twice: other bits of what encoding keeps
+    threads = Threads(scheme, Elastic(dead_after=20.0), training)
     threads.lights.min_nodes = len(sizes)
     for node, ranks in enumerate(sizes):
         threads.start(node, work, ranks)
