@@ -198,16 +198,27 @@ class Mutated:
 
     def _tried(self, mutant: Mutant, tests: Sequence[str], exactly: bool) -> tuple[str, str]:
         changed = other_code(ROOT / PACKAGE / mutant["file"], mutant["text"]) if exactly else None
+        here = [test for test in tests if changed is not None and not self._reached.tests[test]["forks"]]
+        elsewhere = [test for test in tests if test not in here]  # ranks are forks of a server, which has not changed
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
-            said = Path(folder) / "said"
-            if changed is None:
-                return _ended(_copied(Path(folder), mutant, tests), 120 + 10 * self._arguments.limit), ""
-            fate = self._forked(Path(folder), changed, tests)
-            by = said.read_text() if said.exists() else ""
-            if by and self._reached.tests[by]["forks"] and self._forked(Path(folder), {}, [by]) != "survived":
-                print(f"without a mutant, too, there failed {by}", flush=True)  # on a busy machine, after a time limit
-                return self._tried(mutant, [test for test in tests if test != by], exactly)
-            return fate, by
+            fate = self._forked(Path(folder), changed, here) if changed is not None and here else "survived"
+            if fate != "survived" or not elsewhere:
+                return fate, _said(Path(folder))
+        fate, by = self._on_a_copy(mutant["file"], mutant["text"], elsewhere)
+        unchanged = (ROOT / PACKAGE / mutant["file"]).read_text()
+        if (
+            by
+            and self._reached.tests[by]["forks"]
+            and self._on_a_copy(mutant["file"], unchanged, [by])[0] != "survived"
+        ):
+            print(f"without a mutant, too, there failed {by}", flush=True)  # on a busy machine, after a time limit
+            return self._tried(mutant, [test for test in elsewhere if test != by], False)
+        return fate, by
+
+    def _on_a_copy(self, file: str, text: str, tests: Sequence[str]) -> tuple[str, str]:
+        with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+            fate = _ended(_copied(Path(folder), file, text, tests), 120 + 10 * self._arguments.limit)
+            return fate, _said(Path(folder))
 
     def _forked(self, folder: Path, changed: dict[CodeType, CodeType], tests: Sequence[str]) -> str:
         child = os.fork()
@@ -261,10 +272,16 @@ def _bare(code: CodeType) -> tuple[object, ...]:
     return code.co_code, code.co_names, [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
 
 
-def _copied(folder: Path, mutant: Mutant, tests: Sequence[str]) -> int:
+def _said(folder: Path) -> str:
+    """Which test failed."""
+    said = folder / "said"
+    return said.read_text() if said.exists() else ""
+
+
+def _copied(folder: Path, file: str, text: str, tests: Sequence[str]) -> int:
     """Start the tests in another program, on a copy of the package."""
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / PACKAGE / mutant["file"]).write_text(mutant["text"])
+    (folder / PACKAGE / file).write_text(text)
     (folder / "tests.json").write_text(json.dumps([*tests]))
     child = os.fork()
     if child == 0:
@@ -280,10 +297,15 @@ def _copied(folder: Path, mutant: Mutant, tests: Sequence[str]) -> int:
 
 
 class _Only:
-    """A plugin of pytest: these tests, in this order."""
+    """A plugin of pytest: these tests, in this order; it writes down which one failed."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._names = names
+        self._said = folder / "said"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._said.write_text(report.nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -294,7 +316,9 @@ class _Only:
 def _run_on_copy(folder: Path) -> int:
     sys.path.insert(0, str(folder))
     names = json.loads((folder / "tests.json").read_text())
-    return int(pytest.main([*QUIETLY, *sorted({name.partition("::")[0] for name in names})], plugins=[_Only(names)]))
+    return int(
+        pytest.main([*QUIETLY, *sorted({name.partition("::")[0] for name in names})], plugins=[_Only(names, folder)])
+    )
 
 
 def _ended(child: int, seconds: float) -> str:

@@ -246,6 +246,14 @@ def test_a_rank_that_slows_down_gets_less_within_two_epochs(clock, caplog):
     assert "rank 1: 16 -> " in caplog.text
 
 
+def test_the_others_get_no_more_than_fits_when_a_rank_slows_down(clock):
+    def work(rank, topology):
+        run = Trained(clock, topology, max_batch_size=20)
+        return [run.epoch_at(4e-3 if rank == 1 else 1e-3) for _ in range(3)][-1]
+
+    assert on_ranks([[0], [1]], work) == [[20, 12]] * 2
+
+
 def test_a_rank_that_loads_slowly_in_its_own_process_gets_less(clock):
     def work(rank, topology):
         def load(samples):

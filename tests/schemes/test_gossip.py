@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import lightning.pytorch as pl
@@ -380,6 +381,19 @@ def test_a_run_resumed_from_its_state_is_the_same_to_the_bit(fair, overlap):
     assert simulate(second_half, scheme, starts, nodes=nodes) == simulate(whole, scheme, starts, nodes=nodes)
 
 
+def test_push_sum_s_weights_are_saved_to_the_bit():
+    weights = [[1 / 3, 5 / 3, 1.0]]
+
+    def work(rank):
+        rank.scheme._weights = copy.deepcopy(weights)
+        state = rank.scheme.state_dict()
+        rank.scheme._begin_anew()
+        rank.scheme.load_state_dict(state)
+        return rank.scheme._weights
+
+    assert simulate(work, Gossip(fair=None, segments=1), [0, 1, 2]) == [weights] * 3
+
+
 def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
     def save(rank):
         rank.train(0.0)
@@ -449,6 +463,7 @@ def test_an_invalid_graph_is_refused_when_the_run_starts():
     [
         ({"graph": "star"}, "graph='star' must be one of"),
         ({"segments": 0}, "segments=0"),
+        ({"segments": -3}, "segments=-3"),
         ({"segments": []}, r"segments=\[\]"),
         ({"segments": "layer1"}, "segments='layer1'"),
         ({"segment_bytes": 0}, "segment_bytes=0"),

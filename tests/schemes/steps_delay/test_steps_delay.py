@@ -32,7 +32,7 @@ from lightning_hiercomm.nodes import bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import Context, StepsDelay
-from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate, glu
+from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation, LocalUpdate, glu
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -466,6 +466,12 @@ def test_a_parameter_without_gradient_counts_as_zero():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         StepsDelay(**arguments)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_a_mean_square_that_would_grow_or_never_change_is_refused(decay):
+    with pytest.raises(ValueError, match=f"decay={decay} must be from 0 to less than 1"):
+        DelayCompensation(decay=decay)
 
 
 class LARS(torch.optim.SGD):
