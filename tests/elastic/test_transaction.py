@@ -336,8 +336,8 @@ def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when
         move._move = Failing(move._move, has_left)
         return move
 
-    # nobody is to be lost who only has too little of the processor, unless the others have to wait for its vote
-    elastic = Elastic(dead_after=0.5 if moment == "before the vote" else 5.0)
+    # nobody is to be lost who only has too little of the processor; a vote that does not come is waited for
+    elastic = Elastic(dead_after=5.0 if moment != "before the vote" else 0.5 if wire is None else 2.5)
     threads = Threads(scheme, elastic, {"inner": adam, "wire": wire, **TRAINING})
     threads.lights.min_nodes = 3
     for node in range(3):
