@@ -497,6 +497,18 @@ def test_where_a_quarter_of_the_epochs_is_none_it_is_a_quarter_of_the_steps(epoc
     assert phases == ["warm-up"] * 3 + ["cycling"] * 7 + ["cool-down"] * 3
 
 
+@pytest.mark.parametrize("epochs", [4, 7])
+def test_where_a_quarter_of_the_epochs_is_one_it_is_that_one_whatever_the_steps(epochs):
+    def work(rank):
+        for _ in range(12):
+            rank.train()
+        before = rank.scheme.phase
+        rank.scheme.begin_epoch(1, {})
+        return before, rank.scheme.phase
+
+    assert on_four_ranks(work, DASO(), epochs=epochs, steps=13) == [("warm-up", "cycling")] * 4
+
+
 def test_a_run_without_an_end_has_four_epochs_of_warm_up_and_no_cool_down():
     def work(rank):
         phases = []

@@ -471,7 +471,11 @@ def test_only_the_state_of_parameters_that_were_sick_begins_anew():
     optimizer = Adam([sick, well])
     sick.grad, well.grad = torch.tensor([math.nan, 1.0]), torch.ones(2)
     optimizer.step()
+    counts = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    for parameter, mean in zip(counts, (math.inf, 1.0), strict=True):  # in a number of Python's, as some optimizers do
+        optimizer.state[parameter] = {"step": 3, "mean": torch.tensor([mean, 1.0])}
     begin_state_anew(optimizer)
+    assert [optimizer.state[parameter]["step"] for parameter in counts] == [0, 3]
     assert optimizer.state[sick]["step"] == 0
     assert torch.equal(optimizer.state[sick]["exp_avg_sq"], torch.zeros(2))
     assert optimizer.state[well]["step"] == 1
