@@ -20,7 +20,7 @@ from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from problems import one_trainer, same_bits
+from problems import one_trainer, report_of, same_bits
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
@@ -547,6 +547,19 @@ def test_no_nodes_own_disk_keeps_companions_of_what_is_gone(fit, io):
 
 class Links(ModelCheckpoint):
     CHECKPOINT_NAME_LAST = "last-{epoch}"
+
+
+def test_a_run_resumes_from_what_was_saved_at_an_address(tmp_path):
+    path = "memory://resumed/saved.ckpt"
+
+    def fitted(**arguments):
+        strategy = HierarchicalStrategy(PeriodicAveraging(4), checkpoint_replicas=True)
+        saves = {"callbacks": [SaveAfter(STEPS, path)], "limit_train_batches": STEPS}
+        trainer = one_trainer(tmp_path, strategy=strategy, **saves)
+        trainer.fit(Net(), **arguments)
+        return report_of(trainer)
+
+    same_bits([fitted(), fitted(ckpt_path=path)])
 
 
 def test_a_save_that_fails_says_why_and_leaves_no_companions(tmp_path):

@@ -290,6 +290,12 @@ def test_only_wider_floats_are_narrowed():
     assert not Quantized(8).narrows(torch.int64)
 
 
+def test_bytes_travel_as_they_are_whatever_floats_do():
+    values = torch.arange(200, dtype=torch.uint8)
+    payload = Quantized(8).encode(values, torch.zeros_like(values))
+    assert torch.equal(Quantized(8).decode(payload, torch.zeros_like(values)), values)
+
+
 def test_what_travels_as_it_is_is_not_copied_unless_somewhere_else():
     values, elsewhere = torch.ones(3), torch.zeros(3)
     assert AsIs().encode(values) is values

@@ -409,6 +409,19 @@ def test_a_rank_in_no_group_gets_no_communicator(world):
 # ---- several moves in flight -----------------------------------------------------------------------------------------
 
 
+def sum_of_three(rank):
+    trio = rank.group([[0, 1, 2], [3]])
+    for numel in [5, 1000, 100003]:
+        for waiting in (False, True):
+            tensor = torch.full((numel,), 2.0**rank.rank)
+            trio.all_reduce(tensor, waiting=waiting).wait()
+            assert torch.equal(tensor, torch.full((numel,), 8.0 if rank.rank == 3 else 7.0))
+
+
+def test_three_members_sum_too(world):
+    world.run(sum_of_three)
+
+
 def move_in_two_groups(rank):
     pairs, lanes = rank.group(PAIRS, "intra"), rank.group(LANES, "inter")
     for numel in [5, 100003]:
