@@ -507,7 +507,8 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, scheme, wire, nodes):
 @pytest.mark.parametrize("how", ["companion", "agreed"])
 @pytest.mark.parametrize("kept", [0.0, 0.25, 0.5])
 def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_default_was(on_nodes, caplog, kept, how):
-    explicit, arguments = DiLoCo(4, staleness=2, keep_local=kept), {"shapes": SEVENS, "dtype": torch.float64}
+    implicit = partial(DiLoCo, 4, staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
+    explicit, arguments = implicit(keep_local=kept), {"shapes": SEVENS, "dtype": torch.float64}
 
     def training(rank, steps):
         return towards(23, steps)(rank)
@@ -535,7 +536,7 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
 
     said = on_nodes(resuming, explicit, TWO_OF_TWO, **arguments)
     assert "keep_local" not in caplog.text
-    unsaid = on_nodes(resuming, DiLoCo(4, staleness=2), TWO_OF_TWO, **arguments)
+    unsaid = on_nodes(resuming, implicit(), TWO_OF_TWO, **arguments)
     assert ("goes on with keep_local" in caplog.text) == (kept != 0.5)
     for (ours, after), (theirs, _) in zip(unsaid, said, strict=True):
         assert after == kept
