@@ -138,11 +138,7 @@ class Cluster:
         """Wait until all nodes have ended well, starting those again that did not, or until `until()` holds."""
         deadline = time.monotonic() + timeout
         while self._nodes and not (until is not None and until()):
-            if time.monotonic() > deadline:
-                for name in self._nodes:
-                    self.signal(name, signal.SIGQUIT)  # where are they?
-                time.sleep(1.0)
-                raise AssertionError(f"nodes {sorted(self._nodes)} still run\n{self.said()}")
+            assert time.monotonic() < deadline, f"nodes {sorted(self._nodes)} still run\n{self.said_by_the_living()}"
             self.look(restarts)
             time.sleep(0.01)
 
@@ -184,6 +180,15 @@ class Cluster:
 
     def log(self, node: int | str, life: int = 0) -> str:
         return (self.folder / f"{node}.{life}.log").read_text()
+
+    def said_by_the_living(self) -> str:
+        """The same, and where each thread of the nodes is that have not ended."""
+        for process in self._nodes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
+                os.killpg(process.pid, signal.SIGQUIT)
+        time.sleep(1.0)
+        return self.said()
 
     def said(self) -> str:
         """All logs, for a test that fails."""

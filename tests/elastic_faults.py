@@ -168,12 +168,7 @@ class Run:
 
     def _hangs(self) -> None:
         self.outcome.hangs += 1
-        for process in self._nodes.living.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
-                os.kill(process.pid, signal.SIGQUIT)
-        time.sleep(1.0)
-        self.outcome.troubles.append("nobody took a step for a minute\n" + self._nodes.said())
+        self.outcome.troubles.append("nobody took a step for a minute\n" + self._nodes.said_by_the_living())
         raise RuntimeError(self.outcome.troubles[-1])
 
     def trains(self, node: int) -> bool:

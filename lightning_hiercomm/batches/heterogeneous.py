@@ -152,10 +152,10 @@ class HeterogeneousBatches:
             device: Where it computes.
             least: The fewest samples that the module trains on.
         """
-        self._least = least
         self._topology, self._device = topology, device
-        # torch seeds may differ between ranks, the order of the dataset must not
-        self._seed = topology.world.all_gather_object(int(os.environ.get("PL_GLOBAL_SEED", 0)))[0]
+        # torch seeds may differ between ranks, the order of the dataset must not, nor how it is divided
+        told = topology.world.all_gather_object((int(os.environ.get("PL_GLOBAL_SEED", 0)), least))
+        self._seed, self._least = told[0][0], max(fewest for _, fewest in told)
         self._limits = self._limit_every_rank()
         self._forget_loaders()
         self.clock = StepClock(meter, device) if self.rebalance_every_n_epochs is not None else None

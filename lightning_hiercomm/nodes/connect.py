@@ -40,11 +40,11 @@ def connect_world(
     Returns:
         The nodes, with communicators and a new meter.
     """
+    world = TorchCommunicator(None, range(world_size), rank, "world", Meter())
     if ranks_per_node is not None:
         nodes = nodes_by_count(ranks_per_node, world_size)
     else:
-        world = TorchCommunicator(None, range(world_size), rank, "world", Meter()) if world_size > 1 else None
-        nodes = nodes_by_place([place] if world is None else world.all_gather_object(place))
+        nodes = nodes_by_place(world.all_gather_object(place) if world_size > 1 else [place])
     meter = Meter()
     by_torch = sharing_memory(connect_torch(meter, timeout, launching=unprofiled), timeout)
     if inter_node == "torch":
@@ -53,8 +53,8 @@ def connect_world(
         connect = _between_nodes(connect_gloo(meter, timeout), by_torch)
     else:
         connect = _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
-    over_nccl = inter_node == "torch" and TorchCommunicator(None, range(world_size), rank, "world", meter).is_nccl
-    topology = Topology(nodes, rank, connect, meter, waits_on_host=not over_nccl)
+    waits_on_host = inter_node != "torch" or not world.is_nccl
+    topology = Topology(nodes, rank, connect, meter, waits_on_host=waits_on_host)
     topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
     return topology
 

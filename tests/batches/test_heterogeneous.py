@@ -213,6 +213,15 @@ def test_a_rank_may_be_limited_to_a_single_sample(limits):
     assert sizes == [1, total - 1]
 
 
+def test_ranks_whose_modules_need_unequally_many_samples_divide_alike():
+    def work(rank, topology):
+        batches = HeterogeneousBatches(12, [100, 1])
+        batches.bind(topology, topology.meter, harness.place.device, least=2 - rank)
+        return batches.division.sizes
+
+    assert on_ranks([[0], [1]], work) == [[10, 2]] * 2
+
+
 class Trained:
     """A rank's steps and epochs, on a manual clock."""
 

@@ -135,7 +135,7 @@ def lighthouse(bind: str, dead_after: float) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     logging.getLogger("torchft").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     if os.environ.get("NAMESPACE"):
