@@ -38,7 +38,7 @@ class HeterogeneousBatches:
     """Give each rank as many samples per step as it can finish in the same time, out of one global batch.
 
     With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step (rounded by
-    largest remainder, at least 1, and 2 if the module has a ``BatchNorm1d``, which refuses a single one); all ranks
+    largest remainder, at least 1, and 2 if the module has a BatchNorm layer, which refuses a single one); all ranks
     take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of the dataloader's own sampler, so shuffled
     anew in every epoch if it shuffles. Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss
     being the mean over its samples, that is exactly the gradient of the mean loss over the global batch: training does

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from dataclasses import dataclass
 
 from lightning_hiercomm.arguments import checked_fields
 from lightning_hiercomm.schemes import Scheme
+
+MOST_NODES = 10**6
+LONGEST_SILENCE = 24 * 3600.0
 
 
 @checked_fields
@@ -40,12 +42,12 @@ class Elastic:
     record: bool = True
 
     def __post_init__(self) -> None:
-        if self.min_nodes < 1:
-            raise ValueError(f"min_nodes={self.min_nodes} must be a positive number of nodes")
+        if not 1 <= self.min_nodes <= MOST_NODES:
+            raise ValueError(f"min_nodes={self.min_nodes} must be a positive number of nodes, up to {MOST_NODES}")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
             raise ValueError(f"max_nodes={self.max_nodes} must be at least min_nodes={self.min_nodes}, or None")
-        if not 0.5 <= self.dead_after < math.inf:
-            raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 on")
+        if not 0.5 <= self.dead_after <= LONGEST_SILENCE:
+            raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 to {LONGEST_SILENCE:.0f}")
         if self.lighthouse is not None:
             check_address(self.lighthouse, "elastic's lighthouse")
 

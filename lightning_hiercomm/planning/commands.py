@@ -25,7 +25,7 @@ from lightning_hiercomm.planning.predict.candidates import plan as make_plan
 from lightning_hiercomm.planning.predict.faults import Faults, advice
 from lightning_hiercomm.planning.simulate import curves
 from lightning_hiercomm.planning.simulate.presets import PRESETS, Preset, Setting
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, check
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
 from lightning_hiercomm.planning.simulate.tasks import TASKS
 from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
@@ -94,7 +94,10 @@ def doctor(arguments: argparse.Namespace) -> int:
         return examine_elastic(arguments.elastic or None, arguments.dead_after)
     from lightning_hiercomm.planning.measure.doctor import examine
 
-    return examine(arguments.ranks_per_node)
+    try:
+        return examine(arguments.ranks_per_node)
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
 
 
 def probe(arguments: argparse.Namespace) -> int:
@@ -208,6 +211,9 @@ def simulate(arguments: argparse.Namespace) -> int:
     preset = PRESETS[arguments.preset or "003"]
     experiments, picture = _experiments(arguments, preset), _picture(arguments)
     site = _site(arguments, preset.site, nodes=max(experiment.nodes for experiment in experiments))
+    fewest = {experiment.label: experiment for experiment in sorted(experiments, key=lambda one: -one.nodes)}
+    for experiment in fewest.values():  # what the last scheme cannot do is said before the first has been trained
+        check(experiment)
     done = []
     for index, experiment in enumerate(experiments, 1):
         curve = _curve(experiment, site)

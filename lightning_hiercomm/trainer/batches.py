@@ -20,6 +20,9 @@ from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.trainer.rehearsal import rehearsal
 
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+"""They refuse a single sample: always, or where it is a single value in a channel."""
+
 
 class WeightedMeans:
     """Knows when a mean over ranks must be weighted by the sizes of the ranks' batches."""
@@ -41,8 +44,8 @@ def attach_batches(
     batches: HeterogeneousBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
 ) -> None:
     """Let ``batches`` divide the train dataloaders of a trainer; before anybody asks for their length."""
-    one_is_refused = any(isinstance(layer, torch.nn.BatchNorm1d) for layer in trainer.lightning_module.modules())
-    batches.bind(topology, topology.meter, device, least=2 if one_is_refused else 1)
+    has_batch_norm = any(isinstance(layer, _BATCH_NORMS) for layer in trainer.lightning_module.modules())
+    batches.bind(topology, topology.meter, device, least=2 if has_batch_norm else 1)
     leave_train_dataloaders_alone(trainer)
     mark_means_of_a_step(trainer, means.applying)
 

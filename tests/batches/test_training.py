@@ -434,13 +434,19 @@ def test_the_size_is_logged(fit):
 class Normal(Net):
     """Refuses a batch of one sample."""
 
-    def __init__(self):
+    def __init__(self, *layers):
         super().__init__()
-        self.net.insert(1, torch.nn.BatchNorm1d(16))
+        first, *others = self.net
+        self.net = torch.nn.Sequential(first, *layers, *others)
 
 
-def test_the_slowest_rank_gets_as_many_samples_as_a_batch_norm_can_train_on(fit):
-    reports = fit(Normal(), {"batches": HeterogeneousBatches(12, [100, 1])}, devices=2)
+@pytest.mark.parametrize(
+    "layers",
+    [[torch.nn.BatchNorm1d(16)], [torch.nn.Unflatten(1, (16, 1, 1)), torch.nn.BatchNorm2d(16), torch.nn.Flatten()]],
+    ids=["vectors", "pooled pictures"],
+)
+def test_the_slowest_rank_gets_as_many_samples_as_a_batch_norm_can_train_on(fit, layers):
+    reports = fit(Normal(*layers), {"batches": HeterogeneousBatches(12, [100, 1])}, devices=2)
     assert [report["report"] for report in reports] == [[10] * 4, [2] * 4]
 
 

@@ -159,6 +159,20 @@ def test_so_is_a_plot_in_a_format_that_nobody_draws(tmp_path, capsys, monkeypatc
     assert f"--plot {path} must end with one of ." in capsys.readouterr().err
 
 
+def test_nodes_of_no_ranks_are_refused_in_one_line(capsys):
+    assert program.main(["doctor", "--ranks-per-node", "0"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("python -m lightning_hiercomm doctor: ranks_per_node=0 does not divide the world")
+    assert len(said.err.splitlines()) == 1
+    assert said.out == ""
+
+
+def test_a_scheme_that_cannot_do_what_is_asked_is_refused_before_others_are_trained(capsys, monkeypatch):
+    monkeypatch.delattr(commands, "run_one")
+    assert program.main(["simulate", "--scheme", "steps_delay", "--wire", "int8"]) == 2
+    assert "StepsDelay sends gradients and weights as they are or cast" in capsys.readouterr().err
+
+
 def test_arguments_of_no_module_are_refused(capsys):
     """The stand-in was measured in its place."""
     assert program.main(["probe", "--module-args", '{"width": 512}']) == 2
@@ -168,9 +182,11 @@ def test_arguments_of_no_module_are_refused(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dead-after", "-1"], "dead_after=-1.0 must be a number of seconds from 0.5 on"),
+        (["--dead-after", "-1"], "dead_after=-1.0 must be a number of seconds from 0.5 to 86400"),
+        (["--dead-after", "1e30"], "dead_after=1e+30 must be"),  # milliseconds that torchft can count
         (["--dead-after", "nan"], "dead_after=nan must be"),
-        (["--min-nodes", "0"], "min_nodes=0 must be a positive number of nodes"),
+        (["--min-nodes", "0"], "min_nodes=0 must be a positive number of nodes, up to 1000000"),
+        (["--min-nodes", "100000000000000000000"], "min_nodes=100000000000000000000 must be"),  # the same of nodes
         (["--bind", "here"], "--bind"),
         (["--bind", "192.0.2.1:29510"], "cannot listen at --bind='192.0.2.1:29510' ("),  # of no machine
     ],

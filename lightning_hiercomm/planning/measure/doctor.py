@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.control.open_files import needed_files
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.measure.ranks import Machine, Ranks, cluster_environment, connected, this_machine
 
 Level = Literal["ok", "note", "FAIL"]
@@ -55,9 +55,14 @@ def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = prin
     Args:
         ranks_per_node: As for the strategy.
         say: Takes each line; called on rank 0.
+
+    Raises:
+        ValueError: If ``ranks_per_node`` does not make the world.
     """
     environment = cluster_environment()
     size = environment.world_size()
+    if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):  # one alone does not tell how many there will be
+        nodes_by_count(ranks_per_node, size)
     own = list(_local(size, environment.local_rank()))
     if size == 1:
         for finding in own:

@@ -6,6 +6,8 @@ import copy
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
@@ -211,24 +213,42 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
         NonfiniteError: If the scheme finds that parameters are NaN or infinite.
     """
     began = time.perf_counter()
+    replicas = _on_threads(experiment, lambda replica: replica.train(site, evaluations))
+    first = replicas[0]
+    sent = fmean(replica.sent for replica in replicas) * experiment.ranks_per_node
+    parameters = [parameter.detach() for parameter in first.module.parameters()]
+    return Curve(experiment, first.points, sent / experiment.steps, time.perf_counter() - began, parameters)
+
+
+def check(experiment: Experiment) -> None:
+    """Begin an experiment, and train nothing.
+
+    Raises:
+        PlanningError: If the scheme does not go with the rest.
+    """
+    _on_threads(experiment, _Replica.begin)
+
+
+def _on_threads(experiment: Experiment, task: Callable[[_Replica], object]) -> list[_Replica]:
+    """Let all replicas do something, each on a thread; in the order of ranks."""
     initial = experiment.task.model(experiment.seed)  # here: threads share one random number generator
+
+    def work(rank: int, world: ThreadWorld) -> _Replica:
+        replica = _Replica(experiment, initial, rank, world)
+        task(replica)
+        return replica
+
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
     # a thread that waits for the interpreter's lock wakes up so often to ask for it: thousands do little else
     sys.setswitchinterval(max(interval, experiment.replicas * _SECONDS_BETWEEN_WAKES))
     try:
-        replicas = ThreadWorld(experiment.replicas, _LONGEST_WAIT).run(
-            lambda rank, world: _Replica(experiment, initial, rank, world).train(site, evaluations)
-        )
+        return ThreadWorld(experiment.replicas, _LONGEST_WAIT).run(work)
     except ValueError as error:
         raise PlanningError(str(error)) from error
     finally:
         torch.set_num_threads(threads)
         sys.setswitchinterval(interval)
-    first = replicas[0]
-    sent = fmean(replica.sent for replica in replicas) * experiment.ranks_per_node
-    parameters = [parameter.detach() for parameter in first.module.parameters()]
-    return Curve(experiment, first.points, sent / experiment.steps, time.perf_counter() - began, parameters)
 
 
 class _Replica:
@@ -253,16 +273,17 @@ class _Replica:
         self.points: list[Point] = []
         self.sent = 0.0
 
-    def train(self, site: Site, evaluations: int) -> _Replica:
+    def begin(self) -> None:
+        """See that the scheme goes with the rest."""
+        with self._begun():
+            pass
+
+    def train(self, site: Site, evaluations: int) -> None:
+        """All steps."""
         experiment = self._experiment
-        wire = Wire.named(experiment.wire_dtype)
-        optimizers = [optimizer for _, optimizer in self._turns]
-        run = TrainingRun(experiment.scheme, Replicas(self.module, optimizers), self._topology, wire)
-        clock, seconds = VirtualClock(experiment, site), 0.0
-        try:
-            per_epoch = experiment.steps_per_epoch
-            run.begin(-(-experiment.steps // per_epoch), experiment.steps)
-            looks = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
+        clock, seconds, per_epoch = VirtualClock(experiment, site), 0.0, experiment.steps_per_epoch
+        looks = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
+        with self._begun() as run:
             for step in range(experiment.steps):
                 if step % per_epoch == 0:
                     run.begin_epoch(step // per_epoch, {})
@@ -280,9 +301,18 @@ class _Replica:
             self.sent += self._meter.bytes["inter"]
             run.finish()
             self._look(None, experiment.steps, seconds)
+
+    @contextmanager
+    def _begun(self) -> Iterator[TrainingRun]:
+        experiment = self._experiment
+        wire = Wire.named(experiment.wire_dtype)
+        optimizers = [optimizer for _, optimizer in self._turns]
+        run = TrainingRun(experiment.scheme, Replicas(self.module, optimizers), self._topology, wire)
+        try:
+            run.begin(-(-experiment.steps // experiment.steps_per_epoch), experiment.steps)
+            yield run
         finally:
             run.close(timeout=1.0)
-        return self
 
     def _step(self, run: TrainingRun, turn: Turn, optimizer: Optimizer, batch: Examples) -> None:
         """An optimizer's step, with gradients that agree as DDP lets them."""
