@@ -107,7 +107,10 @@ def load_companion(
         ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes.
     """
     if identity is None:
-        raise ValueError(f"{checkpoint_path} was saved without checkpoint_replicas=True. {_REMEDY}")
+        raise ValueError(
+            f"{checkpoint_path} holds nothing of single ranks: it was saved without checkpoint_replicas=True, or once"
+            f" the run had ended. {_REMEDY}"
+        )
     place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
     path = companion_path(place, topology.rank, identity)
     try:

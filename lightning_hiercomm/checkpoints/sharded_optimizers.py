@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
+
 
 def numbered_by_optimizer(
     state: Mapping[str, Any], optimizer: Optimizer, parameters: Iterable[nn.Parameter]
@@ -52,8 +54,14 @@ def load_optimizers(
         strict: Whether a state has to be there for every parameter.
 
     Raises:
-        ValueError: If a file holds the states of another number of optimizers.
+        ValueError: If a file holds the states of another number of optimizers, or torch cannot load one.
     """
+    for optimizer in optimizers:
+        if evaluates_loss(optimizer):  # torch makes a step, without a closure, to see what its state looks like
+            raise ValueError(
+                f"the state of {type(optimizer).__name__} in {path} cannot be resumed where parameters are sharded:"
+                " start anew from its weights (the state_dict in it), or train with HierarchicalStrategy"
+            )
     if path.is_dir():
         for index, optimizer in enumerate(optimizers):
             held = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)}

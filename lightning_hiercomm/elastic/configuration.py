@@ -10,7 +10,7 @@ from lightning_hiercomm.arguments import checked_fields
 from lightning_hiercomm.schemes import Scheme
 
 MOST_NODES = 10**6
-LONGEST_SILENCE = 24 * 3600.0
+LONGEST_SILENCE = 24 * 3600
 
 
 @checked_fields
@@ -47,7 +47,7 @@ class Elastic:
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
             raise ValueError(f"max_nodes={self.max_nodes} must be at least min_nodes={self.min_nodes}, or None")
         if not 0.5 <= self.dead_after <= LONGEST_SILENCE:
-            raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 to {LONGEST_SILENCE:.0f}")
+            raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 to {LONGEST_SILENCE}")
         if self.lighthouse is not None:
             check_address(self.lighthouse, "elastic's lighthouse")
 

@@ -39,6 +39,15 @@ def test_a_file_without_optimizers_is_refused(tmp_path):
         load_optimizers(tmp_path / "weights.ckpt", [], module, [torch.optim.SGD(module.parameters())], strict=True)
 
 
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_an_optimizer_without_steps_of_its_own_is_refused_with_the_remedy(tmp_path, kind):
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(module.parameters())
+    path = tmp_path if kind == "directory" else tmp_path / "run.ckpt"
+    with pytest.raises(ValueError, match=r"state of LBFGS .* cannot be resumed .*: start anew from its weights"):
+        load_optimizers(path, [optimizer.state_dict()], module, [optimizer], strict=True)
+
+
 def test_a_learning_rate_comes_back_from_a_file_where_the_optimizer_keeps_nothing_else(tmp_path):
     module = nn.Linear(2, 1)
     saved, resumed = (torch.optim.SGD(module.parameters(), lr=lr) for lr in (0.01, 0.1))

@@ -61,7 +61,7 @@ def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = prin
     """
     environment = cluster_environment()
     size = environment.world_size()
-    if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):  # one alone does not tell how many there will be
+    if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):  # one does not tell how many there will be
         nodes_by_count(ranks_per_node, size)
     own = list(_local(size, environment.local_rank()))
     if size == 1:
