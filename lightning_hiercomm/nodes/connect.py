@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
@@ -12,11 +14,15 @@ import torch.distributed as dist
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.mpi import connect_mpi
+from lightning_hiercomm.comm.mpi import MPICommunicator, connect_mpi
 from lightning_hiercomm.comm.shared_memory import sharing_memory
 from lightning_hiercomm.comm.staged import connect_gloo
 from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch, unprofiled
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count, nodes_by_place
+
+_LONGEST_CLOSING = 5.0
+_left_behind: list[tuple[Topology, object]] = []
+"""What was connected, and over which default process group."""
 
 
 def connect_world(
@@ -56,7 +62,30 @@ def connect_world(
     waits_on_host = inter_node != "torch" or not world.is_nccl
     topology = Topology(nodes, rank, connect, meter, waits_on_host=waits_on_host)
     topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
+    _close_left_behind()
     return topology
+
+
+def leave_behind(topology: Topology) -> None:
+    """Let it be, of a run that broke off: others may be stuck in it until they come to the next, where it is closed."""
+    topology.is_left_behind = True
+    if not isinstance(topology.inter, MPICommunicator):  # which closes nothing that is in flight
+        _left_behind.append((topology, dist.group.WORLD))
+
+
+def _close_left_behind() -> None:
+    left = [topology for topology, world in _left_behind if world is dist.group.WORLD]  # or they went with it
+    _left_behind.clear()
+    if left:
+        closing = threading.Thread(target=_close, args=(left,), daemon=True, name="close-left-behind")
+        closing.start()
+        closing.join(_LONGEST_CLOSING)
+
+
+def _close(topologies: list[Topology]) -> None:
+    while topologies:
+        with contextlib.suppress(Exception):  # what happens to it is no concern of a run's any more
+            topologies.pop().close()
 
 
 def _between_nodes(inter: Connect, others: Connect) -> Connect:

@@ -76,6 +76,7 @@ class Topology:
             that ``divide`` has made.
         waits_on_host: As above.
         is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
+        is_left_behind: Whether a run that broke off has left them, perhaps with others stuck in them: others are made.
         may_grow: Whether other nodes may come and go.
     """
 
@@ -102,6 +103,7 @@ class Topology:
         self._siblings: list[Topology] = []
         self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
+        self.is_left_behind = False
         self.waits_on_host = waits_on_host
         self._owns_world = world is None
         self.world = world or self._require(connect([range(self.world_size)], "world"))

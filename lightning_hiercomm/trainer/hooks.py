@@ -44,7 +44,7 @@ from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_
 from lightning_hiercomm.control.rendezvous import Rendezvous
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
-from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.connect import connect_world, leave_behind
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -95,7 +95,7 @@ class HierarchicalHooks(Reports):
             contextlib.nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
         ):
             super().setup_environment()
-        if self.topology is None or self.topology.is_closed:
+        if self.topology is None or self.topology.is_closed or self.topology.is_left_behind:
             self.topology = connect_world(
                 self.global_rank,
                 self.world_size,
@@ -192,8 +192,11 @@ class HierarchicalHooks(Reports):
         self._checkpoints.forget_random_state()
         self._control.stop(trainer)
         super().teardown()
-        if self.topology is not None and not self._control.is_interrupted(trainer):  # others may be gone, or stuck
-            self.topology.close()
+        if self.topology is not None:
+            if not self._control.is_interrupted(trainer):
+                self.topology.close()
+            else:
+                leave_behind(self.topology)
 
     # ---- training ------------------------------------------------------------------------------------------------
 

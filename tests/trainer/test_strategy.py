@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from problems import Oracle, fitted, one_trainer, same_bits
+from torch.distributed import distributed_c10d
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.control.plane import RankFailure
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
 pytestmark = pytest.mark.borrows
@@ -694,6 +696,44 @@ def _frozen_between_fits(folder):
 
 def test_what_is_frozen_between_two_fits_is_not_reduced_in_the_second(borrow):
     assert borrow(_frozen_between_fits, ranks=2) == [[11, 1]] * 2
+
+
+class GivenUp(Exception):
+    """Of a search: not worth more."""
+
+
+class GivesUp(pl.Callback):
+    """As all ranks do that look at the same numbers."""
+
+    is_content = False
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.strategy._control.plane.grace = 60.0  # whoever is late, on a busy machine, is not ended
+        if not self.is_content:
+            raise GivenUp
+
+
+def _given_up_and_begun_again(folder):
+    groups, judge, module = [], GivesUp(), Oracle(targets=(0.0, 2.0))
+    for _ in range(3):
+        strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1)
+        trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=[judge])
+        with pytest.raises((GivenUp, RankFailure)):
+            trainer.fit(Oracle())
+        groups.append(len(distributed_c10d._world.pg_map))
+    left, judge.is_content = strategy.topology, True
+    trainer.fit(module)
+    groups.append(len(distributed_c10d._world.pg_map))
+    return groups, strategy.topology is left, module.report
+
+
+def test_fits_that_were_given_up_leave_no_process_groups_once_another_has_begun(launch):
+    """A search that gives a trial up on all ranks goes on in their processes; each had left four behind."""
+    for (first, second, third, last), is_same, report in launch(_given_up_and_begun_again, ranks=2):
+        assert first == second == third
+        assert last == 1  # the default group: another fit has begun, and has closed its own
+        assert not is_same
+        assert report[:2] in ([0.0, 0.75], [1.0, 0.75])
 
 
 class TakingBatches(Oracle):
