@@ -310,7 +310,8 @@ class RunningGossip(RunningScheme[Gossip]):
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
         state = super().state_dict()
         if not self.is_alone:
-            state["weights"] = torch.tensor(self._weights, dtype=torch.float64)
+            weights = torch.tensor(self._weights, dtype=torch.float64)
+            state["weights"] = weights.view(len(self._weights), self.topology.num_nodes)  # also of no segment
             state["in_flight"] = self._in_flight.state_dict()
         return state
 
@@ -322,6 +323,8 @@ class RunningGossip(RunningScheme[Gossip]):
         if "weights" not in state:
             return
         expected, saved = (len(self._segments), self.topology.num_nodes), tuple(state["weights"].shape)
+        if saved == (0,):  # earlier versions wrote no number of nodes where all was frozen
+            saved = 0, self.topology.num_nodes
         if expected != saved:
             raise ValueError(
                 f"the checkpoint's gossip has {saved[0]} segments on {saved[1]} nodes, this run {expected[0]} on"

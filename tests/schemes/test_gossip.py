@@ -394,6 +394,20 @@ def test_push_sum_s_weights_are_saved_to_the_bit():
     assert simulate(work, Gossip(fair=None, segments=1), [0, 1, 2]) == [weights] * 3
 
 
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_state_saved_while_everything_is_frozen_loads(nodes):
+    """Of one of two optimizers, say: a file that holds no weights has no number of nodes, either."""
+
+    def work(rank):
+        state = rank.scheme.state_dict()
+        rank.scheme.load_state_dict(state)
+        rank.scheme.load_state_dict({**state, "weights": torch.tensor([], dtype=torch.float64)})  # of earlier versions
+        return state["weights"].shape
+
+    saved = on_nodes(work, Gossip(push_sum=True), [[rank] for rank in range(nodes)], shapes={"a": 3}, frozen=["a"])
+    assert saved == [(0, nodes)] * nodes
+
+
 def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
     def save(rank):
         rank.train(0.0)
