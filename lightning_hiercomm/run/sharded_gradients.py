@@ -53,8 +53,6 @@ class ShardedGradients:
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
         # the parameters of each bucket, and its pieces in their order
         self._owners = [[held[id(piece.tensor)] for piece in bucket.pieces] for bucket in self._buckets]
-        for index, (owners, bucket) in enumerate(zip(self._owners, self._buckets, strict=True)):
-            path.note_contents(index, ((each, piece.start) for each, piece in zip(owners, bucket.pieces, strict=True)))
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._written) for parameter in self.parameters]
         self._leaves_early: bool | None = None  # until a backward pass has been seen
         self._is_backward = False
@@ -144,6 +142,9 @@ class ShardedGradients:
             else:
                 parameter.grad = placed_as(parameter.grad, parameter)
                 values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
+        if self._path.keeps_back:
+            owners = zip(self._owners[index], bucket.pieces, strict=True)
+            self._path.note_contents(index, ((parameter, piece.start) for parameter, piece in owners))
         handle = self._path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
         self._in_flight.append((index, flat, handle))
         if len(self._in_flight) == BUCKETS_IN_FLIGHT:

@@ -116,9 +116,11 @@ Contents = tuple[tuple[int, int], ...]
 
 
 class _KeptBack:
-    """What encoding has kept back of each piece of each bucket, while the bucket has the same contents.
+    """What encoding has kept back of each piece of each bucket, for as long as buckets have the same contents.
 
-    These are noted by who hands buckets over, and captured when a piece leaves: pieces are encoded on another thread.
+    They are noted by who hands buckets over, and captured when a piece leaves: pieces are encoded on another thread. Of
+    parameters that are frozen then, for another optimizer's turn, a bucket holds zeros, and nobody takes what arrives:
+    what was kept back of them waits for their own turn, in which the bucket has other contents.
 
     Args:
         lane_sum: Encodes the pieces.
@@ -131,18 +133,21 @@ class _KeptBack:
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._device = device
         self._contents: dict[int, Contents] = {}
-        self._feedback: dict[tuple[int, int], tuple[Feedback, Contents | None]] = {}
+        self._feedback: dict[tuple[int, int], dict[Contents | None, Feedback]] = {}
         self._scale: float | None = None
 
     def note(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        self._contents[index] = tuple((self._places.get(id(each), -1), start) for each, start in contents)
+        self._contents[index] = tuple(
+            (self._places.get(id(parameter), -1), start) for parameter, start in contents if parameter.requires_grad
+        )
 
     @torch.no_grad()
     def note_scale(self, scale: float) -> None:
         """What was kept back of gradients in another scale is to be added to some in this one."""
         if self._scale is not None and self._scale != scale:
-            for feedback, _ in self._feedback.values():
-                feedback.multiply(scale / self._scale)
+            for held in self._feedback.values():
+                for feedback in held.values():
+                    feedback.multiply(scale / self._scale)
         self._scale = scale
 
     def contents(self, index: int) -> Contents | None:
@@ -157,24 +162,37 @@ class _KeptBack:
             key: The bucket's index, and the piece's.
             contents: Of the bucket, when the piece left.
         """
-        known, of_contents = self._feedback.get(key, (None, None))
-        is_same = known is not None and known.sender.numel() == part.numel() and of_contents in (contents, None)
-        feedback = known if is_same else self._lane_sum.feedback(part)
-        if feedback is not None:
-            self._feedback[key] = feedback, contents
-        return feedback
+        held = self._feedback.get(key, {})
+        known = held.get(contents) or held.pop(None, None)  # a file of earlier versions may not say of what
+        if known is None or known.sender.numel() != part.numel():
+            known = self._lane_sum.feedback(part)
+            if known is None:
+                return None
+            self._forget_others(key[0], contents)
+        held[contents] = known
+        self._feedback[key] = held
+        return known
+
+    def _forget_others(self, index: int, contents: Contents | None) -> None:
+        """What is kept back of a parameter is so in one place: buckets may have been made anew."""
+        for (other_index, _), held in self._feedback.items():
+            for other in list(held):
+                is_same = other_index == index and other == contents
+                if other and contents and not is_same and not set(other).isdisjoint(contents):
+                    del held[other]
 
     def state_dict(self) -> dict[str, Any]:
-        feedback = [(*key, each.state_dict(), of) for key, (each, of) in self._feedback.items()]
+        feedback = [(*key, each.state_dict(), of) for key, held in self._feedback.items() for of, each in held.items()]
         return {"feedback": feedback, "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._scale = state.get("scale")
+        self._feedback.clear()
         for index, *more in state["feedback"]:  # files of earlier versions do not know contents, and perhaps no pieces
             piece = more.pop(0) if isinstance(more[0], int) else 0
             saved, contents = (*more, None)[:2]
             kept_back = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
-            self._feedback[index, piece] = Feedback(*kept_back), contents
+            self._feedback.setdefault((index, piece), {})[contents] = Feedback(*kept_back)
 
 
 class WorldSum(GradientPath):

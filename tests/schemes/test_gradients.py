@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -238,11 +239,11 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 @pytest.mark.parametrize("kind", [WorldSum, NodesMean])
 def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
     """Of two buckets the first has another content of the same size in its second round: some were thawed."""
-    model = [torch.zeros(50, device=place.device) for _ in range(4)]
+    model = [torch.zeros(50, device=place.device, requires_grad=True) for _ in range(5)]
 
     def round_of(path, topology, number, place, start):
         buckets = []
-        for index, contents in enumerate(([(model[place], start), (model[place + 1], 0)], [(model[1], 0)])):
+        for index, contents in enumerate(([(model[place], start), (model[place + 1], 0)], [(model[4], 0)])):
             path.note_contents(index, contents)
             buckets.append(gradient_of(topology.rank, 100, 10 * number + index))
             path.reduce(buckets[-1], index).wait()
@@ -274,6 +275,36 @@ def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, r
     assert torch.equal(changed, anew)
     assert not torch.equal(changed, same)
     assert torch.equal(other, too)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("kind", [WorldSum, NodesMean])
+def test_what_was_kept_back_waits_for_the_turn_of_its_optimizer(kind, resumes):
+    """For whom another's turn has frozen a bucket holds zeros, and nobody takes what arrives for these."""
+    model = [torch.zeros(50, device=place.device) for _ in range(2)]
+
+    def take_turns(order, path, topology):
+        arrived = []
+        for turn in order:
+            for number, parameter in enumerate(model):
+                parameter.requires_grad_(number == turn)
+            bucket = torch.zeros(100, device=place.device)
+            bucket[50 * turn : 50 * turn + 50] = gradient_of(topology.rank, 50, 20 if turn else len(arrived))
+            path.note_contents(0, [(parameter, 0) for parameter in model])
+            path.reduce(bucket).wait()
+            if turn == 0:
+                arrived.append(bucket[:50].clone())
+            if resumes:
+                path.load_state_dict(path.state_dict())
+        return torch.stack(arrived)
+
+    def arrives(*order):
+        if kind is WorldSum:
+            return on_ranks(partial(take_turns, order), ((0, 1), (2,)), wire="int4", parameters=model)[0]
+        wire = Wire.named("int4")
+        return on_each(lambda topology: take_turns(order, NodesMean(topology, wire, model), topology), [[0], [1]])[0]
+
+    assert torch.equal(arrives(0, 1, 0, 1, 0), arrives(0, 0, 0))
 
 
 def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
