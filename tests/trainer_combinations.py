@@ -210,6 +210,8 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
         fit = replace(fit, precision="scaled")
     if fit.precision == "bf16-true":
         fit = replace(fit, dtype="bfloat16")
+    if fit.weights is not None and "batchnorm" in fit.module:  # of which every rank gets two samples at least
+        fit = replace(fit, weights=tuple(max(2.0, weight) for weight in fit.weights))
     if fit.thaw is not None and draw.random() < 0.5 and fit.epochs > 1:
         fit = replace(fit, thaw=fit.steps, freeze=None, finetuning=True)  # the callback alone says what is trained
     if fit.validate is None:
