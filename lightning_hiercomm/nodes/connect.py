@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,8 +22,8 @@ from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch, unpr
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count, nodes_by_place
 
 _LONGEST_CLOSING = 5.0
-_left_behind: list[tuple[Topology, object]] = []
-"""What was connected, and over which default process group."""
+_left_behind: list[tuple[Topology, object, int]] = []
+"""What was connected, over which default process group, and by which process."""
 
 
 def connect_world(
@@ -70,22 +71,25 @@ def leave_behind(topology: Topology) -> None:
     """Let it be, of a run that broke off: others may be stuck in it until they come to the next, where it is closed."""
     topology.is_left_behind = True
     if not isinstance(topology.inter, MPICommunicator):  # which closes nothing that is in flight
-        _left_behind.append((topology, dist.group.WORLD))
+        _left_behind.append((topology, dist.group.WORLD, os.getpid()))
 
 
 def _close_left_behind() -> None:
-    left = [topology for topology, world in _left_behind if world is dist.group.WORLD]  # or they went with it
-    _left_behind.clear()
-    if left:
-        closing = threading.Thread(target=_close, args=(left,), daemon=True, name="close-left-behind")
+    """Not in a fork what its parent has left: it would wait for the parent's threads, to the end of time."""
+    own = [each for each in _left_behind if each[2] == os.getpid()]
+    _left_behind[:] = [each for each in _left_behind if each[2] != os.getpid()]
+    if own:
+        closing = threading.Thread(target=_close, args=(own,), daemon=True, name="close-left-behind")
         closing.start()
         closing.join(_LONGEST_CLOSING)
 
 
-def _close(topologies: list[Topology]) -> None:
-    while topologies:
-        with contextlib.suppress(Exception):  # what happens to it is no concern of a run's any more
-            topologies.pop().close()
+def _close(left: list[tuple[Topology, object, int]]) -> None:
+    while left:
+        topology, world, _ = left.pop()
+        if world is dist.group.WORLD:  # or it has ended with that
+            with contextlib.suppress(Exception):  # what happens to it is no concern of a run's any more
+                topology.close()
 
 
 def _between_nodes(inter: Connect, others: Connect) -> Connect:

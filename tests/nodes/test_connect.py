@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from lightning_hiercomm.comm.torch import TorchCommunicator
-from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.connect import connect_world, leave_behind
 
 
 @pytest.fixture
@@ -16,6 +17,39 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def _connects_in_a_fork(done):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    connect_world(0, 1, (0, 0)).close()
+    done.set()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_was_left_behind_is_closed_once_others_are_connected():
+    first = connect_world(0, 1, (0, 0))
+    leave_behind(first)
+    second = connect_world(0, 1, (0, 0))
+    assert first.is_closed
+    assert not second.is_closed
+    second.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_fork_lets_be_what_its_parent_has_left_behind():
+    """The threads that it would wait for are not there."""
+    left = connect_world(0, 1, (0, 0))
+    leave_behind(left)
+    fork = multiprocessing.get_context("fork")
+    done = fork.Event()
+    process = fork.Process(target=_connects_in_a_fork, args=(done,), daemon=True)
+    process.start()
+    process.join(60)
+    process.kill()
+    assert done.is_set()
+    connect_world(0, 1, (0, 0)).close()
+    assert left.is_closed
 
 
 @pytest.mark.usefixtures("alone")
