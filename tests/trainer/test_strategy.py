@@ -417,6 +417,7 @@ def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_a
     assert "rank 0 (node 0) ended an epoch after 5 batches of the run, and rank 1" in capfd.readouterr().err
 
 
+@pytest.mark.long("whoever waits for the rank that has stopped is ended after a while")
 def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit, capfd):
     class Stopping(Oracle):
         def training_step(self, batch, batch_idx):
