@@ -131,6 +131,8 @@ class Member:
         self.stuck: tuple[str, float] = ("", 0.0)
         self.batches = 0  # begun
         self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
+        self.has_finished = False  # training
+        self.wait: Message | None = None  # of its main thread, for other ranks: see waiting.Wait
 
 
 class Hub:
@@ -169,6 +171,7 @@ class Hub:
         self._all_silent = False
         self._progress: dict[int, int] = {}
         self._standstill_told = False
+        self._left: dict[int, str] = {}  # ranks that have ended their run, and how they are called
         self._holds: dict[int, dict[int, int]] = {}  # by round: of requeues, which count from 1, or 0, the stop
         self._proposals: dict[int, Message] = {}
         self._failure: Message | None = None
@@ -274,6 +277,7 @@ class Hub:
         member = self._members[channel]
         rank = member.rank
         if message["kind"] == "bye":
+            self._left[rank] = member.place
             del self._members[channel], self._joined[rank]
             self._drop(channel)
             if 0 in self._joined:  # which would tell a new hub; all others need not know
@@ -283,6 +287,7 @@ class Hub:
         elif message["kind"] == "beat":
             member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
             member.batches, member.ended = message["batches"], tuple(message["ended"])
+            member.has_finished, member.wait = bool(message["finished"]), message["wait"]
         elif message["kind"] == "failed":
             self._fail(message)
         elif message["kind"] == "stop":
@@ -317,7 +322,7 @@ class Hub:
         del self._joined[member.rank]
         message = f"{member.place} died"
         if self._missing:  # a launcher that ends everybody because of them is quicker than their absence
-            message += f" while {_ranks(self._missing)} had not come yet"
+            message += f" while {names_of_ranks(self._missing)} had not come yet"
         self._fail_of_itself(message)
 
     def _fail(self, failure: Message) -> None:
@@ -342,11 +347,12 @@ class Hub:
         for channel in [channel for channel, stranger in self._strangers.items() if stranger.deadline < now]:
             self._drop(channel)
         if self._failure is None and self._missing and now > self._give_up_at:
-            self._fail_of_itself(f"{_ranks(self._missing)} did not come back")
+            self._fail_of_itself(f"{names_of_ranks(self._missing)} did not come back")
         if self._failure is None and self._hang_timeout is not None:
             self._look_for_frozen(now, self._hang_timeout)
-            self._look_for_standstill(now, self._hang_timeout)
             self._look_for_unequal_epochs()
+            self._look_for_deadlock(self._hang_timeout)
+            self._look_for_standstill(now, self._hang_timeout)
 
     def _begin_to_listen(self, now: float) -> None:
         for member in self._members.values():
@@ -378,10 +384,19 @@ class Hub:
             channel.send_urgently()
 
     def _look_for_unequal_epochs(self) -> None:
-        """End the run if a rank trains on in an epoch that another one has ended: they would wait for each other.
+        """End the run if a rank trains on in an epoch, or a run, that another one has ended: they would wait forever.
 
-        What a rank says of its batches and epochs is of one moment, so it does not matter that others' words are older.
+        A beat reports batches and epochs of one moment, so it does not matter that the other ranks' beats are older.
         """
+        finished = [member for member in self._members.values() if member.has_finished]
+        for member in self._members.values():
+            if finished and not member.has_finished and member.batches > finished[0].batches:
+                self._fail_of_itself(
+                    f"{finished[0].place} ended its training after {finished[0].batches} batches of the run, and"
+                    f" {member.place} trains on. Likely cause: trainer.should_stop was set on some ranks only. Set it"
+                    " on all ranks alike, for instance with trainer.strategy.reduce_boolean_decision(...)"
+                )
+                return
         ahead = max(self._members.values(), key=lambda member: member.ended, default=None)
         if ahead is None:
             return
@@ -397,13 +412,51 @@ class Hub:
                 )
                 return
 
+    def _look_for_deadlock(self, timeout: float) -> None:
+        """End the run if all ranks have waited for each other for so long, but not all in the same place.
+
+        A long collective in which all ranks wait in the same place is slow, not stuck.
+        """
+        members = sorted(self._members.values(), key=lambda member: member.rank)
+        waits = [member.wait for member in members if member.wait is not None and member.wait["seconds"] >= timeout]
+        if not members or len(waits) < len(members) or self._missing:
+            return
+        places = {(m.batches, m.ended, wait["place"]) for m, wait in zip(members, waits, strict=True)}
+        if len(places) == 1 and not self._left:
+            return
+        rows = [("rank", "waits in", "during", "line of the program")]
+        for member, wait in zip(members, waits, strict=True):
+            rows.append((member.place, wait["call"][:80], member.doing[:80], wait["line"][:80] or "-"))
+        rows += [(rank_and_place, "has ended its run", "-", "-") for rank_and_place in self._left.values()]
+        self._fail_of_itself(
+            f"no rank made progress for {timeout:g} s (hang_timeout): the ranks wait for each other in different"
+            f" places\n{_table(rows[:33])}\n{self._likely_cause(members, waits)}",
+            stuck=True,
+        )
+
+    def _likely_cause(self, members: Sequence[Member], waits: Sequence[Message]) -> str:
+        saving = [member.rank for member, wait in zip(members, waits, strict=True) if wait["is_saving"]]
+        if saving and len(saving) < len(members):
+            return (
+                f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not. Call it"
+                " on all ranks; only rank 0 writes the file"
+            )
+        if self._left or any(member.has_finished for member in members):
+            return "Likely cause: training ended on some ranks only. Set trainer.should_stop on all ranks alike"
+        return (
+            "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
+            " some ranks only, or more often. Call it on all ranks alike"
+        )
+
     def _look_for_standstill(self, now: float, timeout: float) -> None:
         """Say so if all ranks live, but none gets on: they may wait for each other, or for something very slow."""
         progress = {member.rank: member.progress for member in self._members.values()}
         if progress != self._progress:
             self._progress, self._moved_at, self._standstill_told = progress, now, False
             return
-        if self._standstill_told or now - self._moved_at <= timeout or not all(progress.values()):
+        last_beats = 2 * seconds_between_beats(self._size, timeout)  # which may show that the ranks are deadlocked
+        is_short = now - self._moved_at <= timeout + last_beats
+        if self._failure is not None or self._standstill_told or is_short or not all(progress.values()):
             return
         members = sorted(self._members.values(), key=lambda member: member.rank)
         if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # nobody is frozen
@@ -436,7 +489,14 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def names_of_ranks(ranks: Iterable[int]) -> str:
     """Such as "ranks 3, 5"."""
     names = sorted(ranks)
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}"

@@ -23,12 +23,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_hiercomm.control import hub, process
+from lightning_hiercomm.control.waiting import MainThread
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 4096  # all ranks come at once; the kernel takes net.core.somaxconn for more
 _JOIN_SECONDS = 20.0
 _REJOIN_SECONDS = 60.0
+_STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
 _CANNOT_ASK = "it cannot ask the other ranks, for the control plane is lost"
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
 
@@ -63,8 +65,9 @@ class ControlPlane:
 
     Every rank says from a thread of its own what it is doing. One that is silent for ``hang_timeout`` seconds is
     frozen: stopped, on a machine that is lost, or in a loop that holds the interpreter's lock; or its main thread is
-    stuck in the kernel, as in a hung file system. Then all ranks dump their stacks and the run ends. A rank that is
-    busy or waits for long still says so, and is left alone; if none gets on for as long they only dump their stacks.
+    stuck in the kernel, as in a hung file system. Then all ranks dump their stacks and the run ends. The run also ends,
+    with a table of the ranks, if all of them have waited for each other for ``hang_timeout`` seconds in different
+    places. A rank that is busy is left alone; if no rank makes progress for as long, all dump their stacks.
 
     The middle of the star, the hub, is a process beside rank 0 that works on a socket of rank 0's. If it is lost, rank
     0 starts another one and all ranks come back to it; they know that rank 0 lives because its socket still takes
@@ -76,13 +79,22 @@ class ControlPlane:
         place: How to name this rank to people, such as ``"rank 3 (node 1)"``.
         grace: Seconds from learning of a failure until this process is ended, unless it ended by itself.
         hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
+        count_collectives: Returns how many collectives this process has begun.
 
     Attributes:
         processes: The identities of those ranks' processes that share this rank's machine, as far as they are known:
             it kills one that is frozen. They do not come from the hub, which could name any process.
     """
 
-    def __init__(self, rank: int, size: int, place: str, grace: float = 4.0, hang_timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        place: str,
+        grace: float = 4.0,
+        hang_timeout: float | None = None,
+        count_collectives: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.place = place
@@ -96,6 +108,8 @@ class ControlPlane:
         self._changed = threading.Condition()
         self._batch = 0
         self._ended = 0, 0
+        self._has_finished = False
+        self._main_thread = MainThread(count_collectives)
         self._hold_at: int | None = None
         self._stop_at: int | None = None
         self._stops_next = False
@@ -228,6 +242,11 @@ class ControlPlane:
         with self._changed:
             self._ended = self._ended[0] + 1, self._batch
 
+    def note_training_end(self) -> None:
+        """Record that this rank takes no more training batches."""
+        with self._changed:
+            self._has_finished = True
+
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one raised."""
         if self.failure is None and self.is_connected:
@@ -238,7 +257,10 @@ class ControlPlane:
         """What people read of an error that this rank raised."""
         if isinstance(error, KeyboardInterrupt):
             return f"{self.place} was interrupted"
-        return f"{self.place} failed: {type(error).__name__}: {error}"
+        ended = ""
+        if isinstance(error, RuntimeError) and self._gone:  # it may have waited for them
+            ended = f" ({hub.names_of_ranks(self._gone)} had ended the run before)"
+        return f"{self.place} failed{ended}: {type(error).__name__}: {error}"
 
     def wait_for_failure(self, timeout: float) -> str | None:
         """The first failure anywhere, waiting for the news for up to ``timeout`` seconds."""
@@ -369,6 +391,7 @@ class ControlPlane:
             while True:
                 for message in messages:
                     if message["kind"] == "closed":
+                        self._gone.add(0)
                         return
                     self._receive(message)
                 while not self._outbox.empty():
@@ -379,8 +402,10 @@ class ControlPlane:
                         return
                 if self.hang_timeout is not None and time.monotonic() >= next_beat:
                     with self._changed:
-                        count = {"batches": self._batch, "ended": self._ended}
+                        count = {"batches": self._batch, "ended": self._ended, "finished": self._has_finished}
                     beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look(), **count}
+                    wait = self._main_thread.wait()
+                    beat["wait"] = wait.as_message() if wait is not None and wait.seconds >= 1.0 else None
                     channel.send({"kind": "beat", **beat})
                     next_beat = time.monotonic() + hub.seconds_between_beats(self.size, self.hang_timeout)
                 pause = max(0.0, next_beat - time.monotonic()) if next_beat < math.inf else None
@@ -422,7 +447,7 @@ class ControlPlane:
             if message.get("frozen"):
                 process.dump_stacks(f"{message['message']}. What {self.place} does:")
                 self._end_frozen([rank for rank in message.get("silent", ()) if rank != self.rank])
-            self._learn_failure(message["message"])
+            self._learn_failure(message["message"], is_stuck=bool(message.get("stuck")))
         elif message["kind"] == "dump":
             process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
         elif message["kind"] == "left":
@@ -454,7 +479,7 @@ class ControlPlane:
         self._hold_at = self._batch + 1
         self._say({"kind": "hold", "at": self._hold_at, **({"round": requeue} if requeue else {})})
 
-    def _learn_failure(self, message: str) -> None:
+    def _learn_failure(self, message: str, is_stuck: bool = False) -> None:
         with self._changed:
             if self.failure is not None:
                 return
@@ -463,7 +488,12 @@ class ControlPlane:
         self._failed.set()
         process.end_children_at_exit()
         if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
-            threading.Thread(target=self._end_if_stuck, args=(message,), name="hiercomm-grace", daemon=True).start()
+            grace = min(self.grace, _STUCK_GRACE) if is_stuck else self.grace
+            why = "" if is_stuck or message.startswith(self.place) else ", which is waiting for it"
+            end = threading.Thread(
+                target=self._end_after, args=(grace, message, why), name="hiercomm-grace", daemon=True
+            )
+            end.start()
 
     def _end_frozen(self, ranks: Sequence[int]) -> None:
         """Kill frozen ranks of this machine, when they have had the time to dump their stacks."""
@@ -476,10 +506,10 @@ class ControlPlane:
         self._ending = threading.Thread(target=end, name="hiercomm-ending", daemon=True)
         self._ending.start()
 
-    def _end_if_stuck(self, message: str) -> None:
-        if not self._closing.wait(self.grace):
-            why = "" if message.startswith(self.place) else ", which is waiting for it"
-            print(f"lightning_hiercomm: {message}. Ending {self.place}{why}.", file=sys.stderr)
+    def _end_after(self, grace: float, message: str, why: str) -> None:
+        if not self._closing.wait(grace):
+            first_line = message.partition("\n")[0]
+            print(f"lightning_hiercomm: {first_line}. Ending {self.place}{why}.", file=sys.stderr)
             sys.stderr.flush()
             process.end_children()
             os._exit(1)
@@ -524,6 +554,7 @@ def start_control_plane(
     hang_timeout: float | None,
     broadcast: Callable[[Any], Any],
     gather: Callable[..., list[Any]],
+    count_collectives: Callable[[], int] = lambda: 0,
 ) -> ControlPlane | None:
     """Start the star, or agree to do without; collective.
 
@@ -540,11 +571,12 @@ def start_control_plane(
         broadcast: Gives all ranks what rank 0 says.
         gather: Gives all ranks what all say; if it can, only what those say that name the same ``among``, or say it
             ``aloud``. Calls ``alarm``, if it can, while it waits.
+        count_collectives: Returns how many collectives this process has begun.
 
     Returns:
         The plane, joined; None, and a warning on rank 0, if some rank could not join.
     """
-    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout)
+    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, count_collectives=count_collectives)
     said, trouble = None, None
     try:
         if rank == 0:

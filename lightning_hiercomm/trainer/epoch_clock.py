@@ -80,12 +80,18 @@ class EpochClock(pl.Callback):
         """A validation gets on."""
         self._control.note_progress(f"validating batch {batch_idx}", trainer)
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation ends."""
+        self._control.note_progress("past validation", trainer)
+
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An epoch cut short by ``max_steps`` has no last batch, and ends here."""
         self._end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The run is over."""
+        self._control.note_training_end()
+        self._control.note_progress("at the end of training", trainer)
         self._run.hear_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 

@@ -87,7 +87,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             any free port.
         hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
             machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
-            dump their stacks and the run ends. Long steps, validations and waits are not silent. None: never.
+            dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for each other for
+            as long in different collectives or at different batches. Long steps, validations and waits in one place
+            go on. None: never.
         elastic: Nodes may leave and join: see ``lightning_hiercomm.Elastic``; a string is
             the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_hiercomm._lightning.collectives import collectives_begun
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
@@ -94,7 +95,9 @@ class RunControl:
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
         if size > 1:
             place = f"rank {rank} (node {node})"
-            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather)
+            self.plane = start_control_plane(
+                rank, size, place, *address, hang_timeout, broadcast, gather, collectives_begun
+            )
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on.
@@ -135,6 +138,11 @@ class RunControl:
         """This rank has taken all batches of an epoch."""
         if self.plane is not None:
             self.plane.note_epoch_end()
+
+    def note_training_end(self) -> None:
+        """Record that this rank takes no more training batches."""
+        if self.plane is not None:
+            self.plane.note_training_end()
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm._lightning.collectives import collectives_begun
 from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
@@ -849,3 +850,14 @@ def test_files_are_numbered_by_what_a_checkpoint_callback_knows_and_not_by_what_
 def test_a_trainer_that_validates_by_the_clock_is_known():
     assert validates_by_the_clock(trainer(val_check_interval="00:15:00:00"))
     assert not validates_by_the_clock(trainer(val_check_interval=0.5))
+
+
+def test_torch_counts_the_collectives_of_all_groups(process_group):
+    before = collectives_begun()
+    dist.all_reduce(torch.ones(1))
+    dist.broadcast(torch.ones(1), src=0, group=dist.new_group([0]))
+    assert collectives_begun() >= before + 2
+
+
+def test_without_process_groups_no_collective_has_begun():
+    assert collectives_begun() == 0

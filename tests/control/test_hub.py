@@ -286,6 +286,7 @@ class Beating:
     def say(self, rank: int, **what: object) -> None:
         """One beat."""
         said = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
+        said = {"finished": False, "wait": None, **said}
         self._channels[rank].send({"kind": "beat", **said})
 
     def hear(self) -> None:
@@ -361,6 +362,88 @@ def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
     where = "; ".join(f"rank {rank} is training batch" for rank in range(3))
     said = re.sub(r" \d+(?=;|\n)", "", capfd.readouterr().err)
     assert said == f"lightning_hiercomm: no rank got on for 0.5 s: {where}\n"
+
+
+BACKWARD = {"seconds": 60.0, "call": "backward", "place": "a", "line": "train.py:9 (main)", "is_saving": False}
+SAVING = {"seconds": 60.5, "call": "torch.distributed.barrier", "place": "b", "line": "", "is_saving": True}
+GATHER = {**SAVING, "call": "torch.distributed.all_gather", "is_saving": False}
+
+
+def wait_for_failure(ranks: Beating) -> str:
+    failure = read(ranks.members[0])
+    assert (failure["kind"], failure["stuck"]) == ("failed", True)
+    return failure["message"]
+
+
+def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(serve, capfd):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(0, wait=SAVING, doing="saving a checkpoint of epoch 0")
+    ranks.say(1, wait=BACKWARD, doing="training batch 4 of epoch 0", batches=5)
+    message = wait_for_failure(ranks)
+    assert message.splitlines() == [
+        "no rank made progress for 60 s (hang_timeout): the ranks wait for each other in different places",
+        "rank   | waits in                  | during                         | line of the program",
+        "-----------------------------------------------------------------------------------------",
+        "rank 0 | torch.distributed.barrier | saving a checkpoint of epoch 0 | -",
+        "rank 1 | backward                  | training batch 4 of epoch 0    | train.py:9 (main)",
+        "Likely cause: rank 0 called trainer.save_checkpoint and the others did not. Call it on all ranks; only rank 0"
+        " writes the file",
+    ]
+    assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+
+
+def test_the_likely_cause_of_other_waits_is_a_collective_on_some_ranks(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(0, wait=GATHER)
+    ranks.say(1, wait=BACKWARD)
+    assert "Likely cause: a collective (barrier, all_gather, " in wait_for_failure(ranks)
+
+
+def test_ranks_that_wait_at_different_batches_end_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(0, wait=BACKWARD, batches=7)
+    ranks.say(1, wait=BACKWARD, batches=8)
+    assert "the ranks wait for each other in different places" in wait_for_failure(ranks)
+
+
+def test_ranks_that_wait_for_one_that_has_left_end_the_run(serve):
+    ranks = Beating(serve(size=3, hang_timeout=60.0))
+    ranks._channels[2].send({"kind": "bye"})
+    for rank in (0, 1):
+        ranks.say(rank, wait=BACKWARD)
+    assert read(ranks.members[0]) == {"kind": "left", "rank": 2}
+    message = wait_for_failure(ranks)
+    assert "rank 2 | has ended its run |" in message
+    assert message.endswith("Set trainer.should_stop on all ranks alike")
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        (BACKWARD, BACKWARD),
+        (SAVING, None),
+        (SAVING, {**BACKWARD, "seconds": 59.0}),
+    ],
+    ids=["in one place", "one computes", "one has not waited for long"],
+)
+def test_other_long_waits_do_not_end_the_run(serve, waits):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    for _ in range(20):
+        for rank, wait in enumerate(waits):
+            ranks.say(rank, wait=wait)
+        time.sleep(0.1)
+    ranks.hear()
+    assert ranks.news == [[], []]
+
+
+def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(1, batches=8, ended=(1, 8), finished=True)
+    ranks.say(0, batches=8, ended=(1, 8))
+    ranks.say(0, batches=9, ended=(1, 8))
+    message = read(ranks.members[0])["message"]
+    assert message.startswith("rank 1 ended its training after 8 batches of the run, and rank 0 trains on.")
+    assert "trainer.should_stop was set on some ranks only" in message
 
 
 @pytest.mark.parametrize(
@@ -446,6 +529,7 @@ def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypa
     for number in range(300):
         hub.Channel(member).send(
             {"kind": "beat", "doing": "", "progress": number, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0)}
+            | {"finished": False, "wait": None}
         )
         if number % 20 == 0:
             time.sleep(0.002)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pickle
 import signal
+import time
 
 import lightning.pytorch as pl
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from problems import Oracle
+from torch.utils.data import DataLoader
 
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.trainer.watch import RunControl
 
@@ -131,3 +137,112 @@ def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatc
     control.stop(trainer)
     assert control.told_to_leave() is None
     control.before_batch()
+
+
+SCHEMES = {
+    "all_reduce": AllReduce(),
+    "periodic": PeriodicAveraging(2),
+    "daso": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "diloco": DiLoCo(2),
+    "gossip": Gossip(),
+    "steps_delay": StepsDelay(2, warmup_steps=2),
+}
+HANG = 3.0
+
+
+class Validated(Oracle):
+    """Trains three epochs, each with a validation."""
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def val_dataloader(self):
+        return DataLoader(torch.zeros(2, 1))
+
+
+class StopsAlone(Validated):
+    """One rank stops after the first epoch."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def _stop(self, hook):
+        if hook == self.hook and self.global_rank == 1 and not self.trainer.sanity_checking:
+            self.trainer.should_stop = True
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.is_last_batch:
+            self._stop("last batch")
+
+    def on_train_epoch_end(self):
+        self._stop("on_train_epoch_end")
+
+    def on_validation_end(self):
+        self._stop("on_validation_end")
+
+
+class SavesAlone(Validated):
+    """Rank 0 saves a checkpoint, and no other rank does."""
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.is_global_zero and self.trainer.global_step == 2:
+            self.trainer.save_checkpoint("alone.ckpt")
+
+
+class WaitsAlone(Validated):
+    """One rank calls a barrier that the others do not call."""
+
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 1 and self.trainer.global_step == 3:
+            dist.barrier()
+
+
+def end_of(fit, capfd, module, scheme):
+    """What a run of two nodes that must fail writes to standard error."""
+    settings = {"scheme": scheme, "ranks_per_node": 1, "hang_timeout": HANG}
+    with pytest.raises(Exception, match=r"exit code 1|failed|ended its training"):
+        fit(module, settings, devices=2, forked=True, max_epochs=3)
+    return capfd.readouterr().err
+
+
+@pytest.mark.covering
+@pytest.mark.long("its runs hang until the control plane ends them")
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("hook", ["last batch", "on_train_epoch_end", "on_validation_end"])
+def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, hook):
+    said = end_of(fit, capfd, StopsAlone(hook), scheme)
+    assert "rank 1 (node 1) ended its training after 4 batches of the run, and rank 0 (node 0) trains on" in said
+    assert "trainer.should_stop was set on some ranks only" in said
+
+
+@pytest.mark.covering
+@pytest.mark.long("its runs hang until the control plane ends them")
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_checkpoint_saved_on_one_rank_ends_the_run_with_a_table(fit, capfd, scheme):
+    said = end_of(fit, capfd, SavesAlone(), scheme)
+    assert f"no rank made progress for {HANG:g} s (hang_timeout)" in said
+    assert "test_watch.py" in said
+    assert "Likely cause: rank 0 called trainer.save_checkpoint and the others did not" in said
+
+
+@pytest.mark.long("its run hangs until the control plane ends it")
+@pytest.mark.timeout(100)
+def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
+    said = end_of(fit, capfd, WaitsAlone(), PeriodicAveraging(2))
+    assert "rank 1 (node 1) | torch.distributed.barrier" in said
+    assert "Likely cause: a collective" in said
+
+
+@pytest.mark.long("one rank waits longer than hang_timeout")
+def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
+    class Evaluates(Validated):
+        def on_validation_end(self):
+            if self.trainer.is_global_zero and not self.trainer.sanity_checking:
+                time.sleep(2 * HANG)
+
+    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "hang_timeout": HANG}
+    reports = fit(Evaluates(), settings, devices=2, forked=True)
+    assert [len(report["report"]) for report in reports] == [4, 4]

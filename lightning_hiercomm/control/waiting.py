@@ -1,0 +1,194 @@
+"""Where the main thread of a rank waits for other ranks, read from its Python stack."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_COLLECTIVES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/distributed/nn/functional.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/utils.py",
+    "/torch/nn/parallel/distributed.py",
+)
+_BACKWARD = "/torch/autograd/graph.py"
+_THROUGH = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")  # frames that say nothing of what waits
+_IDLE = 0.2  # of a core
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of a main thread for other ranks.
+
+    Attributes:
+        seconds: How long the thread has waited in this call.
+        call: What waits, such as ``"torch.distributed.barrier"``.
+        place: A digest of the functions on the stack outside of this package; equal on ranks that wait in one place.
+        line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
+        is_saving: Whether the wait is inside of ``Trainer.save_checkpoint``.
+    """
+
+    seconds: float
+    call: str
+    place: str
+    line: str
+    is_saving: bool
+
+    def as_message(self) -> dict[str, Any]:
+        """The wait as plain values."""
+        return asdict(self)
+
+
+class MainThread:
+    """Watches the main thread of this process.
+
+    A thread waits for other ranks if the innermost function of its stack is a collective of ``torch.distributed`` or of
+    this package; or if it is a backward pass, in which DDP waits in C++, and the process computes nothing meanwhile.
+    Anything else that lasts long (a computation, a download, a debugger, ``time.sleep``) is no such wait.
+
+    Args:
+        count_collectives: Returns how many collectives this process has begun. A thread that begins more of them in the
+            same place is not waiting in one.
+    """
+
+    def __init__(self, count_collectives: Callable[[], int] = lambda: 0) -> None:
+        self._count_collectives = count_collectives
+        self._position: object = None
+        self._since = 0.0
+        self._processor_time = 0.0
+
+    def wait(self) -> Wait | None:
+        """Return the wait of the main thread; None if it does not wait for other ranks."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = _frames(frame)
+        kind = _kind_of_wait(frames)
+        now = time.monotonic()
+        _, outer = _split(frames)
+        position = (*((each.f_code, each.f_lasti) for each in outer), self._count_collectives())
+        if position != self._position:
+            self._position, self._since, self._processor_time = position, now, time.process_time()
+        seconds = now - self._since
+        if kind is None or (kind == "backward" and not self._is_idle(seconds)):
+            return None
+        return Wait(seconds, _call(frames, kind), _place(frames), _line(frames), _is_saving(frames))
+
+    def _is_idle(self, seconds: float) -> bool:
+        """Whether the process has computed next to nothing in the last seconds, or waits for its GPU."""
+        if time.process_time() - self._processor_time < _IDLE * max(seconds, 1.0):
+            return True
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return False
+        # only after a while: in the capture of a CUDA graph no stream may be asked
+        return seconds > 5.0 and not torch.cuda.current_stream().query()
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a stack, the innermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE)
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith("<") or (file.startswith(_STANDARD_LIBRARY) and not any(part in file for part in _INSTALLED))
+
+
+def _is_passed_over(file: str) -> bool:
+    return _is_standard(file) or file.endswith(_THROUGH)
+
+
+def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
+    """``"collective"`` or ``"backward"``; None if the innermost function is something else."""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if _is_passed_over(file):
+            continue
+        if file.endswith(_COLLECTIVES) or file.startswith((f"{_PACKAGE}/comm/", f"{_PACKAGE}/control/")):
+            return "collective"
+        return "backward" if file.endswith(_BACKWARD) else None
+    return None
+
+
+def _split(frames: Sequence[FrameType]) -> tuple[list[FrameType], list[FrameType]]:
+    """Split a stack into the innermost frames, of collectives and of this package, and the outer ones.
+
+    The inner ones may wait in a loop, and differ between ranks with different parts in one exchange.
+    """
+    inner = 0
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if not (_is_passed_over(file) or _is_ours(file) or file.endswith(_COLLECTIVES)):
+            break
+        inner += 1
+    return list(frames[:inner]), list(frames[inner:])
+
+
+def _call(frames: Sequence[FrameType], kind: str) -> str:
+    """The name of the outermost of the innermost functions that belong to one library."""
+    if kind == "backward":
+        return "backward"
+    name, owner = "", ""
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if _is_passed_over(file) or file.endswith("c10d_logger.py"):
+            continue
+        its_owner = "lightning_hiercomm" if _is_ours(file) else "torch.distributed"
+        if (owner and its_owner != owner) or not (_is_ours(file) or file.endswith(_COLLECTIVES)):
+            break
+        name, owner = frame.f_code.co_name, its_owner
+    return f"{owner}.{name}" if owner == "torch.distributed" else f"{name} ({owner})"
+
+
+def _place(frames: Sequence[FrameType]) -> str:
+    inner, outer = _split(frames)
+    functions = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in outer]
+    is_direct = bool(inner) and not any(_is_ours(frame.f_code.co_filename) for frame in inner)
+    call = _call(frames, "collective") if is_direct else ""
+    return hashlib.blake2b(repr((functions, call)).encode(), digest_size=8).hexdigest()
+
+
+def _line(frames: Sequence[FrameType]) -> str:
+    for frame in frames:
+        file = frame.f_code.co_filename
+        if _is_standard(file) or _is_ours(file) or _library(file) in _LIBRARIES:
+            continue
+        return f"{os.path.basename(file)}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return ""
+
+
+def _library(file: str) -> str:
+    """The name of the installed package that a file belongs to; empty for files that are not installed."""
+    for part in _INSTALLED:
+        if part in file:
+            return file.rpartition(part)[2].partition("/")[0]
+    return ""
+
+
+def _is_saving(frames: Sequence[FrameType]) -> bool:
+    return any(
+        frame.f_code.co_name == "save_checkpoint"
+        and not _is_ours(frame.f_code.co_filename)
+        and _library(frame.f_code.co_filename) in _LIBRARIES
+        for frame in frames
+    )

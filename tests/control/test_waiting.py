@@ -1,0 +1,130 @@
+"""Whether the main thread of a process waits for other ranks, and where."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_hiercomm.control import waiting
+from lightning_hiercomm.control.waiting import MainThread, Wait
+
+INSTALLED = "/x/site-packages"
+C10D = f"{INSTALLED}/torch/distributed/distributed_c10d.py"
+BACKWARD = f"{INSTALLED}/torch/autograd/graph.py"
+PACKAGE = waiting._PACKAGE
+
+
+def function(name: str, file: str) -> Callable[..., object]:
+    """A function that calls its argument, and looks as if it were defined in that file."""
+    names: dict[str, Callable[..., object]] = {}
+    exec(compile(f"def {name}(call, *more):\n    return call(*more)", file, "exec"), names)
+    return names[name]
+
+
+barrier = function("barrier", C10D)
+gather = function("all_gather", C10D)
+backward = function("_engine_run_backward", BACKWARD)
+step = function("optimizer_step", f"{PACKAGE}/trainer/hooks.py")
+exchange = function("wait", f"{PACKAGE}/comm/torch.py")
+save = function("save_checkpoint", f"{INSTALLED}/lightning/pytorch/trainer/trainer.py")
+hook = function("on_train_batch_end", "/home/me/train.py")
+other_hook = function("on_train_epoch_end", "/home/me/train.py")
+
+
+def is_in(called: Callable[..., object]) -> bool:
+    """Whether the main thread is in that function."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return any(each.f_code is called.__code__ for each in waiting._frames(frame))
+
+
+@pytest.fixture
+def wait_in() -> Callable[..., Wait | None]:
+    """``wait_in(*functions)``: what another thread sees while the main thread is in those, the innermost last."""
+
+    def seen(*functions: Callable[..., object], seconds: float = 0.1) -> Wait | None:
+        found: list[Wait | None] = []
+        is_over = threading.Event()
+
+        def look() -> None:
+            while not is_in(functions[-1]):
+                time.sleep(0.01)
+            main_thread = MainThread()
+            main_thread.wait()
+            time.sleep(seconds)
+            found.append(main_thread.wait())
+            is_over.set()
+
+        looking = threading.Thread(target=look)
+        called = [*functions, is_over.wait]
+        looking.start()
+        called[0](*called[1:])
+        looking.join()
+        return found[0]
+
+    return seen
+
+
+def test_a_collective_of_torch_is_a_wait_with_the_users_line(wait_in):
+    wait = wait_in(hook, barrier)
+    assert wait.seconds >= 0.1
+    assert (wait.call, wait.line) == ("torch.distributed.barrier", "train.py:2 (on_train_batch_end)")
+    assert not wait.is_saving
+
+
+def test_an_exchange_of_this_package_is_a_wait_named_by_its_hook(wait_in):
+    assert wait_in(hook, step, exchange).call == "optimizer_step (lightning_hiercomm)"
+    assert wait_in(hook, save, barrier).is_saving
+
+
+def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
+    assert wait_in(hook, backward).call == "backward"
+
+
+def test_a_backward_pass_that_computes_is_no_wait(wait_in, monkeypatch):
+    clock = iter([0.0, 0.0, 0.9, 0.9])  # processor seconds when it begins, and 0.5 s later
+    monkeypatch.setattr(waiting.time, "process_time", lambda: next(clock))
+    assert wait_in(hook, backward, seconds=0.5) is None
+
+
+@pytest.mark.parametrize("functions", [(hook,), (save,), (step,), (backward, hook), (barrier, hook)])
+def test_other_calls_that_last_long_are_no_waits(wait_in, functions):
+    assert wait_in(*functions) is None
+
+
+def test_ranks_with_different_parts_in_one_exchange_wait_in_the_same_place(wait_in):
+    leader = wait_in(hook, step, exchange, gather)
+    assert leader.place == wait_in(hook, step, exchange).place
+    assert leader.place != wait_in(other_hook, step, exchange).place
+
+
+def test_two_collectives_of_one_function_are_different_places(wait_in):
+    assert wait_in(hook, barrier).place != wait_in(hook, gather).place
+    assert wait_in(hook, barrier).place == wait_in(hook, barrier).place
+
+
+def test_a_thread_that_begins_more_collectives_has_not_waited_since():
+    counts = iter([1, 1, 2])
+    main_thread = MainThread(lambda: next(counts))
+    seconds: list[float] = []
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_in(barrier):
+            time.sleep(0.01)
+        for _ in range(3):
+            time.sleep(0.1)
+            wait = main_thread.wait()
+            assert wait is not None
+            seconds.append(wait.seconds)
+        is_over.set()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    barrier(is_over.wait)
+    looking.join()
+    assert seconds[0] == seconds[2] == 0.0
+    assert seconds[1] >= 0.1
