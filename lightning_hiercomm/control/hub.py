@@ -35,6 +35,7 @@ UNREACHABLE_SECONDS = 30
 AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
 ACCEPTED_AT_ONCE = 64
+_SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
 
 
 def seconds_between_beats(size: int, hang_timeout: float) -> float:
@@ -133,6 +134,8 @@ class Member:
         self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
         self.has_finished = False  # training
         self.wait: Message | None = None  # of its main thread, for other ranks: see waiting.Wait
+        self.arrival: Message | None = None  # at the last barrier that it came to
+        self.barriers = 0  # that it came to
 
 
 class Hub:
@@ -171,6 +174,7 @@ class Hub:
         self._all_silent = False
         self._progress: dict[int, int] = {}
         self._standstill_told = False
+        self._released = 0  # the number of the last barrier that all ranks have passed
         self._left: dict[int, str] = {}  # ranks that have ended their run, and how they are called
         self._holds: dict[int, dict[int, int]] = {}  # by round: of requeues, which count from 1, or 0, the stop
         self._proposals: dict[int, Message] = {}
@@ -288,6 +292,9 @@ class Hub:
             member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
             member.batches, member.ended = message["batches"], tuple(message["ended"])
             member.has_finished, member.wait = bool(message["finished"]), message["wait"]
+        elif message["kind"] == "arrive":
+            member.arrival, member.barriers = message, int(message["number"])
+            self._release()
         elif message["kind"] == "failed":
             self._fail(message)
         elif message["kind"] == "stop":
@@ -302,6 +309,26 @@ class Hub:
                 self._tell_all({"kind": "stop_at", "at": max(holds.values()), **_round(requeue)})
                 if requeue:  # they train on from there
                     self._proposals.pop(requeue, None)
+
+    def _release(self) -> None:
+        """Let the ranks pass the barrier to which all of them have come."""
+        if self._missing or self._left:
+            return
+        number = min(member.barriers for member in self._members.values())
+        if number <= self._released:
+            return
+        arrivals = [(m, m.arrival) for m in self._members.values() if m.barriers == number and m.arrival is not None]
+        saving = [member.rank for member, arrival in arrivals if arrival["is_saving"]]
+        others = [(member, arrival) for member, arrival in arrivals if not arrival["is_saving"]]
+        if saving and others:
+            member, arrival = others[0]
+            self._fail_of_itself(
+                f"{names_of_ranks(saving)} called trainer.save_checkpoint, and {member.place} came to"
+                f" {arrival['line'] or 'another exchange'} instead. {_SAVE_ON_ALL_RANKS}"
+            )
+            return
+        self._released = number
+        self._tell_all({"kind": "release", "number": number})
 
     def _propose(self, requeue: int) -> None:
         """Once for the stop, and for every round of requeues."""
@@ -351,6 +378,7 @@ class Hub:
         if self._failure is None and self._hang_timeout is not None:
             self._look_for_frozen(now, self._hang_timeout)
             self._look_for_unequal_epochs()
+            self._look_for_broken_barrier()
             self._look_for_deadlock(self._hang_timeout)
             self._look_for_standstill(now, self._hang_timeout)
 
@@ -412,6 +440,28 @@ class Hub:
                 )
                 return
 
+    def _look_for_broken_barrier(self) -> None:
+        """End the run if a rank waits at a barrier to which another one cannot come any more."""
+        waiting = [m for m in self._members.values() if m.arrival is not None and m.barriers > self._released]
+        for member in waiting:
+            assert member.arrival is not None
+            arrival = member.arrival
+            passed = [
+                f"{other.place} trains on with batch {other.batches} of the run"
+                for other in self._members.values()
+                if other.barriers < member.barriers and other.batches > arrival["batches"]
+            ]
+            passed += [f"{place} has ended its run" for place in self._left.values()]
+            if passed:
+                what = "saves a checkpoint" if arrival["is_saving"] else "waits for all ranks"
+                where = f" in {arrival['line']}" if arrival["line"] else ""
+                cause = _SAVE_ON_ALL_RANKS if arrival["is_saving"] else "All ranks must come there alike"
+                self._fail_of_itself(
+                    f"{member.place} {what} after {arrival['batches']} batches of the run{where}, and {passed[0]}."
+                    f" {cause}"
+                )
+                return
+
     def _look_for_deadlock(self, timeout: float) -> None:
         """End the run if all ranks have waited for each other for so long, but not all in the same place.
 
@@ -438,8 +488,8 @@ class Hub:
         saving = [member.rank for member, wait in zip(members, waits, strict=True) if wait["is_saving"]]
         if saving and len(saving) < len(members):
             return (
-                f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not. Call it"
-                " on all ranks; only rank 0 writes the file"
+                f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
+                f" {_SAVE_ON_ALL_RANKS}"
             )
         if self._left or any(member.has_finished for member in members):
             return "Likely cause: training ended on some ranks only. Set trainer.should_stop on all ranks alike"

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_hiercomm.control import hub, process
-from lightning_hiercomm.control.waiting import MainThread
+from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,8 @@ class ControlPlane:
         self.doing = "starting"
         self._progress = 0
         self._gone: set[int] = set()
+        self._barriers = 0  # to which this rank has come
+        self._released = 0  # that all ranks have passed
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
         self._said: dict[tuple[str, bool], hub.Message] = {}
         self._listener: socket.socket | None = None
@@ -325,6 +327,29 @@ class ControlPlane:
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
+    def barrier(self) -> None:
+        """Wait for all ranks, without a collective. Without a control plane it returns at once.
+
+        A collective that only some ranks call is matched with the next one of the others, whatever that is: gloo mixes
+        their values, or ends the process if their sizes differ. Here such a rank waits, and the run ends with its name.
+
+        Raises:
+            RankFailure: If another rank failed, or has gone on without coming here.
+        """
+        if not self.is_connected:
+            return
+        with self._changed:
+            self._barriers += 1
+            number = self._barriers
+            caller = describe_caller()
+            self._say({"kind": "arrive", "number": number, "batches": self._batch, **caller})
+            self._changed.wait_for(
+                lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone
+            )
+            self.check()
+            if self._released < number and 0 in self._gone:
+                raise RankFailure(f"rank 0 has ended its run, and {self.place} waits for it in {caller['line']}")
+
     def close(self) -> None:
         """Leave; the others do not take it for a failure."""
         if self._thread is not None:
@@ -391,7 +416,9 @@ class ControlPlane:
             while True:
                 for message in messages:
                     if message["kind"] == "closed":
-                        self._gone.add(0)
+                        with self._changed:
+                            self._gone.add(0)
+                            self._changed.notify_all()
                         return
                     self._receive(message)
                 while not self._outbox.empty():
@@ -452,6 +479,10 @@ class ControlPlane:
             process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
         elif message["kind"] == "left":
             self._gone.add(message["rank"])
+        elif message["kind"] == "release":
+            with self._changed:
+                self._released = max(self._released, message["number"])
+                self._changed.notify_all()
         elif message["kind"] == "propose":
             with self._changed:
                 requeue = message.get("round", 0)

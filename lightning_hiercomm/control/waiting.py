@@ -84,7 +84,9 @@ class MainThread:
         seconds = now - self._since
         if kind is None or (kind == "backward" and not self._is_idle(seconds)):
             return None
-        return Wait(seconds, _call(frames, kind), _place(frames), _line(frames), _is_saving(frames))
+        is_saving = _is_saving(frames)
+        call = "trainer.save_checkpoint" if is_saving else _call(frames, kind)
+        return Wait(seconds, call, _place(frames), _line(frames), is_saving)
 
     def _is_idle(self, seconds: float) -> bool:
         """Whether the process has computed next to nothing in the last seconds, or waits for its GPU."""
@@ -95,6 +97,12 @@ class MainThread:
             return False
         # only after a while: in the capture of a CUDA graph no stream may be asked
         return seconds > 5.0 and not torch.cuda.current_stream().query()
+
+
+def describe_caller() -> dict[str, Any]:
+    """Return the user's line of code that called this, and whether it is inside of ``Trainer.save_checkpoint``."""
+    frames = _frames(sys._getframe())
+    return {"line": _line(frames), "is_saving": _is_saving(frames)}
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:

@@ -70,6 +70,8 @@ class AgreedModel:
         topology: The nodes.
 
     Attributes:
+        barrier: Called before the ranks exchange anything for a look at the averaged model. Where it waits for all
+            ranks, one that looks alone exchanges nothing with ranks that train on.
         is_left_out: Whether averages that callbacks keep on this rank were sick when the run was over. What they begin
             anew from then is no average, and does not count beside those of other ranks.
     """
@@ -83,6 +85,7 @@ class AgreedModel:
         self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
         self.is_left_out = False
+        self.barrier: Callable[[], None] = lambda: None
 
     @property
     def is_in_module(self) -> bool:
@@ -116,6 +119,7 @@ class AgreedModel:
             if self._topology.may_grow:
                 self._enter_together()
                 return
+            self.barrier()
             for scheme in self._schemes:
                 scheme.settle()  # may give back memory, before a copy takes some
             self._remember_own()

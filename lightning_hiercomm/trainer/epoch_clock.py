@@ -92,6 +92,7 @@ class EpochClock(pl.Callback):
         """The run is over."""
         self._control.note_training_end()
         self._control.note_progress("at the end of training", trainer)
+        self._control.barrier()
         self._run.hear_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 

@@ -130,6 +130,7 @@ class HierarchicalHooks(Reports):
         if is_fitting:
             self._run_or_none = self._new_run()
             self._run.after_healing = lambda: heal_averages(trainer)
+            self._run.agreed_model.barrier = self._control.barrier
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
@@ -329,7 +330,10 @@ class HierarchicalHooks(Reports):
         """A checkpoint, of which all parts are made of the agreed model."""
         if self._run.has_finished and self._may_communicate:  # callbacks that average may have written to the module
             self._run.agreed_model.average_module()
-        if not self._may_communicate or self._run.agreed_model.is_in_module:
+        if not self._may_communicate:
+            return dump()
+        if self._run.agreed_model.is_in_module:
+            self._control.barrier()
             return dump()
         with self.agreed_model():
             checkpoint = dump()

@@ -144,6 +144,15 @@ class RunControl:
         if self.plane is not None:
             self.plane.note_training_end()
 
+    def barrier(self) -> None:
+        """Wait for all ranks on the control plane, before they exchange something outside of a training step.
+
+        Raises:
+            RankFailure: If another rank failed, or cannot come because it trains on.
+        """
+        if self.plane is not None:
+            self.plane.barrier()
+
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
         return self._is_stopping_together or not self.is_interrupted(trainer)

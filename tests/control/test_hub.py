@@ -365,7 +365,7 @@ def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
 
 
 BACKWARD = {"seconds": 60.0, "call": "backward", "place": "a", "line": "train.py:9 (main)", "is_saving": False}
-SAVING = {"seconds": 60.5, "call": "torch.distributed.barrier", "place": "b", "line": "", "is_saving": True}
+SAVING = {"seconds": 60.5, "call": "trainer.save_checkpoint", "place": "b", "line": "", "is_saving": True}
 GATHER = {**SAVING, "call": "torch.distributed.all_gather", "is_saving": False}
 
 
@@ -382,12 +382,12 @@ def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(serve, cap
     message = wait_for_failure(ranks)
     assert message.splitlines() == [
         "no rank made progress for 60 s (hang_timeout): the ranks wait for each other in different places",
-        "rank   | waits in                  | during                         | line of the program",
-        "-----------------------------------------------------------------------------------------",
-        "rank 0 | torch.distributed.barrier | saving a checkpoint of epoch 0 | -",
-        "rank 1 | backward                  | training batch 4 of epoch 0    | train.py:9 (main)",
-        "Likely cause: rank 0 called trainer.save_checkpoint and the others did not. Call it on all ranks; only rank 0"
-        " writes the file",
+        "rank   | waits in                | during                         | line of the program",
+        "---------------------------------------------------------------------------------------",
+        "rank 0 | trainer.save_checkpoint | saving a checkpoint of epoch 0 | -",
+        "rank 1 | backward                | training batch 4 of epoch 0    | train.py:9 (main)",
+        "Likely cause: rank 0 called trainer.save_checkpoint and the others did not. Call trainer.save_checkpoint on"
+        " all ranks; only rank 0 writes the file",
     ]
     assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
 
@@ -434,6 +434,54 @@ def test_other_long_waits_do_not_end_the_run(serve, waits):
         time.sleep(0.1)
     ranks.hear()
     assert ranks.news == [[], []]
+
+
+ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "is_saving": False}
+
+
+def test_ranks_pass_a_barrier_when_all_have_come(serve):
+    ranks = Beating(serve(hang_timeout=60.0))
+    for rank in (0, 1):
+        ranks._channels[rank].send(ARRIVAL)
+    time.sleep(0.2)
+    ranks.hear()
+    assert ranks.news == [[], [], []]
+    ranks._channels[2].send(ARRIVAL)
+    assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 3
+
+
+def test_a_new_hub_lets_ranks_pass_a_barrier_that_others_have_passed_before(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks._channels[0].send(ARRIVAL)
+    ranks._channels[1].send({**ARRIVAL, "number": 2})
+    assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 2
+
+
+def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks._channels[0].send({**ARRIVAL, "is_saving": True})
+    ranks._channels[1].send(ARRIVAL)
+    message = read(ranks.members[0])["message"]
+    assert message.startswith("rank 0 called trainer.save_checkpoint, and rank 1 came to train.py:3 (on_fit) instead.")
+
+
+def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks._channels[0].send({**ARRIVAL, "is_saving": True})
+    ranks.say(1, batches=4)
+    ranks.say(1, batches=5)
+    assert read(ranks.members[0])["message"] == (
+        "rank 0 saves a checkpoint after 4 batches of the run in train.py:3 (on_fit), and rank 1 trains on with batch 5"
+        " of the run. Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
+    )
+
+
+def test_a_rank_that_leaves_before_a_barrier_ends_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks._channels[0].send(ARRIVAL)
+    ranks._channels[1].send({"kind": "bye"})
+    assert read(ranks.members[0]) == {"kind": "left", "rank": 1}
+    assert "rank 0 waits for all ranks after 4 batches of the run" in read(ranks.members[0])["message"]
 
 
 def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):

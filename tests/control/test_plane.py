@@ -108,6 +108,44 @@ def test_leaving_is_no_failure(star):
     assert planes[1].wait_for_failure(0.5) is None
 
 
+def test_ranks_wait_for_each_other_at_a_barrier(star):
+    planes, passed = star(3), []
+
+    def come(plane):
+        plane.barrier()
+        passed.append(plane.rank)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(come, plane) for plane in planes[1:]]
+        time.sleep(0.2)
+        assert not passed
+        come(planes[0])
+        for each in first:
+            each.result(timeout=10)
+    assert sorted(passed) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ending", [ControlPlane.close, lambda plane: plane.report_failure(ValueError("no"))])
+def test_a_barrier_to_which_rank_zero_does_not_come_raises(star, ending):
+    planes = star(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(planes[1].barrier)
+        time.sleep(0.2)
+        ending(planes[0])
+        with pytest.raises(RankFailure, match=r"rank 0 (has ended its run|\(node 0\) failed: ValueError: no)"):
+            waiting.result(timeout=10)
+
+
+def test_a_barrier_outlasts_a_lost_hub(star):
+    planes = star(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(planes[1].barrier)
+        time.sleep(0.2)
+        star.lose_hub()
+        planes[0].barrier()
+        waiting.result(timeout=10)
+
+
 def test_an_error_after_other_ranks_have_ended_names_them(star):
     planes = star(3)
     planes[2].close()

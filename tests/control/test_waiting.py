@@ -77,7 +77,8 @@ def test_a_collective_of_torch_is_a_wait_with_the_users_line(wait_in):
 
 def test_an_exchange_of_this_package_is_a_wait_named_by_its_hook(wait_in):
     assert wait_in(hook, step, exchange).call == "optimizer_step (lightning_hiercomm)"
-    assert wait_in(hook, save, barrier).is_saving
+    saving = wait_in(hook, save, barrier)
+    assert (saving.call, saving.is_saving) == ("trainer.save_checkpoint", True)
 
 
 def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
