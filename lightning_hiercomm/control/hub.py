@@ -35,6 +35,10 @@ UNREACHABLE_SECONDS = 30
 AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
 ACCEPTED_AT_ONCE = 64
+_STOP_ON_ALL_RANKS = (
+    "If trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
+    " trainer.strategy.reduce_boolean_decision(...)"
+)
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
 
 
@@ -132,7 +136,6 @@ class Member:
         self.stuck: tuple[str, float] = ("", 0.0)
         self.batches = 0  # begun
         self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
-        self.has_finished = False  # training
         self.wait: Message | None = None  # of its main thread, for other ranks: see waiting.Wait
         self.arrival: Message | None = None  # at the last barrier that it came to
         self.barriers = 0  # that it came to
@@ -291,7 +294,7 @@ class Hub:
         elif message["kind"] == "beat":
             member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
             member.batches, member.ended = message["batches"], tuple(message["ended"])
-            member.has_finished, member.wait = bool(message["finished"]), message["wait"]
+            member.wait = message["wait"]
         elif message["kind"] == "arrive":
             member.arrival, member.barriers = message, int(message["number"])
             self._release()
@@ -323,8 +326,8 @@ class Hub:
         if saving and others:
             member, arrival = others[0]
             self._fail_of_itself(
-                f"{names_of_ranks(saving)} called trainer.save_checkpoint, and {member.place} came to"
-                f" {arrival['line'] or 'another exchange'} instead. {_SAVE_ON_ALL_RANKS}"
+                f"{names_of_ranks(saving)} called trainer.save_checkpoint, and {member.place} {_purpose(arrival)[0]}"
+                f" in {arrival['line'] or 'another place'}. {_SAVE_ON_ALL_RANKS}"
             )
             return
         self._released = number
@@ -412,19 +415,10 @@ class Hub:
             channel.send_urgently()
 
     def _look_for_unequal_epochs(self) -> None:
-        """End the run if a rank trains on in an epoch, or a run, that another one has ended: they would wait forever.
+        """End the run if a rank trains on in an epoch that another one has ended: they would wait for each other.
 
         A beat reports batches and epochs of one moment, so it does not matter that the other ranks' beats are older.
         """
-        finished = [member for member in self._members.values() if member.has_finished]
-        for member in self._members.values():
-            if finished and not member.has_finished and member.batches > finished[0].batches:
-                self._fail_of_itself(
-                    f"{finished[0].place} ended its training after {finished[0].batches} batches of the run, and"
-                    f" {member.place} trains on. Likely cause: trainer.should_stop was set on some ranks only. Set it"
-                    " on all ranks alike, for instance with trainer.strategy.reduce_boolean_decision(...)"
-                )
-                return
         ahead = max(self._members.values(), key=lambda member: member.ended, default=None)
         if ahead is None:
             return
@@ -453,12 +447,11 @@ class Hub:
             ]
             passed += [f"{place} has ended its run" for place in self._left.values()]
             if passed:
-                what = "saves a checkpoint" if arrival["is_saving"] else "waits for all ranks"
+                what, remedy = _purpose(arrival)
                 where = f" in {arrival['line']}" if arrival["line"] else ""
-                cause = _SAVE_ON_ALL_RANKS if arrival["is_saving"] else "All ranks must come there alike"
                 self._fail_of_itself(
                     f"{member.place} {what} after {arrival['batches']} batches of the run{where}, and {passed[0]}."
-                    f" {cause}"
+                    f" {remedy}"
                 )
                 return
 
@@ -491,8 +484,8 @@ class Hub:
                 f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
                 f" {_SAVE_ON_ALL_RANKS}"
             )
-        if self._left or any(member.has_finished for member in members):
-            return "Likely cause: training ended on some ranks only. Set trainer.should_stop on all ranks alike"
+        if self._left or any(member.arrival is not None and member.arrival["ends_training"] for member in members):
+            return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
         return (
             "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
             " some ranks only, or more often. Call it on all ranks alike"
@@ -537,6 +530,15 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds // 6)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
+
+
+def _purpose(arrival: Message) -> tuple[str, str]:
+    """What a rank does that has come to a barrier, and what is to be done if others do not come."""
+    if arrival["ends_training"]:
+        return "ended its training", _STOP_ON_ALL_RANKS
+    if arrival["is_saving"]:
+        return "saves a checkpoint", _SAVE_ON_ALL_RANKS
+    return "waits for all ranks", "All ranks must come there alike"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -108,7 +108,6 @@ class ControlPlane:
         self._changed = threading.Condition()
         self._batch = 0
         self._ended = 0, 0
-        self._has_finished = False
         self._main_thread = MainThread(count_collectives)
         self._hold_at: int | None = None
         self._stop_at: int | None = None
@@ -244,11 +243,6 @@ class ControlPlane:
         with self._changed:
             self._ended = self._ended[0] + 1, self._batch
 
-    def note_training_end(self) -> None:
-        """Record that this rank takes no more training batches."""
-        with self._changed:
-            self._has_finished = True
-
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one raised."""
         if self.failure is None and self.is_connected:
@@ -327,11 +321,14 @@ class ControlPlane:
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
-    def barrier(self) -> None:
+    def barrier(self, ends_training: bool = False) -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         A collective that only some ranks call is matched with the next one of the others, whatever that is: gloo mixes
         their values, or ends the process if their sizes differ. Here such a rank waits, and the run ends with its name.
+
+        Args:
+            ends_training: Whether this rank takes no more training batches.
 
         Raises:
             RankFailure: If another rank failed, or has gone on without coming here.
@@ -341,7 +338,7 @@ class ControlPlane:
         with self._changed:
             self._barriers += 1
             number = self._barriers
-            caller = describe_caller()
+            caller = {**describe_caller(), "ends_training": ends_training}
             self._say({"kind": "arrive", "number": number, "batches": self._batch, **caller})
             self._changed.wait_for(
                 lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone
@@ -429,7 +426,7 @@ class ControlPlane:
                         return
                 if self.hang_timeout is not None and time.monotonic() >= next_beat:
                     with self._changed:
-                        count = {"batches": self._batch, "ended": self._ended, "finished": self._has_finished}
+                        count = {"batches": self._batch, "ended": self._ended}
                     beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look(), **count}
                     wait = self._main_thread.wait()
                     beat["wait"] = wait.as_message() if wait is not None and wait.seconds >= 1.0 else None

@@ -139,19 +139,17 @@ class RunControl:
         if self.plane is not None:
             self.plane.note_epoch_end()
 
-    def note_training_end(self) -> None:
-        """Record that this rank takes no more training batches."""
-        if self.plane is not None:
-            self.plane.note_training_end()
-
-    def barrier(self) -> None:
+    def barrier(self, ends_training: bool = False) -> None:
         """Wait for all ranks on the control plane, before they exchange something outside of a training step.
+
+        Args:
+            ends_training: Whether this rank takes no more training batches.
 
         Raises:
             RankFailure: If another rank failed, or cannot come because it trains on.
         """
         if self.plane is not None:
-            self.plane.barrier()
+            self.plane.barrier(ends_training)
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
