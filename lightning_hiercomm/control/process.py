@@ -11,6 +11,7 @@ import multiprocessing.util
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -20,9 +21,12 @@ _STANDARD_ERROR = 2
 
 
 def dump_stacks(why: str) -> None:
-    """Write the Python stacks of all threads to standard error."""
-    os.write(_STANDARD_ERROR, f"lightning_hiercomm: {why}\n".encode())
-    faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
+    """Write the Python stacks of all threads to standard error, in one piece: other ranks may write there, too."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        stacks = file.read()
+    os.write(_STANDARD_ERROR, f"lightning_hiercomm: {why}\n".encode() + stacks)
 
 
 def end_on_urgent_data(connection: socket.socket) -> None:
