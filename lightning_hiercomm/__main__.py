@@ -119,13 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     lighthouse.add_argument("--min-nodes", type=int, default=1, help="without so many, none goes on; default: 1")
     lighthouse.add_argument("--bind", metavar="HOST:PORT", help="where it listens; default: this machine's own, 29510")
     lighthouse.add_argument("--dead-after", type=float, default=5.0, help="seconds of silence; default: %(default)s")
-
-    replay = commands.add_parser("replay", help="train a recorded elastic run once more here, to the same bits")
-    replay.add_argument("record", metavar="RECORD", help="elastic-....json, which the run has written")
-    replay.add_argument(
-        "program", metavar="PROGRAM", help="file.py:function or package.module:function, which returns what was trained"
-    )
-    replay.add_argument("--out", metavar="FILE", help="write the state_dict of what nodes ended with")
     return parser
 
 

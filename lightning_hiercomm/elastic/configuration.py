@@ -27,8 +27,6 @@ class Elastic:
         dead_after: Seconds of silence after which a node counts as gone: between agreements, and in one for every
             message of up to 4 MiB. Give the lighthouse the same number.
         lighthouse: Its ``"host:port"``. Default: the environment variable ``HIERCOMM_LIGHTHOUSE``.
-        record: Write who took part in which agreement to ``elastic-....json`` in the Trainer's ``default_root_dir``,
-            for ``python -m lightning_hiercomm replay``.
 
     Raises:
         ValueError: For numbers that make no sense.
@@ -39,7 +37,6 @@ class Elastic:
     max_nodes: int | None = None
     dead_after: float = 5.0
     lighthouse: str | None = None
-    record: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= MOST_NODES:

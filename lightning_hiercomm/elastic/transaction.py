@@ -25,9 +25,6 @@ class Transaction:
         place: Says where in the training this node is.
         batches: Says how many batches a rank has trained on so far.
         settle: Waits for what is under way beside training.
-
-    Attributes:
-        has_agreed: Called with the meeting of an agreement that holds.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Transaction:
         self._settle = settle
         self._is_inside = False
         self._why = ""
-        self.has_agreed: Callable[[Meeting], object] = lambda meeting: None
 
     def __call__(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         """Let the nodes do ``work`` together, whoever is there; see :meth:`ElasticTopology.agreement`."""
@@ -74,7 +70,6 @@ class Transaction:
             undo()
             self._membership.note_failure(meeting, self._why or "on another node")
         self._membership.commit(meeting, self._batches(), brings)
-        self.has_agreed(meeting)
         if tries > 1 or len(meeting.members) < before:
             self._membership.history.lost_seconds += time.monotonic() - began
         return None

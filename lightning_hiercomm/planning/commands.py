@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from lightning_hiercomm.planning import quantities
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
@@ -45,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         "plan": plan,
         "simulate": simulate,
         "lighthouse": lighthouse,
-        "replay": replay,
     }
     try:
         return commands[arguments.command](arguments)
@@ -62,28 +59,6 @@ def lighthouse(arguments: argparse.Namespace) -> int:
         return serve(arguments.bind, arguments.min_nodes, arguments.dead_after)
     except (ValueError, ModuleNotFoundError) as error:
         raise PlanningError(str(error)) from error
-
-
-def replay(arguments: argparse.Namespace) -> int:
-    """Train a recorded elastic run once more."""
-    from lightning_hiercomm.elastic.record import Record, digest
-    from lightning_hiercomm.planning.simulate.replay import program_at
-    from lightning_hiercomm.planning.simulate.replay import replay as play
-
-    try:
-        record = Record.read(Path(arguments.record))
-    except ValueError as error:
-        raise PlanningError(str(error)) from error
-    print("\n".join(record.lines()), flush=True)
-    module = play(record, program_at(arguments.program, record))
-    if arguments.out is not None:
-        try:
-            torch.save(module.state_dict(), arguments.out)
-        except (OSError, RuntimeError) as error:
-            raise PlanningError(f"--out {arguments.out}: {error}") from error
-    is_equal = digest(module) == record.parameters
-    print("replayed: equal to the bit" if is_equal else "replayed: OTHER parameters than the run has ended with")
-    return 0 if is_equal else 1
 
 
 def doctor(arguments: argparse.Namespace) -> int:

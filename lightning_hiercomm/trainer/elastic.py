@@ -6,11 +6,9 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateFinder,
@@ -44,9 +42,8 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.lanes import GlooLinks
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
-from lightning_hiercomm.elastic.meeting import TOLD_TO_LEAVE_CODE, Meeting, Member
+from lightning_hiercomm.elastic.meeting import TOLD_TO_LEAVE_CODE, Member
 from lightning_hiercomm.elastic.membership import History, Membership, has_ended_here
-from lightning_hiercomm.elastic.record import Recorder
 from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
@@ -83,7 +80,6 @@ class ElasticNode:
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]
         self._store: Store | None = None
-        self._recorder: Recorder | None = None
         self._has_given_up = False
         self._was_told_to_leave = False
 
@@ -129,8 +125,6 @@ class ElasticNode:
         self._transaction = Transaction(
             self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready, self._settle
         )
-        self._recorder = Recorder(_about(trainer, run, me.run), self._place_of_record(trainer))
-        self._transaction.has_agreed = self._note_agreement
         tell_stage_of_dataloaders(
             trainer,
             self._stage,
@@ -149,7 +143,6 @@ class ElasticNode:
                 self._checkpoints.take(take_state(trainer, state), None, None)
                 self._healed_by = state
                 self._is_in_epoch = state["moment"] == "batch"
-                self._recorder.take(state["record"])
             run.begin_from_module()
             run.remember_values()
             topology.agree_by(self._transaction)
@@ -160,29 +153,7 @@ class ElasticNode:
         is_first, self._has_data = not self._has_data, True
         if self._is_in_epoch or self._membership is None:
             return is_first  # or there are loaders already, if `estimated_stepping_batches` was asked for
-        changes, draw = self._membership.begin_epoch(batches), self._membership.draw
-        if self._recorder is not None:
-            self._recorder.note_epoch(trainer.current_epoch, batches, draw.shares, draw.total)
-        return changes or is_first
-
-    def _note_agreement(self, meeting: Meeting) -> None:
-        run, membership = self._required_run, self._membership
-        assert membership is not None
-        assert self._recorder is not None
-        draw, looks = membership.draw, run.agreed_model.is_asked_for
-        self._recorder.note(meeting, looks, run.schemes[0].steps, draw.shares, draw.total)
-
-    def _place_of_record(self, trainer: pl.Trainer) -> Callable[[], Path | None]:
-        """Where this node is to write at this moment, if it is to."""
-        folder = trainer.default_root_dir
-        membership, is_local = self._membership, "://" not in folder
-        assert membership is not None
-
-        def place() -> Path | None:
-            writes = self._elastic.record and is_local and membership.is_first and membership.leads
-            return Path(folder) / f"elastic-{membership.me.begun[:8]}.json" if writes else None
-
-        return place
+        return self._membership.begin_epoch(batches) or is_first
 
     def _begin_equal(self) -> None:
         module, topology = self._required_run.module, self._topology
@@ -270,8 +241,7 @@ class ElasticNode:
             with run.agreed_model.nobody_asked():
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
-            assert self._recorder is not None
-            return {**whole, "record": self._recorder.give(), "random": random_state()}
+            return {**whole, "random": random_state()}
 
         membership.give_state(state)
 
@@ -285,9 +255,6 @@ class ElasticNode:
     def end_training(self, trainer: pl.Trainer) -> None:
         """The run is over, and all nodes are equal."""
         self.at_boundary(trainer, "end")
-        if self._recorder is not None and self._run is not None:
-            ends_epoch = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-            self._recorder.end(self._run.schemes[0].steps, ends_epoch, self._run.module)
 
     def end_epoch(self) -> None:
         """The epoch in which this node was healed, at the latest, is over."""
@@ -352,7 +319,7 @@ class ElasticNode:
             prepare_train_dataloaders_again(trainer)
             draw_train_data_once(trainer)
             number_names_as_ever(trainer)
-        self._store = self._transaction = self._recorder = None  # which hold what others were to find here
+        self._store = self._transaction = None  # which hold what others were to find here
 
     @property
     def _has_others(self) -> bool:
@@ -463,22 +430,3 @@ def _steps_of_checkpoint(trainer: pl.Trainer) -> int:
 def _restarts() -> int:
     """How often torchrun has started this node again, in the run that it comes to; a program may fit once more."""
     return 0 if has_ended_here() else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def _about(trainer: pl.Trainer, run: TrainingRun, name: str) -> dict[str, Any]:
-    """What a record says of a run, beside who took part: by this a replay sees whether it can do the same."""
-    return {
-        "run": name,
-        "scheme": repr(run.schemes[0].config),
-        "optimizers": len(run.schemes),
-        "wire": repr(run.wire),
-        "bucket_bytes": run.replicas.bucket_bytes,
-        "average_buffers": run.replicas.average_buffers,
-        "begins_after_steps": _steps_of_checkpoint(trainer),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val or 0,
-        "precision": str(trainer.precision),
-        "seed": int(os.environ.get("PL_GLOBAL_SEED", 0)),
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-    }

@@ -342,7 +342,7 @@ def own_state(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     strategy._checkpoints.add_to(whole["checkpoint"], strategy._run, None, together=False, is_own=True)
     if moment == "batch":  # or loaders have drawn since
         whole["random"] = random_state()
-    return {**whole, "record": strategy._elastic_node._recorder.give()}
+    return whole
 
 
 def written(value: Any) -> str:
