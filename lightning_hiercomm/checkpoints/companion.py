@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
 from lightning_hiercomm.checkpoints.durable import name_beside
+from lightning_hiercomm.checkpoints.objects import pickled, put_back, take_out, unpickled
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
@@ -68,28 +69,38 @@ def companion_state(
         loss: What this rank knows of the epoch's loss so far.
         precision: State of the precision plugin: every node's gradient scaler goes its own way.
         entries: Of the checkpoint, what callbacks and the module say on this rank.
+
+    Raises:
+        TypeError: If something that a callback or hook saves cannot be pickled.
     """
-    state = {
-        "identity": identity,
-        "rank": topology.rank,
-        "nodes": [list(ranks) for ranks in topology.nodes],
-        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
-        "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
-        "schemes": [scheme.state_dict() for scheme in schemes],
-        "gradients": gradients.state_dict(),
-        "layouts": _layouts(schemes),
-        "parts": _parts(schemes),
-        "random": random_state(),
-        "mid_epoch": mid_epoch,
-        "loss": dict(loss or {}),
-        "precision": dict(precision or {}),
-        "entries": dict(entries or {}),
-    }
+    state, places, objects = take_out(
+        {
+            "identity": identity,
+            "rank": topology.rank,
+            "nodes": [list(ranks) for ranks in topology.nodes],
+            "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
+            "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
+            "schemes": [scheme.state_dict() for scheme in schemes],
+            "gradients": gradients.state_dict(),
+            "layouts": _layouts(schemes),
+            "parts": _parts(schemes),
+            "random": random_state(),
+            "mid_epoch": mid_epoch,
+            "loss": dict(loss or {}),
+            "precision": dict(precision or {}),
+            "entries": dict(entries or {}),
+        }
+    )
+    state |= {"places": places, "objects": pickled(objects, places) if objects else None}
     return {**state, "checksum": checksum(state)}
 
 
 def load_companion(
-    checkpoint_io: CheckpointIO, checkpoint_path: Any, identity: str | None, topology: Topology
+    checkpoint_io: CheckpointIO,
+    checkpoint_path: Any,
+    identity: str | None,
+    topology: Topology,
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Read this rank's companion; see that it is whole, and belongs to the checkpoint and to this rank.
 
@@ -98,6 +109,8 @@ def load_companion(
         checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
         identity: What the checkpoint says; None if it says that there are no companions.
         topology: The nodes.
+        weights_only: As given to ``Trainer.fit``: whether Python objects of callbacks and hooks may be unpickled. What
+            the strategy itself has saved never needs that.
 
     Returns:
         What :func:`companion_state` took, and the ``"path"`` of the file.
@@ -105,6 +118,7 @@ def load_companion(
     Raises:
         FileNotFoundError: If there is none.
         ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes.
+        pickle.UnpicklingError: If it holds Python objects that ``weights_only`` loading refuses.
     """
     if identity is None:
         raise ValueError(
@@ -133,6 +147,9 @@ def load_companion(
     nodes = [list(ranks) for ranks in topology.nodes]
     if state["nodes"] != nodes:
         raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
+    objects = state.pop("objects", None)
+    if objects is not None:
+        put_back(state, state["places"], unpickled(objects, state["places"], weights_only, path))
     return {**state, "path": path}
 
 

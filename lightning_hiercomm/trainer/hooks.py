@@ -399,7 +399,7 @@ class HierarchicalHooks(Reports):
         trainer = self._trainer_or_none
         is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         topology = self._topology if is_fitting else None
-        self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology)
+        self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology, weights_only)
         return checkpoint
 
     @override

@@ -55,6 +55,7 @@ from lightning_hiercomm._lightning.saves import (
     copied_where,
     dump_as_ever,
     dump_within,
+    entries_of_rank,
     holds_averaged_weights,
     number_names_as_ever,
     number_names_by_own_files,
@@ -333,6 +334,15 @@ def test_a_checkpoint_says_whether_it_holds_averaged_weights(tmp_path):
         run.save_checkpoint(tmp_path / name)
         checkpoint = torch.load(tmp_path / name, weights_only=False)
         assert holds_averaged_weights(checkpoint) == (name == "averaged")
+
+
+def test_the_extra_state_of_layers_is_known_by_its_key():
+    class Layer(nn.Linear):
+        def get_extra_state(self):
+            return "own"
+
+    checkpoint = {"epoch": 1, "state_dict": nn.Sequential(Layer(1, 1)).state_dict(), "of_hook": 2}
+    assert entries_of_rank(checkpoint) == {"state_dict": {"0._extra_state": "own"}, "of_hook": 2}
 
 
 def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
