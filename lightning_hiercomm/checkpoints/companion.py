@@ -149,7 +149,8 @@ def load_companion(
         raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
     objects = state.pop("objects", None)
     if objects is not None:
-        put_back(state, state["places"], unpickled(objects, state["places"], weights_only, path))
+        places = state["places"]
+        put_back(state, places, unpickled(objects, places, checkpoint_io, weights_only, path))
     return {**state, "path": path}
 
 

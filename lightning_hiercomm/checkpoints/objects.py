@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 
 Place = list[Any]
@@ -70,14 +73,16 @@ def pickled(objects: Sequence[Any], places: Sequence[Place]) -> Tensor:
         raise
 
 
-def unpickled(data: Tensor, places: Sequence[Place], weights_only: bool | None, path: str) -> list[Any]:
-    """Undo :func:`pickled`, as ``torch.load(weights_only=...)`` reads the checkpoint itself.
+def unpickled(
+    data: Tensor, places: Sequence[Place], checkpoint_io: CheckpointIO, weights_only: bool | None, path: str
+) -> list[Any]:
+    """Undo :func:`pickled` with what reads the checkpoint itself, which may trust files by a rule of its own.
 
     Raises:
         pickle.UnpicklingError: If ``weights_only`` loading refuses one of the classes.
     """
     try:
-        objects: list[Any] = torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=weights_only)
+        objects: list[Any] = _loaded(data, checkpoint_io, weights_only)
     except pickle.UnpicklingError as error:
         owners = ", ".join(dict.fromkeys(map(owner, places)))
         raise pickle.UnpicklingError(
@@ -86,6 +91,18 @@ def unpickled(data: Tensor, places: Sequence[Place], weights_only: bool | None, 
             f" torch.serialization.add_safe_globals. {error}"
         ) from error
     return objects
+
+
+def _loaded(data: Tensor, checkpoint_io: CheckpointIO, weights_only: bool | None) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "objects.ckpt"
+        file.write_bytes(data.numpy().data)
+        try:
+            return checkpoint_io.load_checkpoint(file, map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError:
+            raise
+        except Exception:  # a plugin with a format of its own, or an object that cannot be made: torch raises it again
+            return torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
 def owner(place: Place) -> str:

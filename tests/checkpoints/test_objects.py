@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from problems import Oracle, one_trainer
 from torch.utils.data import DataLoader
 
@@ -317,18 +318,31 @@ def test_objects_are_taken_out_and_put_back_where_they_were(state_of):
     torch.save(plain, buffer := io.BytesIO())
     read = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     assert not equal(read, state)
-    put_back(read, places, unpickled(pickled(objects, places), places, weights_only=False, path="it"))
+    put_back(
+        read, places, unpickled(pickled(objects, places), places, TorchCheckpointIO(), weights_only=False, path="it")
+    )
     assert equal(read, state)
+
+
+class Trusts(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return super().load_checkpoint(path, map_location, weights_only=False)
+
+
+class OwnFormat(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        raise ValueError("not in this format")
 
 
 def test_objects_that_are_not_trusted_are_refused_by_owner():
     places = [["entries", "callbacks", "Remembers", "best"], ["entries", "of_module"], ["optimizers", 0, "note"]]
     data = pickled([Best(1.0, torch.ones(1)), {1}, Path("a")], places)
     with pytest.raises(pickle.UnpicklingError, match=r"(?s)weights_only=False\).*\bBest") as raised:
-        unpickled(data, places, True, "last.ckpt.rank-0001")
+        unpickled(data, places, TorchCheckpointIO(), True, "last.ckpt.rank-0001")
     owners = "last.ckpt.rank-0001 holds Python objects of callback Remembers, checkpoint['of_module'], an optimizer"
     assert str(raised.value).startswith(owners)
-    assert equal(unpickled(data, places, False, ""), [Best(1.0, torch.ones(1)), {1}, Path("a")])
+    for plugin, weights_only in ((TorchCheckpointIO(), False), (Trusts(), None), (OwnFormat(), False)):
+        assert equal(unpickled(data, places, plugin, weights_only, ""), [Best(1.0, torch.ones(1)), {1}, Path("a")])
 
 
 def test_an_object_that_cannot_be_pickled_is_named_by_its_owner():
