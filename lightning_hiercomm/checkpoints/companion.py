@@ -285,7 +285,12 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _held_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only."""
+    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only.
+
+    A placeholder for no optimizer has none, and wrappers of optimizers may have a layout of their own.
+    """
+    if "state" not in state:
+        return dict(with_plain_numbers(state))
     held = {
         index: {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
         for index, values in state["state"].items()
@@ -301,6 +306,8 @@ def _held_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Undo :func:`_held_state`."""
+    if "state" not in state:
+        return state
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     values = {index: dict(held) for index, held in state["state"].items()}
     for index, name in state.get("sharded", ()):

@@ -68,7 +68,8 @@ def pickled(objects: Sequence[Any], places: Sequence[Place]) -> Tensor:
                 _bytes_of(value)
             except Exception as error:
                 raise TypeError(
-                    f"{owner(place)} holds a {type(value).__name__} that cannot be saved ({error})"
+                    f"{owner(place)} holds a {type(value).__name__} that cannot be saved ({error}): leave it out of its"
+                    " state"
                 ) from error
         raise
 

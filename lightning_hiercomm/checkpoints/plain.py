@@ -185,14 +185,14 @@ class Checkpoints:
             wait_for_saves(io)
         except Exception as error:
             failure = error
-        what = None if failure is None else f"{type(failure).__name__}: {failure}"
+        hint = ". Make room there, or set" if isinstance(failure, OSError) else ". Or set"
+        what = None if failure is None else f"{type(failure).__name__}: {failure}{hint}"
         failures = topology.world.all_gather_object(what)
         for rank, what in enumerate(failures):
             if what is not None:
-                remedy = "Leave that out" if what.startswith("TypeError") else "Make room there"
                 raise OSError(
-                    f"rank {rank} could not write its part of the checkpoint, beside {path}: {what}. The checkpoints"
-                    f" that were there are complete. {remedy}, or set checkpoint_replicas=False."
+                    f"rank {rank} could not write its part of the checkpoint, beside {path} (the checkpoints that were"
+                    f" there are complete): {what} checkpoint_replicas=False."
                 ) from failure
 
     def settle(self, topology: Topology, io: CheckpointIO) -> None:

@@ -140,6 +140,11 @@ class HierarchicalHooks(Reports):
 
     def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
         """Come to the other nodes; a node that is healed there goes on from what it gets, like from a checkpoint."""
+        if not self.schemes:
+            raise ValueError(
+                f"elastic={elastic!r}: nodes leave and join at optimizer steps, and configure_optimizers returned no"
+                " optimizer: return one, or leave elastic out"
+            )
         self._elastic_node = node = ElasticNode(elastic, self._checkpoints, self._control.told_to_leave)
         self._boundary = BoundaryCallback(node)
         put_callback_first(trainer, self._boundary)
@@ -350,7 +355,7 @@ class HierarchicalHooks(Reports):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._control.note_progress("saving a checkpoint", self._trainer_or_none)
-        if not self.schemes:
+        if self._run_or_none is None:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         looks = is_of_tuner(filepath) and self._elastic_node is None
