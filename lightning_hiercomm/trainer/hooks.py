@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.averages import heal_averages
-from lightning_hiercomm._lightning.launcher import process_group_meets_at
+from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
 from lightning_hiercomm._lightning.saves import (
     copied_where,
     dump_as_ever,
@@ -71,6 +71,7 @@ class HierarchicalHooks(Reports):
             abort_on_uncaught_exceptions()
         backend, sizes = self._process_group_backend, self._settings.ranks_per_node
         check_launch(self.parallel_devices, backend, sizes, self.world_size, self._environment)
+        self._starts_ranks = not self._environment.creates_processes_externally
         super()._configure_launcher()
 
     @override
@@ -99,7 +100,7 @@ class HierarchicalHooks(Reports):
             self.topology = connect_world(
                 self.global_rank,
                 self.world_size,
-                (self.node_rank, self.local_rank),
+                place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks),
                 self._settings.ranks_per_node,
                 self._settings.inter_node,
                 self._timeout,

@@ -59,7 +59,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its default arguments.
         batches: Gives ranks of unequal speed batches of unequal size. None: all take what the dataloader says.
         ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: what the
-            cluster environment says (found by asking every rank, so ranks of a node need not be consecutive).
+            cluster environment says (found by asking every rank, so ranks of a node need not be consecutive), or the
+            host names where they contradict it, after a warning.
         inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also for
             GPUs, whose tensors pass through pinned memory beside training; nccl stays inside the nodes) or ``"mpi"``
             (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
