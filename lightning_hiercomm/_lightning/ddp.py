@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,6 +136,111 @@ class CopiedDDP(DistributedDataParallel):
         copied: nn.Module = copy.deepcopy(self.module, memo)
         return copied
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Refuse: DDP has one hook, which is the strategy's (:func:`register_bucket_hook`)."""
+        name = getattr(hook, "__name__", repr(hook))
+        raise ValueError(
+            f"register_comm_hook({name}): DDP has one communication hook, and the hierarchical strategy averages"
+            " gradients by it. Leave yours out, and choose what nodes exchange with `scheme` and `wire_dtype`."
+        )
+
+
+class PassThroughDDP(CopiedDDP):
+    """The interface of DDP around a module whose gradients are averaged with no other rank's.
+
+    Programs call ``trainer.model.no_sync()``, read ``trainer.model.module`` or test for DDP. A real DDP over one rank
+    would take time for its buckets, and would refuse unused parameters, and modules without trainable ones.
+
+    Args:
+        module: What trains.
+        device_ids: DDP's.
+        arguments: DDP's others.
+    """
+
+    def __init__(self, module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        defaults = {name: each.default for name, each in inspect.signature(DistributedDataParallel).parameters.items()}
+        given = {**defaults, **arguments}
+        self.module = module
+        self.process_group = given["process_group"]
+        self.device_ids = device_ids
+        self.output_device = device_ids[0] if device_ids else None
+        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.device_type = self.device.type
+        self.broadcast_buffers = given["broadcast_buffers"] is not False
+        if given.get("forward_sync_buffers") is not None:
+            self.broadcast_buffers = given["forward_sync_buffers"]
+        self.find_unused_parameters = given["find_unused_parameters"]
+        self.gradient_as_bucket_view = given["gradient_as_bucket_view"]
+        self.static_graph = given["static_graph"]
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.parameters_to_ignore: set[str] = set()
+        self.reducer = _NoReducer()  # type: ignore[assignment]
+        self.logger = None
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Call the module."""
+        return self.module(*inputs, **keywords)
+
+    @contextmanager
+    def join(self, *_: object, **__: object) -> Iterator[None]:
+        """Do nothing: no other rank waits for this one's gradients."""
+        yield
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}  # Lightning looks for a hint in it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.module,)
+
+
+class PassThroughRedirection(_DDPForwardRedirection):
+    """Lightning's way from a hook of the strategy through DDP's ``forward`` to ``training_step``, made short.
+
+    Lightning's sets attributes of two modules at every step, which takes longer than what :class:`PassThroughDDP` does.
+    """
+
+    def __call__(
+        self,
+        wrapper_module: nn.Module,
+        original_module: pl.LightningModule,
+        method_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(wrapper_module, PassThroughDDP):
+            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
+        attributes, method = vars(original_module), getattr(original_module, method_name)
+        before = attributes.pop("forward", None)  # patched by somebody
+
+        def forward(*inputs: Any, **keywords: Any) -> Any:
+            del attributes["forward"]
+            if before is not None:
+                attributes["forward"] = before
+            return method(*inputs, **keywords)
+
+        attributes["forward"] = forward
+        return wrapper_module(*args, **kwargs)
+
+
+class _NoReducer:
+    """What Lightning's ``DDPStrategy`` calls of DDP's reducer around a manual backward pass."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, _: Sequence[Tensor]) -> None:
+        pass
+
+    def _delay_all_reduce(self) -> None:
+        pass
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
 
 class SettledDDP(CopiedDDP):
     """DDP whose steps do not depend on what its process did before: neither on the step before, nor on a validation.
@@ -209,7 +317,7 @@ def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any],
         return reduce(bucket)
 
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
-    model.register_comm_hook(None, hook)
+    DistributedDataParallel.register_comm_hook(model, None, hook)
 
 
 class FabricSyncControl(_BackwardSyncControl):

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities import imports
@@ -27,6 +28,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from lightning_hiercomm.comm.mpi import load_mpi
+from lightning_hiercomm.nodes.hosts import Place
 
 
 class WatchfulLauncher(_MultiProcessingLauncher):
@@ -133,6 +135,25 @@ def _exit_code(process: Any) -> int | None:
     if end is None:
         return None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def place_of(environment: ClusterEnvironment, node: int, local_rank: int, starts_ranks: bool) -> Place:
+    """Return where this rank is, as its cluster environment reports it.
+
+    Torchrun's agents are started one per node, as Lightning's launcher is, so several on one host are meant to be
+    nodes. MPI's nodes are found by host name already. What sets other variables gives every process a node of its own
+    (Kubeflow), or may be told so by mistake.
+
+    Args:
+        environment: Of the Trainer.
+        node: As the strategy has it.
+        local_rank: Likewise.
+        starts_ranks: Whether the strategy's launcher starts the ranks.
+    """
+    names_nodes = isinstance(environment, (TorchElasticEnvironment, MPIEnvironment)) or (
+        isinstance(environment, LightningEnvironment) and starts_ranks
+    )
+    return Place(node, local_rank, type(environment).__name__, names_nodes)
 
 
 def check_ranks_of_node(environment: ClusterEnvironment) -> None:

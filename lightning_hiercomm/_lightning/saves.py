@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from lightning_hiercomm._lightning import require_attribute
 
@@ -47,36 +48,38 @@ def holds_averaged_weights(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def entries_of_rank(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What callbacks, the module and its data put into a checkpoint: every rank something else; a file has rank 0's.
+    """Return what this rank's callbacks, module, datamodule, schedulers and loaders put into a checkpoint.
 
-    So do schedulers, which may look at what a rank logs, and loaders that know how far they are, among the loops. All
-    ranks make a checkpoint, with the same keys. What is in the way of ``weights_only`` loading is left out.
+    A plain file has rank 0's. The ``state_dict`` holds averaged weights and the extra state of layers only.
     """
-    own = {key: with_plain_numbers(value) for key, value in checkpoint.items() if key not in _OF_ALL_RANKS}
-    entries = {key: value for key, value in own.items() if _is_plain(value)}
-    callbacks = {key: state for key, state in checkpoint.get("callbacks", {}).items() if _is_plain(state)}
-    if callbacks:
-        entries["callbacks"] = callbacks
-    if holds_averaged_weights(checkpoint):
-        entries["state_dict"] = dict(checkpoint["state_dict"])
-    return entries
+    entries = {key: value for key, value in checkpoint.items() if key not in _OF_ALL_RANKS}
+    if "lr_schedulers" in entries:
+        entries["lr_schedulers"] = with_plain_numbers(entries["lr_schedulers"])
+    is_averaged = holds_averaged_weights(checkpoint)
+    own = {
+        name: value
+        for name, value in checkpoint.get("state_dict", {}).items()
+        if is_averaged or name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    }
+    return {**entries, "state_dict": own} if own else entries
 
 
-def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Put :func:`entries_of_rank` in the place of rank 0's, before anybody restores from the checkpoint."""
-    callbacks = {**checkpoint.get("callbacks", {}), **entries.get("callbacks", {})}
+def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any], complete: bool = True) -> None:
+    """Replace rank 0's entries with :func:`entries_of_rank`, before anything is restored from the checkpoint.
+
+    A key that this rank did not save keeps rank 0's value, as hooks often save on rank 0 only. A callback that saved
+    nothing on this rank gets nothing.
+
+    Args:
+        checkpoint: As it was read.
+        entries: Of this rank.
+        complete: Whether all of the rank's callbacks are in them; earlier versions left some out.
+    """
+    entries = dict(entries)
+    if not complete:
+        entries["callbacks"] = {**checkpoint.get("callbacks", {}), **entries.get("callbacks", {})}
+    checkpoint.get("state_dict", {}).update(entries.pop("state_dict", {}))
     checkpoint.update(entries)
-    if callbacks:
-        checkpoint["callbacks"] = callbacks
-
-
-def _is_plain(value: object) -> bool:
-    """Whether it is made of tensors and primitives."""
-    if type(value) in (dict, OrderedDict):
-        return all(_is_plain(part) for item in value.items() for part in item)  # type: ignore[attr-defined]
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
-    return value is None or type(value) in (bool, int, float, str, bytes, Tensor, nn.Parameter)
 
 
 def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
 from lightning_hiercomm.checkpoints.durable import name_beside
+from lightning_hiercomm.checkpoints.objects import pickled, put_back, take_out, unpickled
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
@@ -68,28 +69,38 @@ def companion_state(
         loss: What this rank knows of the epoch's loss so far.
         precision: State of the precision plugin: every node's gradient scaler goes its own way.
         entries: Of the checkpoint, what callbacks and the module say on this rank.
+
+    Raises:
+        TypeError: If something that a callback or hook saves cannot be pickled.
     """
-    state = {
-        "identity": identity,
-        "rank": topology.rank,
-        "nodes": [list(ranks) for ranks in topology.nodes],
-        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
-        "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
-        "schemes": [scheme.state_dict() for scheme in schemes],
-        "gradients": gradients.state_dict(),
-        "layouts": _layouts(schemes),
-        "parts": _parts(schemes),
-        "random": random_state(),
-        "mid_epoch": mid_epoch,
-        "loss": dict(loss or {}),
-        "precision": dict(precision or {}),
-        "entries": dict(entries or {}),
-    }
+    state, places, objects = take_out(
+        {
+            "identity": identity,
+            "rank": topology.rank,
+            "nodes": [list(ranks) for ranks in topology.nodes],
+            "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
+            "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
+            "schemes": [scheme.state_dict() for scheme in schemes],
+            "gradients": gradients.state_dict(),
+            "layouts": _layouts(schemes),
+            "parts": _parts(schemes),
+            "random": random_state(),
+            "mid_epoch": mid_epoch,
+            "loss": dict(loss or {}),
+            "precision": dict(precision or {}),
+            "entries": dict(entries or {}),
+        }
+    )
+    state |= {"places": places, "objects": pickled(objects, places) if objects else None}
     return {**state, "checksum": checksum(state)}
 
 
 def load_companion(
-    checkpoint_io: CheckpointIO, checkpoint_path: Any, identity: str | None, topology: Topology
+    checkpoint_io: CheckpointIO,
+    checkpoint_path: Any,
+    identity: str | None,
+    topology: Topology,
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Read this rank's companion; see that it is whole, and belongs to the checkpoint and to this rank.
 
@@ -98,6 +109,8 @@ def load_companion(
         checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
         identity: What the checkpoint says; None if it says that there are no companions.
         topology: The nodes.
+        weights_only: As given to ``Trainer.fit``: whether Python objects of callbacks and hooks may be unpickled. What
+            the strategy itself has saved never needs that.
 
     Returns:
         What :func:`companion_state` took, and the ``"path"`` of the file.
@@ -105,6 +118,7 @@ def load_companion(
     Raises:
         FileNotFoundError: If there is none.
         ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes.
+        pickle.UnpicklingError: If it holds Python objects that ``weights_only`` loading refuses.
     """
     if identity is None:
         raise ValueError(
@@ -133,6 +147,10 @@ def load_companion(
     nodes = [list(ranks) for ranks in topology.nodes]
     if state["nodes"] != nodes:
         raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
+    objects = state.pop("objects", None)
+    if objects is not None:
+        places = state["places"]
+        put_back(state, places, unpickled(objects, places, checkpoint_io, weights_only, path))
     return {**state, "path": path}
 
 
@@ -267,7 +285,12 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _held_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only."""
+    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only.
+
+    A placeholder for no optimizer has none, and wrappers of optimizers may have a layout of their own.
+    """
+    if "state" not in state:
+        return dict(with_plain_numbers(state))
     held = {
         index: {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
         for index, values in state["state"].items()
@@ -283,6 +306,8 @@ def _held_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Undo :func:`_held_state`."""
+    if "state" not in state:
+        return state
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     values = {index: dict(held) for index, held in state["state"].items()}
     for index, name in state.get("sharded", ()):

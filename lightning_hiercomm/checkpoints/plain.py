@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -137,7 +138,8 @@ class Checkpoints:
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.settle()
-        state = companion_state(
+        state = partial(
+            companion_state,
             identity,
             run.topology,
             run.module,
@@ -169,22 +171,28 @@ class Checkpoints:
             self._paths[str(filepath)] = path
 
     def _write_together(
-        self, topology: Topology, io: CheckpointIO, state: dict[str, Any], path: str, storage_options: Any | None
+        self,
+        topology: Topology,
+        io: CheckpointIO,
+        state: Callable[[], dict[str, Any]],
+        path: str,
+        storage_options: Any | None,
     ) -> None:
         """Write a companion, and return when all ranks have written theirs."""
         failure: Exception | None = None
         try:
-            io.save_checkpoint(state, path, storage_options)
+            io.save_checkpoint(state(), path, storage_options)
             wait_for_saves(io)
         except Exception as error:
             failure = error
-        what = None if failure is None else f"{type(failure).__name__}: {failure}"
+        hint = ". Make room there, or set" if isinstance(failure, OSError) else ". Or set"
+        what = None if failure is None else f"{type(failure).__name__}: {failure}{hint}"
         failures = topology.world.all_gather_object(what)
         for rank, what in enumerate(failures):
             if what is not None:
                 raise OSError(
-                    f"rank {rank} could not write its part of the checkpoint, beside {path}: {what}. The checkpoints"
-                    " that were there are complete. Make room there, or set checkpoint_replicas=False."
+                    f"rank {rank} could not write its part of the checkpoint, beside {path} (the checkpoints that were"
+                    f" there are complete): {what} checkpoint_replicas=False."
                 ) from failure
 
     def settle(self, topology: Topology, io: CheckpointIO) -> None:
@@ -264,6 +272,7 @@ class Checkpoints:
         batches: HeterogeneousBatches | None,
         io: CheckpointIO | None = None,
         topology: Topology | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Remember what was read, until there are schemes to restore; ``batches``, and what callbacks get, now.
 
@@ -273,6 +282,7 @@ class Checkpoints:
             batches: Restored.
             io: Reads the companion.
             topology: The nodes of a run that goes on. None: somebody only wants to read.
+            weights_only: With which the checkpoint was read.
         """
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
@@ -282,8 +292,9 @@ class Checkpoints:
         # a tuner has looked, and no rank is to know it afterwards
         has_companions = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
         if has_companions and io is not None and topology is not None:
-            self._companion = load_companion(io, filepath, self._loaded.get("identity"), topology)
-            take_entries(checkpoint, self._companion.pop("entries", {}))
+            self._companion = load_companion(io, filepath, self._loaded.get("identity"), topology, weights_only)
+            # earlier versions neither noted places nor kept the state of every callback
+            take_entries(checkpoint, self._companion.pop("entries", {}), complete="places" in self._companion)
 
     @property
     def trained(self) -> list[str] | None:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
-from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss, is_placeholder
 
 
 def numbered_by_optimizer(
@@ -64,6 +64,8 @@ def load_optimizers(
             )
     if path.is_dir():
         for index, optimizer in enumerate(optimizers):
+            if is_placeholder(optimizer):
+                continue
             held = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)}
             load(held, checkpoint_id=path)
             set_optimizer_state_dict(
@@ -80,7 +82,7 @@ def load_optimizers(
         )
     options = StateDictOptions(broadcast_from_rank0=True, full_state_dict=True, strict=strict)
     for optimizer, state in zip(optimizers, states, strict=True):
-        if state["state"]:
+        if state.get("state"):
             set_optimizer_state_dict(
                 module, optimizer, optim_state_dict=_named(state, optimizer, module), options=options
             )

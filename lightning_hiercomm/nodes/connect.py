@@ -19,7 +19,8 @@ from lightning_hiercomm.comm.mpi import MPICommunicator, connect_mpi
 from lightning_hiercomm.comm.shared_memory import sharing_memory
 from lightning_hiercomm.comm.staged import connect_gloo
 from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch, unprofiled
-from lightning_hiercomm.nodes.topology import Topology, nodes_by_count, nodes_by_place
+from lightning_hiercomm.nodes.hosts import Place, nodes_by_default, warn_once
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 
 _LONGEST_CLOSING = 5.0
 _left_behind: list[tuple[Topology, object, int]] = []
@@ -29,7 +30,7 @@ _left_behind: list[tuple[Topology, object, int]] = []
 def connect_world(
     rank: int,
     world_size: int,
-    place: tuple[int, int],
+    place: Place,
     ranks_per_node: int | Sequence[int] | None = None,
     inter_node: Literal["torch", "gloo", "mpi"] = "torch",
     timeout: timedelta | None = None,
@@ -39,19 +40,25 @@ def connect_world(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        place: This rank's node, and its place on that.
-        ranks_per_node: The size of every node, or a list of sizes. Default: every rank is asked for its place.
+        place: Where this rank is.
+        ranks_per_node: The size of every node, or a list of sizes. Default: see
+            :func:`~lightning_hiercomm.nodes.hosts.nodes_by_default`.
         inter_node: What carries traffic between nodes.
         timeout: Of moves over torch's process groups.
 
     Returns:
         The nodes, with communicators and a new meter.
+
+    Warns:
+        UserWarning: On rank 0, if host names contradict what the cluster environment reports of the nodes.
     """
     world = TorchCommunicator(None, range(world_size), rank, "world", Meter())
     if ranks_per_node is not None:
         nodes = nodes_by_count(ranks_per_node, world_size)
     else:
-        nodes = nodes_by_place(world.all_gather_object(place) if world_size > 1 else [place])
+        nodes, warning = nodes_by_default(world.all_gather_object(place) if world_size > 1 else [place])
+        if warning is not None and rank == 0:
+            warn_once(warning)
     meter = Meter()
     by_torch = sharing_memory(connect_torch(meter, timeout, launching=unprofiled), timeout)
     if inter_node == "torch":

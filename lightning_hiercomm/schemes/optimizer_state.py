@@ -37,6 +37,11 @@ def _needs_closure(step: Callable[..., object]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def is_placeholder(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has no parameters, as Lightning's for ``configure_optimizers`` that returns None."""
+    return not any(group["params"] for group in optimizer.param_groups)
+
+
 def wraps_another(optimizer: Optimizer) -> bool:
     """Whether another optimizer inside makes the steps, as in Lookahead; often it has the param groups, too."""
     held = vars(optimizer)

@@ -29,7 +29,7 @@ from lightning_hiercomm._lightning.ddp import (
     unused_parameters,
     warning_of_unused_parameters,
 )
-from lightning_hiercomm._lightning.launcher import settle_as_fork
+from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Mark
@@ -177,6 +177,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         )
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
+        self._starts_ranks = False
         self._runs: list[TrainingRun] = []
         self._without_optimizer: list[nn.Module] = []
         self._without_ddp: list[nn.Module] = []
@@ -282,13 +283,17 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         backend, sizes = self._process_group_backend, self._settings.ranks_per_node
         check_launch(self.parallel_devices, backend, sizes, self.world_size)
+        assert self.cluster_environment is not None
+        self._starts_ranks = not self.cluster_environment.creates_processes_externally
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         settle_as_fork(self._start_method)  # the first thing that a rank does
         super().setup_environment()
-        settings, place = self._settings, (self.node_rank, self.local_rank)
+        assert self.cluster_environment is not None
+        settings = self._settings
+        place = place_of(self.cluster_environment, self.node_rank, self.local_rank, self._starts_ranks)
         self.topology = connect_world(
             self.global_rank, self.world_size, place, settings.ranks_per_node, settings.inter_node, self._timeout
         )

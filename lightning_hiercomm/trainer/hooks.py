@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.averages import heal_averages
-from lightning_hiercomm._lightning.launcher import process_group_meets_at
+from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
 from lightning_hiercomm._lightning.saves import (
     copied_where,
     dump_as_ever,
@@ -71,6 +71,7 @@ class HierarchicalHooks(Reports):
             abort_on_uncaught_exceptions()
         backend, sizes = self._process_group_backend, self._settings.ranks_per_node
         check_launch(self.parallel_devices, backend, sizes, self.world_size, self._environment)
+        self._starts_ranks = not self._environment.creates_processes_externally
         super()._configure_launcher()
 
     @override
@@ -99,7 +100,7 @@ class HierarchicalHooks(Reports):
             self.topology = connect_world(
                 self.global_rank,
                 self.world_size,
-                (self.node_rank, self.local_rank),
+                place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks),
                 self._settings.ranks_per_node,
                 self._settings.inter_node,
                 self._timeout,
@@ -141,6 +142,11 @@ class HierarchicalHooks(Reports):
 
     def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
         """Come to the other nodes; a node that is healed there goes on from what it gets, like from a checkpoint."""
+        if not self.schemes:
+            raise ValueError(
+                f"elastic={elastic!r}: nodes leave and join at optimizer steps, and configure_optimizers returned no"
+                " optimizer: return one, or leave elastic out"
+            )
         self._elastic_node = node = ElasticNode(elastic, self._checkpoints, self._control.told_to_leave)
         self._boundary = BoundaryCallback(node)
         put_callback_first(trainer, self._boundary)
@@ -354,7 +360,7 @@ class HierarchicalHooks(Reports):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._control.note_progress("saving a checkpoint", self._trainer_or_none)
-        if not self.schemes:
+        if self._run_or_none is None:
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         looks = is_of_tuner(filepath) and self._elastic_node is None
@@ -403,7 +409,7 @@ class HierarchicalHooks(Reports):
         trainer = self._trainer_or_none
         is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         topology = self._topology if is_fitting else None
-        self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology)
+        self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology, weights_only)
         return checkpoint
 
     @override

@@ -32,6 +32,7 @@ from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
+from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.settings import Settings
 
@@ -349,6 +350,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if is_placeholder(raw_optimizer(optimizer)):
+            return {}  # torch looks for its parameters in the module
         state = ModelParallelStrategy.optimizer_state(self, optimizer)
         if self._save_distributed_checkpoint or self.global_rank != 0:
             return state

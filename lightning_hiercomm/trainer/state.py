@@ -45,6 +45,7 @@ class StrategyState(ParallelStrategy):
         self._checkpoints = Checkpoints(settings.checkpoint_replicas)
         self._control = RunControl()
         self._means = WeightedMeans()
+        self._starts_ranks = False
         # these exist only inside a process that trains, and go into no pickle and no copy
         self.topology = None
         self._run_or_none: TrainingRun | None = None

@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
+    PassThroughDDP,
+    PassThroughRedirection,
     check_ddp_arguments,
     in_ddp,
     keep_sync_batchnorm_in_group,
@@ -57,7 +59,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its default arguments.
         batches: Gives ranks of unequal speed batches of unequal size. None: all take what the dataloader says.
         ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: what the
-            cluster environment says (found by asking every rank, so ranks of a node need not be consecutive).
+            cluster environment says (found by asking every rank, so ranks of a node need not be consecutive), or the
+            host names where they contradict it, after a warning.
         inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also for
             GPUs, whose tensors pass through pinned memory beside training; nccl stays inside the nodes) or ``"mpi"``
             (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
@@ -186,6 +189,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
                 elastic=elastic,
             )
         )
+        self._forward_redirection = PassThroughRedirection()
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []
@@ -241,16 +245,18 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         reduced = self._known.keys() - {id(parameter) for parameter in self._frozen}
         self._known = {id(parameter): parameter for parameter in self._module.parameters()}
         self._frozen = [p for p in self._known.values() if not p.requires_grad]
-        if self._gradients_cross_ranks():
-            # programs that let some be unused toggle them: one that is frozen for another's turn comes back
-            returning = reduced if self._ddp_kwargs.get("find_unused_parameters") else ()
-            toggled = [p for p in self._frozen if id(p) in returning]
+        crosses = self._gradients_cross_ranks()
+        # programs that let some be unused toggle them: one that is frozen for another's turn comes back
+        returning = reduced if crosses and self._ddp_kwargs.get("find_unused_parameters") else ()
+        toggled = [p for p in self._frozen if id(p) in returning]
+        if crosses and (toggled or len(self._frozen) < len(self._known)):
             self._frozen = [p for p in self._frozen if id(p) not in returning]
             with _requiring_gradients(toggled):
                 super().configure_ddp()
-        else:
-            finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
-            self._expects_all_used = self.scheme.gradients != "none" and not finds_unused
+            return
+        self.model = PassThroughDDP(self._module, self.determine_ddp_device_ids(), self._ddp_kwargs)
+        finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
+        self._expects_all_used = not crosses and self.scheme.gradients != "none" and not finds_unused
 
     def _gradients_cross_ranks(self) -> bool:
         """Whether DDP has anything to do: not on a node of one rank whose gradients stay on the node."""

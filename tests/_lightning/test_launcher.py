@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+)
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from lightning_hiercomm._lightning.launcher import settle_as_fork
+from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 
 
 def test_a_forked_rank_has_its_threads_before_a_backward_pass_asks_for_them(monkeypatch):
@@ -17,3 +27,23 @@ def test_a_forked_rank_has_its_threads_before_a_backward_pass_asks_for_them(monk
     assert asked == []
     settle_as_fork("fork")
     assert asked == [torch.get_num_threads()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_launcher", "by_others"),
+    [
+        (TorchElasticEnvironment, True, True),
+        (MPIEnvironment, True, True),
+        (LightningEnvironment, True, False),
+        (SLURMEnvironment, False, False),
+        (LSFEnvironment, False, False),
+        (KubeflowEnvironment, False, False),
+    ],
+)
+def test_several_nodes_on_a_host_are_meant_where_each_was_started(kind, by_launcher, by_others):
+    environment = object.__new__(kind)  # most ask for variables
+    assert issubclass(kind, ClusterEnvironment)
+    for starts_ranks, expected in ((True, by_launcher), (False, by_others)):
+        place = place_of(environment, 1, 2, starts_ranks)
+        assert (place.node, place.local_rank, place.nodes_share_hosts) == (1, 2, expected)
+        assert place.environment == kind.__name__

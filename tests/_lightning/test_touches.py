@@ -38,6 +38,8 @@ from lightning_hiercomm._lightning.collectives import collectives_begun
 from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
+    PassThroughDDP,
+    PassThroughRedirection,
     SettledDDP,
     explain_unused_parameters,
     is_not_insisted_on,
@@ -56,6 +58,7 @@ from lightning_hiercomm._lightning.saves import (
     copied_where,
     dump_as_ever,
     dump_within,
+    entries_of_rank,
     holds_averaged_weights,
     number_names_as_ever,
     number_names_by_own_files,
@@ -334,6 +337,15 @@ def test_a_checkpoint_says_whether_it_holds_averaged_weights(tmp_path):
         run.save_checkpoint(tmp_path / name)
         checkpoint = torch.load(tmp_path / name, weights_only=False)
         assert holds_averaged_weights(checkpoint) == (name == "averaged")
+
+
+def test_the_extra_state_of_layers_is_known_by_its_key():
+    class Layer(nn.Linear):
+        def get_extra_state(self):
+            return "own"
+
+    checkpoint = {"epoch": 1, "state_dict": nn.Sequential(Layer(1, 1)).state_dict(), "of_hook": 2}
+    assert entries_of_rank(checkpoint) == {"state_dict": {"0._extra_state": "own"}, "of_hook": 2}
 
 
 def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
@@ -718,6 +730,47 @@ def test_buckets_that_ddp_cuts_by_rules_of_their_own_are_ddps(process_group, arg
     ours = _buckets_of_two_steps(SettledDDP, **{argument: True})
     assert ours == _buckets_of_two_steps(DistributedDataParallel, **{argument: True})
     assert ours[0] == ours[1]
+
+
+@pytest.mark.parametrize("given", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_ddp_that_reduces_nothing_shows_what_ddp_shows(process_group, given):
+    module = nn.Linear(2, 1)
+    arguments = {"process_group": dist.group.WORLD, **given}
+    ddp, ours = DistributedDataParallel(module, **arguments), PassThroughDDP(module, None, arguments)
+    names = ("module", "process_group", "device", "device_ids", "device_type", "output_device", "broadcast_buffers")
+    names += ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "parameters_to_ignore")
+    names += ("require_backward_grad_sync", "require_forward_param_sync")
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(ddp, name) for name in names}
+    assert ours.state_dict().keys() == ddp.state_dict().keys()
+    assert isinstance(ours, pl.utilities.types.DistributedDataParallel)
+    with ours.no_sync():
+        assert not ours.require_backward_grad_sync
+    assert ours.require_backward_grad_sync
+
+
+class Redirected(BoringModel):
+    def training_step(self, batch, batch_idx=None):
+        return self.layer(batch), "forward" in vars(self)
+
+
+def test_a_training_step_goes_through_the_forward_of_its_ddp(process_group):
+    assert type(DDPStrategy()._forward_redirection) is _DDPForwardRedirection
+    module, batch, calls = Redirected(), torch.ones(1, 32), []
+    for wrapped in (DistributedDataParallel(module), PassThroughDDP(module, None, {})):
+        hooks = [each.register_forward_hook(lambda of, *_: calls.append(type(of))) for each in (wrapped, module)]
+        output, _ = PassThroughRedirection()(wrapped, module, "training_step", batch, batch_idx=0)
+        assert torch.equal(output, module.layer(batch))
+        assert calls == [Redirected, type(wrapped)]
+        calls.clear()
+        for hook in hooks:
+            hook.remove()
+    vars(module)["forward"] = patched = lambda x: x  # by a profiler, say
+    assert PassThroughRedirection()(wrapped, module, "training_step", batch)[1]
+    assert vars(module).pop("forward") is patched
+    assert not PassThroughRedirection()(wrapped, module, "training_step", batch)[1]
+    with pytest.raises(TypeError, match="training_step"):
+        PassThroughRedirection()(wrapped, module, "training_step")
+    assert "forward" not in vars(module)
 
 
 def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_group):

@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Dropped
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
     DASO,
@@ -291,3 +293,45 @@ def test_one_process_goes_on_from_a_file(launch, folder, resumed):
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
     assert [state["step"].item() for state in saved.values()] == [SAVED_AT] * len(run["shapes"])
     assert [state["exp_avg"].shape for state in saved.values()] == run["shapes"]
+
+
+class Unoptimized(pl.LightningModule):
+    """Has sharded parameters and no optimizer."""
+
+    def configure_model(self):
+        if not hasattr(self, "layer"):
+            self.layer = fully_shard(torch.nn.Linear(4, 4), mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return None
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(8, 4))
+
+
+@pytest.mark.borrows
+def test_a_sharded_module_without_an_optimizer_is_saved_and_resumed(borrow):
+    def main(folder):
+        steps = []
+        for name, in_directory in KINDS.items():
+            for replicas in (False, True):
+                path = folder / f"{name}-{replicas}.ckpt"
+                saves = ModelCheckpoint(folder, path.stem, every_n_train_steps=2, save_top_k=1)
+                for resume in (None, path):
+                    strategy = HierarchicalModelParallelStrategy(
+                        PeriodicAveraging(2),
+                        ranks_per_node=1,
+                        checkpoint_replicas=replicas,
+                        save_distributed_checkpoint=in_directory,
+                    )
+                    callbacks = [saves] if resume is None else []
+                    arguments = {"max_epochs": 1 if resume is None else 2, "enable_checkpointing": resume is None}
+                    run = trainer(strategy, 2, callbacks=callbacks, **arguments)
+                    run.fit(Unoptimized(), ckpt_path=resume)
+                steps.append(run.global_step)
+        return steps
+
+    assert borrow(main, ranks=2) == [[8] * 4] * 2

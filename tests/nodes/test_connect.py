@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_hiercomm.comm.torch import TorchCommunicator
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
+from lightning_hiercomm.nodes.hosts import Place
 
 
 @pytest.fixture
@@ -22,15 +23,15 @@ def alone() -> Iterator[None]:
 def _connects_in_a_fork(done):
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    connect_world(0, 1, (0, 0)).close()
+    connect_world(0, 1, Place(0, 0)).close()
     done.set()
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_was_left_behind_is_closed_once_others_are_connected():
-    first = connect_world(0, 1, (0, 0))
+    first = connect_world(0, 1, Place(0, 0))
     leave_behind(first)
-    second = connect_world(0, 1, (0, 0))
+    second = connect_world(0, 1, Place(0, 0))
     assert first.is_closed
     assert not second.is_closed
     second.close()
@@ -39,7 +40,7 @@ def test_what_was_left_behind_is_closed_once_others_are_connected():
 @pytest.mark.usefixtures("alone")
 def test_a_fork_lets_be_what_its_parent_has_left_behind():
     """The threads that it would wait for are not there."""
-    left = connect_world(0, 1, (0, 0))
+    left = connect_world(0, 1, Place(0, 0))
     leave_behind(left)
     fork = multiprocessing.get_context("fork")
     done = fork.Event()
@@ -48,7 +49,7 @@ def test_a_fork_lets_be_what_its_parent_has_left_behind():
     process.join(60)
     process.kill()
     assert done.is_set()
-    connect_world(0, 1, (0, 0)).close()
+    connect_world(0, 1, Place(0, 0)).close()
     assert left.is_closed
 
 
@@ -59,6 +60,6 @@ def test_a_fork_lets_be_what_its_parent_has_left_behind():
 def test_the_host_waits_for_moves_of_a_gpu_s_tensors_but_for_nccl_s(inter_node, is_nccl, waits, monkeypatch):
     """Over gloo, too, by which tests and whoever has no nccl let GPUs exchange: jobs beside training are put off."""
     monkeypatch.setattr(TorchCommunicator, "_is_nccl", lambda communicator: is_nccl)
-    topology = connect_world(0, 1, (0, 0), inter_node=inter_node)
+    topology = connect_world(0, 1, Place(0, 0), inter_node=inter_node)
     assert topology.waits_on_host == waits
     topology.close()

@@ -20,6 +20,7 @@ from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
+from lightning_hiercomm._lightning.launcher import place_of
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 
@@ -87,7 +88,7 @@ def connected(
         os.environ["MASTER_PORT"] = str(environment.main_port)
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
     try:
-        place = environment.node_rank(), environment.local_rank()
+        place = place_of(environment, environment.node_rank(), environment.local_rank(), starts_ranks=False)
         yield Ranks(environment, connect_world(rank, size, place, ranks_per_node, timeout=timeout), device, backend)
     finally:
         if not was_initialized and dist.is_initialized():

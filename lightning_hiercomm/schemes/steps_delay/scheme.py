@@ -25,6 +25,7 @@ from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import (
     class_names,
     evaluates_loss,
+    is_placeholder,
     needs_whole_tensors,
     releases_gradients,
     wraps_another,
@@ -557,6 +558,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             raise ValueError(
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
+        if is_placeholder(optimizer):
+            return
         if evaluates_loss(optimizer):
             raise ValueError(
                 f"StepsDelay cannot serve {kind}, which evaluates the loss several times per step: use another scheme"

@@ -1,0 +1,351 @@
+"""Every rank gets back the state of its own callbacks, hooks and loaders, of all types that Lightning restores."""
+
+from __future__ import annotations
+
+import enum
+import io
+import os
+import pickle
+import threading
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from problems import Oracle, one_trainer
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm._lightning.saves import with_plain_numbers
+from lightning_hiercomm.checkpoints.objects import pickled, put_back, take_out, unpickled
+
+pytestmark = pytest.mark.borrows
+STEPS = 3
+
+
+class Mode(enum.Enum):
+    FIRST = 0
+    SECOND = 1
+
+
+@dataclass
+class Best:
+    score: float
+    weights: torch.Tensor
+
+
+class Custom:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def safe_state(rank: int) -> dict[str, Any]:
+    """What ``weights_only`` loading reads."""
+    return {
+        "set": {rank, "a"},
+        "counter": Counter({"seen": rank}),
+        "complex": complex(rank, 1),
+        "size": torch.Size([rank]),
+        "dtype": [torch.float16, torch.float32][rank],
+        "tuple": (rank, {"nested": {rank}}),
+        "ordered": OrderedDict(a=rank, b=[{rank}]),
+        "list": [rank, None, "text", [{"deep": Counter([rank])}]],
+    }
+
+
+def unsafe_state(rank: int) -> dict[str, Any]:
+    """What it does not read."""
+    shared = Custom(rank)
+    return {
+        "number": numpy.float64(10 + rank),
+        "integer": numpy.int64(10 + rank),
+        "history": [numpy.float32(rank), numpy.float32(2.5)],
+        "array": numpy.arange(3.0) + rank,
+        "mode": Mode(rank),
+        "queue": deque([rank, numpy.int8(rank)], maxlen=3),
+        "when": datetime(2020, 1, 1 + rank, tzinfo=timezone.utc),
+        "lasted": timedelta(seconds=rank),
+        "path": Path(f"/data/{rank}"),
+        "custom": shared,
+        "same": [shared],
+        Mode(rank): "by an enum",
+    }
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal, and of the same type, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Best):
+        return equal(vars(one), vars(other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return numpy.array_equal(one, other) if isinstance(one, numpy.ndarray) else bool(one == other)
+
+
+class Remembers(pl.Callback):
+    """Saves ``state`` (in ``state_dict``) and ``extra`` (in ``on_save_checkpoint``), and keeps what it gets back."""
+
+    def __init__(self, state: Any, extra: Any) -> None:
+        self.state, self.extra = state, extra
+        self.restored: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored["callback"] = state_dict
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        checkpoint["of_callback"] = self.extra
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        self.restored["hook"] = checkpoint["of_callback"]
+
+
+class Loader(DataLoader):
+    """Stateful, with a set in its state."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(torch.arange(float(STEPS)).unsqueeze(1))
+        self.rank = rank
+        self.restored: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shard": self.rank, "seen": {self.rank}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.restored: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored = state_dict
+
+    def train_dataloader(self) -> DataLoader:
+        self.loader = Loader(self.trainer.global_rank)
+        return self.loader
+
+
+class Plugin(Precision):
+    """Keeps a number of NumPy."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.value is None else {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+class Net(Oracle):
+    """Saves ``state`` in its hook, as a layer's extra state, and in a param group of its optimizer."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__(STEPS)
+        self.state = state
+        self.restored: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["of_module"] = self.state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.restored["hook"] = checkpoint["of_module"]
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.restored["extra"] = state
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.param_groups[0]["note"] = self.state
+        return optimizer
+
+
+class SaveAtEnd(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if batch_idx == STEPS - 1:
+            trainer.save_checkpoint(self.path)
+
+
+def fitted(path: Path, state: Any, resume: bool = False, **fit_arguments: Any) -> dict[str, Any]:
+    """Save in all places, or resume; what this rank has got back from them."""
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, checkpoint_replicas=True)
+    callback, data, module = Remembers(state, state), Data(state), Net(state)
+    callbacks = [callback] if resume else [callback, SaveAtEnd(path)]
+    plugin = Plugin(None if resume else state)
+    arguments = {"max_epochs": 2 if resume else 1, "callbacks": callbacks, "plugins": [plugin]}
+    trainer = one_trainer(path.parent, devices=2, strategy=strategy, use_distributed_sampler=False, **arguments)
+    trainer.fit(module, data, ckpt_path=path if resume else None, **fit_arguments)
+    (group,) = trainer.optimizers[0].param_groups
+    return {
+        "callback": callback.restored.get("callback"),
+        "callback's hook": callback.restored.get("hook"),
+        "module's hook": module.restored.get("hook"),
+        "extra state": module.restored.get("extra"),
+        "data": data.restored,
+        "loader": data.loader.restored,
+        "param group": group["note"],
+        "precision": plugin.value,
+    }
+
+
+def lost(folder: Path, state_of: Any, **fit_arguments: Any) -> list[str]:
+    """Names of what did not come back as this rank's own."""
+    path, rank = folder / "saved.ckpt", int(os.environ["LOCAL_RANK"])
+    fitted(path, state_of(rank))
+    restored = fitted(path, None, resume=True, **fit_arguments)
+    expected = dict.fromkeys(restored, state_of(rank))
+    expected["loader"] = {"shard": rank, "seen": {rank}}
+    expected["param group"] = with_plain_numbers(state_of(rank))
+    return [name for name, value in restored.items() if not equal(value, expected[name])]
+
+
+def test_unsafe_state_comes_back_as_each_ranks_own_if_trusted(borrow):
+    assert borrow(lambda folder: lost(folder, unsafe_state, weights_only=False), ranks=2) == [[], []]
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_safe_state_comes_back_as_each_ranks_own(borrow, weights_only):
+    assert borrow(lambda folder: lost(folder, safe_state, weights_only=weights_only), ranks=2) == [[], []]
+
+
+def test_classes_that_the_user_allows_come_back_unless_told_otherwise(borrow):
+    def main(folder):
+        with torch.serialization.safe_globals([Best]):
+            return lost(folder, lambda rank: {"best": Best(float(rank), torch.ones(2) * rank)})
+
+    assert borrow(main, ranks=2) == [[], []]
+
+
+def test_unsafe_state_of_all_ranks_fails_as_lightning_fails(borrow):
+    def main(folder):
+        fitted(folder / "saved.ckpt", unsafe_state(0))
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            fitted(folder / "saved.ckpt", None, resume=True, weights_only=True)
+
+    borrow(main, ranks=2)
+
+
+def test_state_that_cannot_be_pickled_ends_the_save_on_all_ranks_by_name(borrow):
+    def main(folder):
+        rank = int(os.environ["LOCAL_RANK"])
+        with pytest.raises(OSError, match=r"rank 1 .* holds a lock that cannot be saved .*: leave it out of"):
+            fitted(folder / "saved.ckpt", {"lock": threading.Lock() if rank == 1 else None})
+        return [file.name for file in folder.glob("saved*")]
+
+    assert borrow(main, ranks=2) == [[], []]
+
+
+class RankZeroOnly(pl.Callback):
+    """Saves in its hook on rank 0 only, and has state on one rank."""
+
+    def __init__(self, rank: int, with_state: int) -> None:
+        self.rank, self.with_state = rank, with_state
+        self.restored: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": self.rank} if self.rank == self.with_state else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.restored.append(state_dict)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        if trainer.is_global_zero:
+            checkpoint["of_rank_zero"] = "all"
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        self.restored.append(checkpoint["of_rank_zero"])
+
+
+@pytest.mark.parametrize("with_state", [0, 1])
+def test_what_rank_zero_alone_saves_in_a_hook_is_for_all(borrow, with_state):
+    def main(folder):
+        rank, path = int(os.environ["LOCAL_RANK"]), folder / "saved.ckpt"
+        for resume in (False, True):
+            callback = RankZeroOnly(rank, with_state)
+            strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, checkpoint_replicas=True)
+            callbacks = [callback, *([] if resume else [SaveAtEnd(path)])]
+            trainer = one_trainer(folder, devices=2, strategy=strategy, max_epochs=1 + resume, callbacks=callbacks)
+            trainer.fit(Oracle(STEPS), ckpt_path=path if resume else None)
+        return callback.restored
+
+    expected = [["all"], ["all"]]
+    expected[with_state].append({"own": with_state})
+    assert borrow(main, ranks=2) == expected
+
+
+# ---- without processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_of", [safe_state, unsafe_state])
+def test_objects_are_taken_out_and_put_back_where_they_were(state_of):
+    state = {"numbers": [1, 2.0, None], "entries": {"callbacks": {"A": state_of(1)}, "list": [{"b": {1}}, {"c": 2}]}}
+    plain, places, objects = take_out(state)
+    assert plain["numbers"] == [1, 2.0, None]
+    assert ["entries", "list", 0, "b"] in places
+    torch.save(plain, buffer := io.BytesIO())
+    read = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    assert not equal(read, state)
+    put_back(
+        read, places, unpickled(pickled(objects, places), places, TorchCheckpointIO(), weights_only=False, path="it")
+    )
+    assert equal(read, state)
+
+
+class Trusts(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return super().load_checkpoint(path, map_location, weights_only=False)
+
+
+class OwnFormat(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        raise ValueError("not in this format")
+
+
+def test_objects_that_are_not_trusted_are_refused_by_owner():
+    places = [["entries", "callbacks", "Remembers", "best"], ["entries", "of_module"], ["optimizers", 0, "note"]]
+    data = pickled([Best(1.0, torch.ones(1)), {1}, Path("a")], places)
+    with pytest.raises(pickle.UnpicklingError, match=r"(?s)weights_only=False\).*\bBest") as raised:
+        unpickled(data, places, TorchCheckpointIO(), True, "last.ckpt.rank-0001")
+    owners = "last.ckpt.rank-0001 holds Python objects of callback Remembers, checkpoint['of_module'], an optimizer"
+    assert str(raised.value).startswith(owners)
+    for plugin, weights_only in ((TorchCheckpointIO(), False), (Trusts(), None), (OwnFormat(), False)):
+        assert equal(unpickled(data, places, plugin, weights_only, ""), [Best(1.0, torch.ones(1)), {1}, Path("a")])
+
+
+def test_an_object_that_cannot_be_pickled_is_named_by_its_owner():
+    places = [["entries", "of_module"], ["entries", "callbacks", "Remembers", "lock"]]
+    with pytest.raises(TypeError, match="callback Remembers holds a lock that cannot be saved"):
+        pickled([{1}, threading.Lock()], places)

@@ -1,0 +1,112 @@
+"""Which ranks form a node where ``ranks_per_node`` is left out, as a Trainer and Fabric find it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from typing import Any
+
+import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment, SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from problems import Oracle, one_trainer
+
+from lightning_hiercomm import HierarchicalFabricStrategy, HierarchicalStrategy
+from lightning_hiercomm.nodes import hosts
+
+pytestmark = pytest.mark.borrows
+
+
+def _variables(kind: str, rank: int, size: int) -> dict[str, str]:
+    """What a launcher sets that gives every process a node of its own."""
+    common = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    if kind == "slurm":
+        job = {"SLURM_JOB_NAME": "job", "SLURM_NTASKS": str(size), "SLURM_NTASKS_PER_NODE": "1"}
+        return {**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
+    if kind == "torchrun":
+        agent = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
+        return {**common, **agent, "LOCAL_RANK": "0"}
+    own = {"launcher": {"NODE_RANK": str(rank)}, "lightning": {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}}
+    return {**common, **own.get(kind, {})}
+
+
+ENVIRONMENTS: dict[str, Any] = {
+    "kubeflow": KubeflowEnvironment,
+    "slurm": SLURMEnvironment,
+    "torchrun": TorchElasticEnvironment,
+    "lightning": LightningEnvironment,
+    "launcher": LightningEnvironment,
+}
+
+
+def _found(folder: Any, kind: str, sizes: int | None, names: list[str], kind_of_trainer: str = "trainer") -> Any:
+    """The nodes, what was warned of them, and the device."""
+    rank, size = int(os.environ["LOCAL_RANK"]), len(names)
+    del os.environ["LOCAL_RANK"]
+    os.environ.update(_variables(kind, rank, size))
+    hosts.warn_once.cache_clear()
+    gethostname, socket.gethostname = socket.gethostname, lambda: names[rank]
+
+    arguments: dict[str, Any] = {"devices": 1, "num_nodes": size, "plugins": [ENVIRONMENTS[kind]()]}
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if kind_of_trainer == "fabric":
+                strategy: Any = HierarchicalFabricStrategy("periodic", ranks_per_node=sizes)
+                Fabric(accelerator="cpu", strategy=strategy, **arguments).launch()
+            else:
+                strategy = HierarchicalStrategy("periodic", ranks_per_node=sizes)
+                trainer = one_trainer(folder, strategy=strategy, max_epochs=1, **arguments)
+                trainer.fit(Oracle(2))
+                trainer.validate(Validated(), verbose=False)  # connects the ranks again
+        told = [str(each.message) for each in caught if "ranks_per_node=" in str(each.message)]
+        return [list(ranks) for ranks in strategy.topology.nodes], told, str(strategy.root_device)
+    finally:
+        socket.gethostname = gethostname
+
+
+class Validated(Oracle):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def _on_ranks(borrow: Any, *arguments: Any) -> Any:
+    return borrow(lambda folder: _found(folder, *arguments), ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [("kubeflow", "trainer"), ("kubeflow", "fabric"), ("slurm", "trainer"), ("lightning", "trainer")],
+)
+def test_ranks_of_one_host_are_one_node_unless_an_agent_says_otherwise(borrow, kind, trainer):
+    (nodes, told, device), other = _on_ranks(borrow, kind, None, ["a", "a"], trainer)
+    assert nodes == other[0] == [[0, 1]]
+    assert device == other[2] == "cpu"
+    assert other[1] == []
+    (message,) = told
+    assert message == (
+        f"{ENVIRONMENTS[kind].__name__} reports the nodes [0] [1], but by host name they are [0, 1] (on a). The host"
+        " names are used. Set ranks_per_node to choose the nodes, such as ranks_per_node=1 for those of the"
+        " environment."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "names"),
+    [
+        ("kubeflow", None, ["a", "b"]),
+        ("kubeflow", 1, ["a", "a"]),
+        ("torchrun", None, ["a", "a"]),
+        ("launcher", None, ["a", "a"]),
+    ],
+)
+def test_nodes_of_one_rank_stay_nodes_where_nothing_contradicts_them(borrow, kind, sizes, names):
+    for nodes, told, device in _on_ranks(borrow, kind, sizes, names):
+        assert nodes == [[0], [1]]
+        assert told == []
+        assert device == "cpu"
