@@ -180,6 +180,14 @@ class PassThroughDDP(CopiedDDP):
         self.reducer = _NoReducer()  # type: ignore[assignment]
         self.logger = None
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)  # for programs of one rank, to which `trainer.model` is the module
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module."""
         return self.module(*inputs, **keywords)

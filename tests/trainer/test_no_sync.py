@@ -77,6 +77,15 @@ def test_no_sync_accumulates_in_a_run_of_one_rank(tmp_path):
     assert _accumulated(tmp_path, 1, 1, ["periodic"]) == {"periodic": True}
 
 
+@pytest.mark.parametrize("argument", ["static_graph", "find_unused_parameters"])
+def test_manual_steps_on_nodes_of_one_rank_take_ddps_arguments(tmp_path, argument):
+    module, plain = Accumulates(), Accumulates()
+    for each, arguments in ((module, {argument: True}), (plain, {})):
+        strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, **arguments)
+        one_trainer(tmp_path, max_epochs=1, strategy=strategy).fit(each)
+    assert (module.report, weights(module)) == (plain.report, weights(plain))
+
+
 def _as_ddp(folder):
     """Gradients and weights of the ranks of one-rank nodes, and of plain DDP."""
     found = []
@@ -161,6 +170,9 @@ class Reads(Quadratic):
             "forward": torch.equal(model(batch[0][:, :3]), self(batch[0][:, :3])),
         }
         if model.process_group.size() == 1:
+            assert model.backbone is self.backbone
+            with pytest.raises(AttributeError, match="'Reads' object has no attribute 'missing'"):
+                model.missing  # noqa: B018
             assert type(pickle.loads(pickle.dumps(model))) is Reads
         return super().training_step(batch, batch_idx)
 
