@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -72,6 +72,7 @@ class AgreedModel:
     Attributes:
         is_left_out: Whether averages that callbacks keep on this rank were sick when the run was over. What they begin
             anew from then is no average, and does not count beside those of other ranks.
+        has_found_unequal: Called with the names of tensors that stay each rank's own, when there are more of them.
     """
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
@@ -83,6 +84,7 @@ class AgreedModel:
         self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
         self.is_left_out = False
+        self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
 
     @property
     def is_in_module(self) -> bool:
@@ -108,14 +110,35 @@ class AgreedModel:
         return any(own is not None for own in self._own) or bool(self._own_others)
 
     @outside_autocast()
+    def compare_shapes(self) -> None:
+        """Leave tensors whose shapes differ between ranks to their ranks; collective, except where nodes come and go.
+
+        What schemes hold of buffers that a rank has replaced by another shape is given up, on all ranks alike.
+        """
+        if self._topology.may_grow:
+            return
+        self._find_buffers()
+        replicas = [scheme.replica for scheme in self._schemes]
+        replaced = [(which, place) for which, each in enumerate(replicas) for place in each.replaced_buffers]
+        unequal, replaced_anywhere = self._replicas.compare_shapes(self._topology.world, replaced)
+        for which, replica in enumerate(replicas):
+            places = {place for index, place in replaced_anywhere if index == which}
+            places |= {p for p, each in enumerate(replica.buffers) if replica.names.get(id(each)) in unequal}
+            if places:
+                replica.give_up_buffers(places)
+        if unequal:
+            self.has_found_unequal(self._replicas.per_rank)
+
+    @outside_autocast()
     def enter(self) -> None:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
         self._depth += 1
         if self._depth == 1:
-            self._find_buffers()
             if self._topology.may_grow:
+                self._find_buffers()
                 self._enter_together()
                 return
+            self.compare_shapes()
             for scheme in self._schemes:
                 scheme.settle()  # may give back memory, before a copy takes some
             self._remember_own()
@@ -310,6 +333,7 @@ class AgreedModel:
         scheme knows of them.
         """
         if not self._topology.may_grow:
+            self.compare_shapes()
             self._average_module()
 
     def _average_module(self) -> None:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
+from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import gathered, local
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
@@ -80,7 +84,9 @@ class TrainingRun:
             parameters=replicas.module.parameters(),
         )
         policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
-        contexts = (Context(replicas.of(own), topology, own, self.wire, policy) for own in replicas.optimizers)
+        held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
+        check_equal_layouts(held, topology.world, replicas.device)
+        contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
         self.schemes = [scheme.build(context) for context in contexts]
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
@@ -154,8 +160,10 @@ class TrainingRun:
 
     def begin_from_module(self) -> None:
         """Let the nodes go on from what the module holds, equal on all of them."""
-        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            scheme.follow(self.replicas.of(optimizer))
+        held = [self.replicas.of(optimizer) for optimizer in self.optimizers]
+        check_equal_layouts(held, self.topology.world, self.replicas.device)
+        for scheme, replica in zip(self.schemes, held, strict=True):
+            scheme.follow(replica)
 
     def go_on_without_mean(self, names: Collection[str] | None) -> None:
         """Take from a file which buffers had no mean when its run began; those here have been read from it already.
@@ -172,6 +180,7 @@ class TrainingRun:
 
     def _look_for_means(self) -> None:
         """Decide once more which buffers have a mean: programs fill them in ``on_fit_start``, say. Collective."""
+        self.agreed_model.compare_shapes()
         lack = self.replicas.lack_mean()
         if lack:
             lacks = torch.tensor([*map(int, lack.values())], device=self.replicas.device)
@@ -353,6 +362,7 @@ class TrainingRun:
     @outside_autocast()
     def finish(self) -> None:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
+        self.agreed_model.compare_shapes()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
@@ -377,10 +387,13 @@ class TrainingRun:
         """Begin anew from an agreement, if other parameters are trained by now. Collective."""
         scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
+            self.agreed_model.compare_shapes()
             scheme.agree()
             # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
             self.agreed_model.average_moved([*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)])
-            scheme.follow(self.replicas.of(optimizer))
+            replica = self.replicas.of(optimizer)
+            check_equal_layouts([replica], self.topology.world, self.replicas.device)
+            scheme.follow(replica)
 
     def _tell_of_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
         if not any(scheme.care.has_healed for scheme in self.schemes):
@@ -448,6 +461,35 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)
+
+
+def check_equal_layouts(replicas: Sequence[Replica], group: Communicator, device: torch.device) -> None:
+    """Compare what schemes are about to exchange, as tensors of unequal sizes would end a process. Collective.
+
+    Args:
+        replicas: Of every optimizer.
+        group: All ranks.
+        device: Of what travels.
+
+    Raises:
+        ValueError: On all ranks, if they differ.
+    """
+    own = [each.layout for each in replicas]
+    if are_equal(own, group, device):
+        return
+    for rank, other in zip(group.ranks, everyone := group.all_gather_object(own), strict=True):
+        if other != everyone[0]:
+            raise ValueError(f"ranks train different parameters: {_first_difference(everyone[0], other, rank)}")
+
+
+def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
+    if len(first) != len(other):
+        return f"rank 0 has {len(first)} optimizers, rank {rank} has {len(other)}"
+    for which, (one, two) in enumerate(zip(first, other, strict=True)):
+        for a, b in zip_longest(one, two, fillvalue="nothing more"):
+            if a != b:
+                return f"optimizer {which} has {a} on rank 0, {b} on rank {rank}"
+    raise AssertionError("there is a difference")
 
 
 def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -309,6 +309,7 @@ class RunningAgreement(RunningScheme[A]):
             buckets=buckets + self._buffers_with_parameters,
             land=self._land,
             on_nonfinite=self.care.policy.on_nonfinite,
+            checks_buffers=True,
         )
 
     @property

@@ -46,7 +46,13 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
 from lightning_hiercomm.nodes.topology import nodes_by_count
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
+from lightning_hiercomm.run.replicas import (
+    Replicas,
+    broadcast_values,
+    check_initialized,
+    per_rank_tensors,
+    tensors_without,
+)
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
@@ -150,14 +156,20 @@ class HierarchicalHooks(Reports):
     def _new_run(self) -> TrainingRun:
         settings = self._settings
         optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
-        replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        replicas = Replicas(
+            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank
+        )
         replicas.check_names()
         return settings.new_run(replicas, self._topology)
 
-    def _begin_equal(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Give all ranks rank 0's values of some of the module's tensors; collective. None: of all."""
-        if tensors is None:
-            tensors = [*self._module.parameters(), *self._module.buffers()]
+    def _begin_equal(self) -> None:
+        """Give all ranks rank 0's values of the module's tensors, except where their shapes differ; collective."""
+        world, average_buffers = self._topology.world, self._settings.average_buffers
+        self._per_rank = per_rank_tensors(self._module, world, self.root_device, average_buffers)
+        self._share(tensors_without(self._module, self._per_rank))
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks rank 0's values of tensors; collective."""
         broadcast_values(tensors, self._topology.world)
 
     @override
@@ -209,6 +221,7 @@ class HierarchicalHooks(Reports):
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
+        self._run.agreed_model.compare_shapes()
         if self._topology.may_grow:
             self._check_values()
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
@@ -229,12 +242,13 @@ class HierarchicalHooks(Reports):
 
     def _begin_equal_anew(self) -> None:
         """Give all ranks rank 0's values of what somebody has written; in mid-period, what nodes train differs."""
+        per_rank = self._run.replicas.per_rank
         if self._run.values_have_changed(of_trained=True):
-            self._begin_equal()
+            self._share(tensors_without(self._module, per_rank))
             self._run.begin_from_module()
         else:  # a teacher, say
-            trained = set(self._run.trained())
-            self._begin_equal([p for name, p in self._module.named_parameters() if name not in trained])
+            kept = per_rank.union(self._run.trained())
+            self._share([p for name, p in self._module.named_parameters() if name not in kept])
             self._run.remember_values()
 
     def _check_values(self) -> None:
@@ -329,6 +343,8 @@ class HierarchicalHooks(Reports):
         """A checkpoint, of which all parts are made of the agreed model."""
         if self._run.has_finished and self._may_communicate:  # callbacks that average may have written to the module
             self._run.agreed_model.average_module()
+        elif self._may_communicate and not self._run.agreed_model.is_asked_for:
+            self._run.agreed_model.compare_shapes()  # or ranks might disagree on what the module holds
         if not self._may_communicate or self._run.agreed_model.is_in_module:
             return dump()
         with self.agreed_model():

@@ -87,6 +87,8 @@ class Average(Carrier):
             of the mean. Differences travel in any case. Default: to the mean.
         on_nonfinite: Unless ``"ignore"``, buckets are void for which a rank sent anything that is not finite, or for
             which the wire has no finite number.
+        checks_buffers: Whether buckets of buffers are also void where a rank's module has replaced one of them by
+            another shape.
         weights: Says what the ranks' weights for a bucket are when it is launched; they sum to 1. Default: the
             topology's.
 
@@ -105,9 +107,11 @@ class Average(Carrier):
         buckets: Sequence[Bucket] | None = None,
         land: Land | None = None,
         on_nonfinite: OnNonfinite = "ignore",
+        checks_buffers: bool = False,
         weights: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
         self.on_nonfinite = on_nonfinite
+        self._checks_buffers = checks_buffers
         self.weights = weights or (lambda _: topology.weights)
         self._mark: Tensor | None = None
         self._is_sharded = bool(replica.shares)
@@ -171,11 +175,11 @@ class Average(Carrier):
             index, flat, complete = in_flight.popleft()
             complete()
             bucket, parts = self.buckets[index], self.parts_of(index)
-            if self._mark is not None and streams.has(self._device):
+            if self._may_be_marked(bucket) and streams.has(self._device):
                 # the host would wait for every bucket to know; what is void leaves the bucket as it is
                 marks[index] = arrived_mark(flat, parts)
                 take(bucket, torch.where(marks[index].isnan(), bucket.pack(), flat[: bucket.numel]))
-            elif self._mark is not None and is_marked(flat, parts):
+            elif self._may_be_marked(bucket) and is_marked(flat, parts):
                 void.append(index)
             else:
                 take(bucket, flat)
@@ -269,8 +273,14 @@ class Average(Carrier):
             self._mark = self._mark.to(self._device, torch.float32)
             self.topology.intra.all_reduce(self._mark).wait()
 
+    def _may_be_marked(self, bucket: Bucket) -> bool:
+        return self._mark is not None or (self._checks_buffers and bucket.keeps_equal)
+
     def _put_mark(self, index: int, flat: Tensor) -> None:
-        if self._mark is not None and self.buckets[index].numel:
+        bucket = self.buckets[index]
+        if self._checks_buffers and bucket.is_outdated:  # the other ranks cannot know of it otherwise
+            put_mark(flat.new_tensor(math.nan), flat, self.parts_of(index))
+        elif self._mark is not None and bucket.numel:
             put_mark(self._mark, flat, self.parts_of(index))
 
     def _land_in(self, index: int, anchor: Tensor, part: Tensor, landed: set[int]) -> None:
