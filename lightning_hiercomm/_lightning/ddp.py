@@ -131,7 +131,7 @@ class CopiedDDP(DistributedDataParallel):
 
     DDP itself refuses that over groups which are not the default one, as those of nodes are.
 
-    Buffers may get other shapes on other ranks: see :class:`~lightning_hiercomm._lightning.ddp_buffers.BufferBroadcast`.
+    Ranks may hold buffers of other shapes: see :class:`~lightning_hiercomm._lightning.ddp_buffers.BufferBroadcast`.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

@@ -33,10 +33,10 @@ class BufferBroadcast:
     DDP by itself broadcasts whatever buffers a rank has at the moment. Where the first rank has more than another rank
     expects, gloo ends that process; where it has less, a part of a buffer is overwritten.
 
-    Here a flag travels with the values. If the buffers of the sending rank no longer have the layout, it is set, no rank
-    takes any value, and the new layout is sent before the values. A rank takes the buffers that it has in the same shape
-    and dtype; its others stay its own. On a GPU the host would wait to read the flag: there all of it happens with the
-    next broadcast.
+    Here a flag travels with the values. If the buffers of the sending rank no longer have the layout, it is set, no
+    rank takes any value, and the new layout is sent before the values. A rank takes the buffers that it has in the same
+    shape and dtype; its others stay its own. On a GPU the host would wait to read the flag: there all of this happens
+    with the next broadcast.
 
     Args:
         buffers: Equal in name, shape and dtype on all ranks.
@@ -128,7 +128,8 @@ class _Sent:
 
     def wait(self) -> Tensor:
         """Return the flag, for the current stream."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         return self._flat[-1] != 0
 
     def take(self) -> None:

@@ -12,6 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 
+
 class Home(NamedTuple):
     """Where a buffer is registered.
 

@@ -165,6 +165,13 @@ class TrainingRun:
         for scheme, replica in zip(self.schemes, held, strict=True):
             scheme.follow(replica)
 
+    def leave_to_ranks(self, names: Collection[str]) -> None:
+        """Take from a file which tensors stay each rank's own, because their shapes differed when it was saved."""
+        if not self.replicas.per_rank.issuperset(names):
+            self.replicas.per_rank.update(names)
+            self.agreed_model.has_found_unequal(self.replicas.per_rank)
+            self.begin_from_module()
+
     def go_on_without_mean(self, names: Collection[str] | None) -> None:
         """Take from a file which buffers had no mean when its run began; those here have been read from it already.
 

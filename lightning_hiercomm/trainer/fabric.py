@@ -16,6 +16,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -275,7 +276,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         """Exchange no more tensors of a module whose shapes differ between ranks."""
         self._per_rank[id(module)].update(names)
         for own, wrapped, _ in self._in_ddp:
-            if own is module:
+            if own is module and isinstance(wrapped, DistributedDataParallel):
                 ignore_in_ddp(wrapped, names)
 
     def finish(self) -> None:

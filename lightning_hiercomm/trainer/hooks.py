@@ -26,6 +26,7 @@ from lightning_hiercomm._lightning.saves import (
     dump_as_ever,
     dump_within,
     entries_of_rank,
+    taking_shapes,
     with_base_io,
 )
 from lightning_hiercomm._lightning.trainer import (
@@ -38,6 +39,7 @@ from lightning_hiercomm._lightning.trainer import (
     skips_backward,
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.plain import per_rank_names
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
@@ -417,6 +419,11 @@ class HierarchicalHooks(Reports):
         topology = self._topology if is_fitting else None
         self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology)
         return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with taking_shapes(self._module, per_rank_names(checkpoint)):
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -132,12 +132,16 @@ class Average(Carrier):
     def anchor(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
         if self._land is not None or differences_travel:
-            self.anchors = [self._present(index) for index in range(len(self.buckets))]
+            # buffers, which travel as they are and come last, need none
+            with_anchor = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
+            self.anchors = [self._present(index) for index in with_anchor]
             feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
             self._feedback = [each for each in feedback if each is not None]
 
     def restart(self, indexes: Sequence[int]) -> None:
         for index in indexes:
+            if self.buckets[index].keeps_equal:
+                continue
             if self.anchors and self._land is None:
                 self.anchors[index].copy_(self._present(index))
             if self._feedback:
@@ -407,7 +411,8 @@ class Average(Carrier):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        for feedback, saved in zip(self._feedback, state.get("feedback", ()), strict=True):
+        of_files = state.get("feedback", ())[: len(self._feedback)]  # earlier ones have more, of buffers
+        for feedback, saved in zip(self._feedback, of_files, strict=True):
             feedback.load_state_dict(saved)
 
     def _can_carry_step(self, bucket: Bucket) -> bool:
