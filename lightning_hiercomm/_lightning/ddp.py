@@ -139,13 +139,14 @@ class CopiedDDP(DistributedDataParallel):
         return copied
 
     def _assign_modules_buffers(self) -> None:
-        super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        ignored = self.parameters_to_ignore
+        self.named_module_buffers = {n: b for n, b in self.module.named_buffers() if n not in ignored}
         if "_broadcast" not in vars(self):  # in the constructor, which makes them equal
-            self._broadcast = BufferBroadcast(self.named_module_buffers)
-        self.modules_buffers = self._broadcast.select(self.named_module_buffers, self.parameters_to_ignore)
+            self._broadcast = BufferBroadcast(self.module, ignored)
+        self.modules_buffers = self._broadcast.select(self.named_module_buffers, ignored)
 
     def _distributed_broadcast_coalesced(self, tensors: object, buffer_size: int, authoritative_rank: int = 0) -> None:
-        self._broadcast(self.process_group, authoritative_rank, self.named_module_buffers)
+        self._broadcast(self.process_group, buffer_size, authoritative_rank, self.parameters_to_ignore)
 
 
 class SettledDDP(CopiedDDP):

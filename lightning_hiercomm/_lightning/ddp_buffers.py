@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 
 from lightning_hiercomm.comm import streams
 
 
 class _Slot(NamedTuple):
-    """What a buffer must be to be broadcast."""
+    """What a buffer must be to be broadcast.
+
+    Attributes:
+        is_fixed: Whether it belongs to one of torch's own layers, which never change the shape of a buffer.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-
-    @classmethod
-    def of(cls, buffer: Tensor) -> _Slot:
-        return cls(tuple(buffer.shape), buffer.dtype, buffer.device.type)
+    is_fixed: bool
 
     def fits(self, buffer: Tensor) -> bool:
         return buffer.shape == self.shape and buffer.dtype is self.dtype and buffer.device.type == self.device
@@ -33,18 +36,20 @@ class BufferBroadcast:
     DDP by itself broadcasts whatever buffers a rank has at the moment. Where the first rank has more than another rank
     expects, gloo ends that process; where it has less, a part of a buffer is overwritten.
 
-    Here a flag travels with the values. If the buffers of the sending rank no longer have the layout, it is set, no
-    rank takes any value, and the new layout is sent before the values. A rank takes the buffers that it has in the same
-    shape and dtype; its others stay its own. On a GPU the host would wait to read the flag: there all of this happens
-    with the next broadcast.
+    Here a flag travels with the values. If the buffers of the sending rank no longer have the layout, it is set, and
+    the new layout is sent before the values are sent again. A rank takes the buffers that it has in the same shape and
+    dtype; its others stay its own. On a GPU the host would wait to read the flag: there the new layout is sent before
+    the next broadcast.
 
     Args:
-        buffers: Equal in name, shape and dtype on all ranks.
+        module: Has the buffers, equal in name, shape and dtype on all ranks.
+        ignored: Names of buffers that no rank broadcasts.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self._layout = {name: _Slot.of(buffer) for name, buffer in buffers.items()}
-        self._fits = True
+    def __init__(self, module: nn.Module, ignored: set[str]) -> None:
+        self._module = module
+        self._layout = self._present_layout(ignored)
+        self._fits = False
         self._selected: list[Tensor] = []
         self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last broadcast, on its way to the host
 
@@ -53,93 +58,92 @@ class BufferBroadcast:
 
         Args:
             buffers: All that there are now, without those to ignore.
-            ignored: Names of those that no rank broadcasts any more.
+            ignored: Names of buffers that no rank broadcasts any more.
         """
         if not ignored.isdisjoint(self._layout):
             self._layout = {name: slot for name, slot in self._layout.items() if name not in ignored}
+            self._fits = False
+        if self._fits and len(buffers) == len(self._layout) and all(map(is_, buffers.values(), self._selected)):
+            # most are of torch's own layers, and a look at each would take as long as the broadcast
+            held = zip(self._selected, self._layout.values(), strict=True)
+            if all(slot.fits(own) for own, slot in held if not slot.is_fixed):
+                return self._selected
         self._fits = len(buffers) == len(self._layout)
-        self._selected = []
-        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
-        for name, slot in self._layout.items():
-            buffer = buffers.get(name)
-            if buffer is None or not slot.fits(buffer):
-                self._fits = False
-                place = device if device.type == slot.device else torch.device(slot.device)
-                buffer = torch.zeros(slot.shape, dtype=slot.dtype, device=place)
-            self._selected.append(buffer)
+        self._selected = [
+            buffer if (buffer := buffers.get(name)) is not None and slot.fits(buffer) else self._stand_in(slot)
+            for name, slot in self._layout.items()
+        ]
         return self._selected
 
-    def __call__(self, group: Any, source: int, buffers: Mapping[str, Tensor]) -> None:
+    def _stand_in(self, slot: _Slot) -> Tensor:
+        self._fits = False
+        here = [p.device for p in self._module.parameters() if p.device.type == slot.device]
+        return torch.zeros(slot.shape, dtype=slot.dtype, device=here[0] if here else slot.device)
+
+    def __call__(self, group: Any, bytes_at_once: int, source: int, ignored: set[str]) -> None:
         """Broadcast the selected buffers.
 
         Args:
             group: The process group.
+            bytes_at_once: How many bytes may travel in one message.
             source: The rank in the group that sends.
-            buffers: All that there are now, without those to ignore.
+            ignored: Names of buffers that no rank broadcasts.
         """
         if self._flag is not None:
             flag, is_read = self._flag
             self._flag = None
             is_read.synchronize()
-            if bool(flag):
-                self._follow(group, source, buffers)
-        sent = self._broadcast(group, source)
-        if sent is None:
+            if flag:
+                self._follow(group, source, ignored)
+        if not self._selected:
             return
-        if streams.has(sent.device):
-            self._flag = streams.to_host(sent), streams.mark(sent.device)
-        elif bool(sent):
-            self._follow(group, source, buffers)
-            self._broadcast(group, source)
+        flag = self._broadcast(group, bytes_at_once, source)
+        if streams.has(flag.device):
+            self._flag = streams.to_host(flag), streams.mark(flag.device)
+        elif flag:
+            self._follow(group, source, ignored)
+            self._broadcast(group, bytes_at_once, source)
 
-    def _follow(self, group: Any, source: int, buffers: Mapping[str, Tensor]) -> None:
+    def _follow(self, group: Any, source: int, ignored: set[str]) -> None:
         """Take the layout of the sending rank."""
-        told = [{name: _Slot.of(buffer) for name, buffer in buffers.items()}]
+        told = [self._present_layout(ignored)]
         dist.broadcast_object_list(told, dist.get_global_rank(group, source), group)
         (self._layout,) = told
-        self.select(buffers, set())
+        self._fits = False
+        self.select({name: b for name, b in self._module.named_buffers() if name not in ignored}, set())
 
-    def _broadcast(self, group: Any, source: int) -> Tensor | None:
-        """Broadcast values, to be taken unless the layout of the sending rank is new.
+    def _present_layout(self, ignored: set[str]) -> dict[str, _Slot]:
+        fixed = {
+            f"{prefix}.{name}".removeprefix(".")
+            for prefix, layer in self._module.named_modules()
+            for name in layer._buffers
+            if type(layer).__module__.startswith("torch.nn.")
+        }
+        return {
+            name: _Slot(tuple(buffer.shape), buffer.dtype, buffer.device.type, name in fixed)
+            for name, buffer in self._module.named_buffers()
+            if name not in ignored
+        }
+
+    def _broadcast(self, group: Any, bytes_at_once: int, source: int) -> Tensor:
+        """Broadcast values, which a rank takes unless the layout of the sending rank is new.
 
         Returns:
-            Whether it is; a scalar. None if there are no buffers.
+            Whether it is; a number.
         """
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer in self._selected:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        sends = dist.get_rank(group) == source
-        sent = [_Sent(tensors, sends and not self._fits, group, source) for tensors in kinds.values()]
-        flags = [each.wait() for each in sent]
-        if not sends:
-            for each in sent:
-                each.take()
-        return flags[0] if flags else None
-
-
-class _Sent:
-    """Buffers of one dtype on their way, and the flag behind them."""
-
-    def __init__(self, buffers: Sequence[Tensor], is_new: bool, group: Any, source: int) -> None:
-        self._buffers = buffers
-        parts = [buffer.reshape(-1) for buffer in buffers]
-        self._flat = torch.cat([*parts, parts[0].new_full((1,), is_new)])
-        self._work = dist.broadcast(self._flat, dist.get_global_rank(group, source), group, async_op=True)
-
-    def wait(self) -> Tensor:
-        """Return the flag, for the current stream."""
-        if self._work is not None:
-            self._work.wait()
-        return self._flat[-1] != 0
-
-    def take(self) -> None:
-        """Write what came to the buffers, unless the flag is set."""
-        flag = self._flat[-1] != 0
-        *values, _ = self._flat.split([*(buffer.numel() for buffer in self._buffers), 1])
-        if streams.has(flag.device):
-            own = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
-            values = list(torch.where(flag, own, self._flat[:-1]).split([buffer.numel() for buffer in self._buffers]))
-        elif bool(flag):
-            return
-        shaped = [each.view(buffer.shape) for each, buffer in zip(values, self._buffers, strict=True)]
-        torch._foreach_copy_(list(self._buffers), shaped)
+        flag = self._selected[0].new_full((1,), not self._fits)
+        if group.rank() == source:
+            _broadcast_coalesced(group, [*self._selected, flag], bytes_at_once, source)
+            return flag
+        free = [place for place, slot in enumerate(self._layout.values()) if not slot.is_fixed]
+        received = [*self._selected, flag]
+        for place in free:
+            received[place] = torch.empty_like(received[place])
+        _broadcast_coalesced(group, received, bytes_at_once, source)
+        for place in free:
+            own, new = self._selected[place], received[place]
+            if streams.has(flag.device):
+                own.copy_(torch.where(flag != 0, own, new.to(own.device)))
+            elif not flag:
+                own.copy_(new)
+        return flag
