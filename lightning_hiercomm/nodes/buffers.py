@@ -134,10 +134,11 @@ class Buffers:
     @torch.no_grad()
     def give_up(self, places: Collection[int]) -> None:
         """Hold zeros, of no layer, in place of some buffers."""
-        self.tensors, self._homes = list(self.tensors), list(self._homes)
-        for place in places:
-            self.tensors[place] = self.tensors[place].new_zeros(self._shapes[place])
-            self._homes[place], self.replaced[place] = None, False
+        self.tensors, self._homes, self.replaced = list(self.tensors), list(self._homes), list(self.replaced)
+        with torch.inference_mode(False):  # perhaps in a validation; schemes write to them in training
+            for place in places:
+                self.tensors[place] = self.tensors[place].new_zeros(self._shapes[place])
+                self._homes[place], self.replaced[place] = None, False
 
 
 def _present(before: Tensor, home: Home | None) -> Tensor | None:

@@ -27,7 +27,7 @@ from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas, print_of
 
 T = TypeVar("T")
 
@@ -130,6 +130,64 @@ class TrainingRun:
             " `trainer.strategy.setup_optimizers(trainer)`). Change the param_groups of those that there are"
             " (`optimizer.add_param_group(...)`), or call `fit` anew"
         )
+
+    def begin_validation(self) -> None:
+        """Write the averaged parameters to the module. Collective."""
+        self.agreed_model.enter()
+        self.agreed_model.watch()
+
+    @outside_autocast()
+    def end_validation(self, share: Callable[[Sequence[Tensor]], None]) -> None:
+        """Put this rank's own parameters back, unless somebody has written to the averaged ones. Collective.
+
+        Then all ranks go on from what was validated, and from what was written, as those of DDP do.
+
+        Args:
+            share: Gives all ranks the first rank's values of parameters. Collective.
+        """
+        model = self.agreed_model
+        written = model.written()
+        if self.topology.may_grow:
+            self._warn_of_undone(written)
+            written = []
+        elif self._are_trained(written):
+            with torch.inference_mode(False):  # what schemes make now, training writes to
+                self._keep_written(written, share)
+        model.leave(kept=written)
+
+    def _are_trained(self, written: Sequence[Tensor]) -> bool:
+        trained = {id(parameter) for scheme in self.schemes for parameter in scheme.replica.with_empty}
+        return any(id(local(parameter)) in trained for parameter in written)
+
+    def _keep_written(self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None]) -> None:
+        before = [int(print_of(local(parameter))) for parameter in written]
+        share(written)
+        self.replicas.have_written()
+        changes = before != [int(print_of(local(parameter))) for parameter in written]
+        differs = torch.tensor([int(changes)], device=self.replicas.device)
+        self.topology.world.all_reduce(differs, op="max").wait()
+        if bool(differs) and self.topology.rank == 0:
+            warnings.warn(
+                f"ranks wrote different values to parameters in a validation hook ({self._names(written)}). All ranks"
+                " continue with those of rank 0: write the same values on all ranks",
+                stacklevel=2,
+            )
+        self.agreed_model.drop_own()
+        self.begin_from_module()
+        self.remember_values()
+
+    def _warn_of_undone(self, written: Sequence[Tensor]) -> None:
+        if written and self.topology.local_rank == 0:
+            warnings.warn(
+                f"elastic nodes: what was written to parameters in a validation hook ({self._names(written)}) is"
+                " undone, because other nodes do not receive it. Write them in a training hook, on all nodes",
+                stacklevel=2,
+            )
+
+    def _names(self, parameters: Sequence[Tensor]) -> str:
+        ids = set(map(id, parameters))
+        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in ids]
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
     def remember_values(self) -> None:
         """Take what the module holds for what the schemes know; for whoever has restored both."""

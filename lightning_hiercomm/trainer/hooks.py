@@ -318,14 +318,14 @@ class HierarchicalHooks(Reports):
         if self.batches is not None:
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
-            self._run.agreed_model.enter()
+            self._run.begin_validation()
             if self._settings.on_nonfinite == "skip":
                 # which may take their place, before this rank is healed itself
                 self._run.agreed_model.stand_in(heal_averages(self._module.trainer))
 
-    def on_validation_end(self) -> None:  # callbacks have heard of it, and put back what they took out
-        if self._run_or_none is not None and self._settings.evaluate == "consensus":
-            self._run.agreed_model.leave()
+    def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights in and out
+        if self._run_or_none is not None and self._run.agreed_model.is_watched:
+            self._run.end_validation(self._share)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
