@@ -145,6 +145,7 @@ class Checkpoints:
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.settle()
+        run.has_saved_own_values = True
         state = companion_state(
             identity,
             run.topology,

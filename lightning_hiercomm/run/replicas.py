@@ -342,7 +342,9 @@ def _warn_of_unequal(
 
     told = {name: texts for name, texts in unequal.items() if is_averaged(name, texts)}
     if told:
-        warnings.warn(warning_of_unequal(told, group.ranks), stacklevel=4)
+        is_named = not isinstance(average_buffers, bool) and any(name not in parameters for name in told)
+        more = ". average_buffers names some of them without effect" if is_named else ""
+        warnings.warn(warning_of_unequal(told, group.ranks) + more, stacklevel=4)
 
 
 def check_initialized(module: nn.Module) -> None:

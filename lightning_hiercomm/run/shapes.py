@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_hiercomm.comm.base import Communicator
 
 _MISSING = "missing"
-_MOST_NAMES = 5
+_MOST_NAMES = 20
 
 
 class _Kind(NamedTuple):

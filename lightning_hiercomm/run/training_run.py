@@ -59,6 +59,7 @@ class TrainingRun:
         has_begun: Whether training has, in this process.
         has_finished: Whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
+        has_saved_own_values: Whether ranks have stored their own parameters since the last validation began.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class TrainingRun:
         self.has_begun = False
         self.has_finished = False
         self.is_closed = False
+        self.has_saved_own_values = False
         self._is_stepping = False
         self._knows_means = topology.may_grow  # and whoever comes later would decide alone
         self._hooks = [
@@ -133,6 +135,7 @@ class TrainingRun:
 
     def begin_validation(self) -> None:
         """Write the averaged parameters to the module. Collective."""
+        self.has_saved_own_values = False
         self.agreed_model.enter()
         self.agreed_model.watch()
 
@@ -170,6 +173,13 @@ class TrainingRun:
             warnings.warn(
                 f"ranks wrote different values to parameters in a validation hook ({self._names(written)}). All ranks"
                 " continue with those of rank 0: write the same values on all ranks",
+                stacklevel=2,
+            )
+        if self.has_saved_own_values and self.topology.rank == 0:
+            warnings.warn(
+                f"parameters were written in a validation hook ({self._names(written)}) during which a checkpoint was"
+                " saved with checkpoint_replicas=True: what each rank stored with it are its parameters of before. Save"
+                " after the validation: ModelCheckpoint(save_on_train_epoch_end=True)",
                 stacklevel=2,
             )
         self.agreed_model.drop_own()
