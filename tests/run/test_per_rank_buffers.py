@@ -224,3 +224,207 @@ def test_each_bank_of_another_length_is_named_once_on_rank_0(ranks, devices, nam
         assert f"{bank} (" not in text
     assert "late (float32[2] on rank 0, float32[5] on rank 1)" in text
     assert "checkpoint holds rank 0's" in text
+
+
+class Grows(Plain):
+    """Its banks grow in the first steps, and are trained by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(4))
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.report: list[Any] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        step = self.trainer.global_step
+        if step < 3:
+            values = torch.arange(float((step + 1) * (self.global_rank + 2))) + self.global_rank
+            self.bank, self.frozen = values, nn.Parameter(values + 0.5, requires_grad=False)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        held = [self.bank.tolist(), self.frozen.tolist()]
+        self.report.append([*held, *(p.flatten().tolist() for p in self.net.parameters())])
+
+
+def _resumed(folder: Path) -> dict[str, Any]:
+    """What a run reports that is resumed, and one that is not interrupted, after the file was saved."""
+    said: dict[str, Any] = {}
+    for name, wire in (("periodic", "bfloat16"), ("all_reduce", None), ("diloco", None)):
+        for replicas in (True, False):
+            place = folder / f"{name} {replicas}"
+            reports = []
+            for is_first in (True, False):
+                strategy = HierarchicalStrategy(
+                    SCHEMES[name](), ranks_per_node=1, wire_dtype=wire, checkpoint_replicas=replicas
+                )
+                saves = ModelCheckpoint(place, filename="{step}", every_n_train_steps=4, save_top_k=-1, save_last=False)
+                callbacks = [saves] if is_first else []
+                more = {"callbacks": callbacks, "enable_checkpointing": is_first, "max_epochs": 2}
+                module = Grows()
+                trainer = one_trainer(folder, devices=2, strategy=strategy, limit_val_batches=0, **more)
+                trainer.fit(module, ckpt_path=None if is_first else place / "step=4.ckpt")
+                reports.append(module.report[-4:])
+            said[name, replicas] = reports
+    return said
+
+
+@pytest.fixture(scope="module")
+def resumed(borrow: Any) -> list[dict[str, Any]]:
+    return borrow(_resumed, 2)
+
+
+def test_a_resume_with_replicas_brings_back_every_ranks_own_bank(resumed):
+    for rank in resumed:
+        for (_, replicas), (whole, after_resume) in rank.items():
+            if replicas:
+                assert after_resume == whole
+
+
+def test_a_resume_without_replicas_goes_on_from_the_bank_of_rank_0(resumed):
+    one, other = resumed
+    for how in one:
+        if not how[1]:
+            for rank in (one, other):
+                assert rank[how][1][-1][:2] == one[how][0][-1][:2]
+
+
+class Unequal(Plain):
+    """A rank has another head, or freezes it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        head = nn.Linear(1, 2 + (self.how == "shape" and self.trainer.global_rank == 1))
+        head.requires_grad_(self.how != "frozen" or self.trainer.global_rank == 0)
+        if self.how != "missing" or self.trainer.global_rank == 0:
+            self.head = head
+
+
+@pytest.mark.parametrize(
+    ("how", "difference"),
+    [
+        ("shape", r"head.weight: float32\[2, 1\] on rank 0, float32\[3, 1\] on rank 1"),
+        ("frozen", "head.weight: trained on rank 0, frozen on rank 1"),
+        ("missing", r"head.weight: float32\[2, 1\] on cpu on rank 0, missing on rank 1"),
+    ],
+)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_trainable_parameters_that_differ_are_refused_before_training(fit, how, difference, ranks_per_node):
+    with pytest.raises(ProcessException, match=f"ValueError: parameter {difference}"):
+        fit(Unequal(how), {"scheme": AllReduce(), "ranks_per_node": ranks_per_node}, devices=2)
+
+
+def test_every_rank_refuses_trainable_parameters_that_differ():
+    def work(topology: Topology) -> str:
+        module = nn.Linear(1, 1 + topology.rank)
+        with pytest.raises(ValueError, match=r"parameter weight: float32\[1, 1\] on rank 0") as refused:
+            per_rank_tensors(module, topology.world, torch.device("cpu"), True)
+        return str(refused.value)
+
+    said = on_ranks(work, [[0], [1], [2]])
+    assert said == [said[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("count", "difference"),
+    [(1, "rank 0 has 1 optimizers, rank 1 has 2"), (2, r"optimizer 0 has first.weight .*rank 0, second.weight")],
+)
+def test_ranks_whose_optimizers_train_other_parameters_are_refused(count, difference):
+    def work(topology: Topology) -> None:
+        module = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+        layers = list(module.values())[:: 1 if topology.rank == 0 else -1]
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
+        if count == 1 and topology.rank == 0:
+            del optimizers[1]
+        with pytest.raises(ValueError, match=f"ranks train different parameters: {difference}"):
+            TrainingRun(PeriodicAveraging(1), Replicas(module, optimizers), topology)
+
+    on_ranks(work, [[0], [1]])
+
+
+def test_what_is_equal_on_all_ranks_is_found_so_and_what_is_known_is_left_out():
+    def work(topology: Topology) -> list[Any]:
+        module = nn.BatchNorm1d(2)
+        module.register_buffer("bank", torch.zeros(1 + topology.rank))
+        module.register_buffer("types", torch.zeros(1, dtype=[torch.float32, torch.float64][topology.rank]))
+        cpu = torch.device("cpu")
+        unequal, _ = unequal_tensors(module, topology.world, cpu)
+        known, replaced = unequal_tensors(module, topology.world, cpu, unequal, replaced=[(topology.rank, 1)])
+        return [unequal, known, replaced]
+
+    expected = {"bank": ["float32[1] on cpu", "float32[2] on cpu"], "types": ["float32[1] on cpu", "float64[1] on cpu"]}
+    assert on_ranks(work, [[0], [1]]) == [[expected, {}, {(0, 1), (1, 1)}]] * 2
+
+
+def _trained_beside_a_bank(topology: Topology, scheme: Any, **more: Any) -> list[Any]:
+    """Rank 1 replaces its bank before the second of three steps, rank 0 writes to its own; statistics move, too."""
+    module = nn.BatchNorm1d(1).to(place.device)
+    module.register_buffer("bank", torch.zeros(2, device=place.device))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    run = TrainingRun(scheme, Replicas(module, [optimizer]), topology, **more)
+    seen = []
+    try:
+        run.begin(1, 3)
+        run.begin_epoch(0, {})
+        for step in range(3):
+
+            def train(step: int = step) -> None:
+                module.running_mean.fill_(step + 2.0 * topology.rank)
+                module.bank[0] = step + 1.0
+                if step == 1 and topology.rank == 1:
+                    module.bank = torch.full((3,), 7.0, device=place.device)
+                for parameter in module.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+
+            run.step(optimizer, train)
+            seen.append([module.running_mean.item(), module.bank.tolist()])
+        run.finish()
+        run.agreed_model.average_module()
+    finally:
+        run.close(timeout=5.0)
+    return [*seen, module.bank.tolist()]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(1), PeriodicAveraging(1, gradients="none"), DiLoCo(1)], ids=repr)
+def test_a_synchronization_averages_no_bank_that_one_rank_has_replaced(scheme, on_nonfinite):
+    """The other ranks keep their own from that synchronization on, and statistics are averaged as before."""
+    nodes = [[0, 1]] if scheme.gradients == "none" else [[0], [1]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one, other = on_ranks(lambda topology: _trained_beside_a_bank(topology, scheme, on_nonfinite=on_nonfinite), nodes)
+    assert one == [[1.0, [1.0, 0.0]], [2.0, [2.0, 0.0]], [3.0, [3.0, 0.0]], [3.0, 0.0]]
+    assert other == [[1.0, [1.0, 0.0]], [2.0, [7.0, 7.0, 7.0]], [3.0, [3.0, 7.0, 7.0]], [3.0, 7.0, 7.0]]
+
+
+@pytest.mark.usefixtures("device")
+def test_nan_in_a_buffer_is_averaged_where_nobody_checks_values():
+    def work(topology: Topology) -> list[float]:
+        module = nn.Linear(1, 1).to(place.device)
+        module.register_buffer("mean", torch.zeros(2, device=place.device))
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(PeriodicAveraging(1), Replicas(module, [optimizer]), topology, on_nonfinite="ignore")
+        try:
+            run.begin(1, 1)
+            run.begin_epoch(0, {})
+
+            def train() -> None:
+                module.mean[0] = torch.nan if topology.rank else 1.0
+                module.mean[1] = topology.rank
+                for parameter in module.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+
+            run.step(optimizer, train)
+            return module.mean.tolist()
+        finally:
+            run.close(timeout=5.0)
+
+    for first, second in on_ranks(work, [[0], [1]]):
+        assert first != first
+        assert second == 0.5
