@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm._lightning.ddp_buffers import BufferBroadcast
 from lightning_hiercomm.arguments import check_types, unknown_argument
 
 
@@ -59,6 +60,8 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes
             check_types({name: value}, {name: bool})
     check_types(arguments, {"bucket_cap_mb": float | None})
 
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names
 
 _FIND_UNUSED = "`strategy={}(find_unused_parameters=True)`"
 
@@ -130,6 +133,8 @@ class CopiedDDP(DistributedDataParallel):
     """DDP that can be copied, for an average of the weights: what comes is the copied module alone.
 
     DDP itself refuses that over groups which are not the default one, as those of nodes are.
+
+    Ranks may hold buffers of other shapes: see :class:`~lightning_hiercomm._lightning.ddp_buffers.BufferBroadcast`.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -143,6 +148,16 @@ class CopiedDDP(DistributedDataParallel):
             f"register_comm_hook({name}): DDP has one communication hook, and the hierarchical strategy averages"
             " gradients by it. Leave yours out, and choose what nodes exchange with `scheme` and `wire_dtype`."
         )
+
+    def _assign_modules_buffers(self) -> None:
+        ignored = self.parameters_to_ignore
+        self.named_module_buffers = {n: b for n, b in self.module.named_buffers() if n not in ignored}
+        if "_broadcast" not in vars(self):  # in the constructor, which makes them equal
+            self._broadcast = BufferBroadcast(self.module, ignored)
+        self.modules_buffers = self._broadcast.select(self.named_module_buffers, ignored)
+
+    def _distributed_broadcast_coalesced(self, tensors: object, buffer_size: int, authoritative_rank: int = 0) -> None:
+        self._broadcast(self.process_group, buffer_size, authoritative_rank, self.parameters_to_ignore)
 
 
 class PassThroughDDP(CopiedDDP):
@@ -297,7 +312,11 @@ class SettledDDP(CopiedDDP):
 
 
 def in_ddp(
-    module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any], settled: bool
+    module: nn.Module,
+    device_ids: list[int] | None,
+    arguments: Mapping[str, Any],
+    settled: bool,
+    ignored: Collection[str] = (),
 ) -> DistributedDataParallel:
     """What Lightning's ``DDPStrategy`` does with a module, on a stream of its own as torch's notes on CUDA have it.
 
@@ -306,16 +325,39 @@ def in_ddp(
         device_ids: DDP's.
         arguments: DDP's others.
         settled: Whether buckets are to follow from the module alone; if not, it is DDP to the bit.
+        ignored: Names of frozen parameters and buffers that are never broadcast.
     """
     kind = SettledDDP if settled else CopiedDDP
-    if device_ids is None:
-        return kind(module, device_ids=None, **arguments)
-    here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-    beside.wait_stream(here)  # DDP sends what has just been made equal
-    with torch.cuda.stream(beside):
-        wrapped = kind(module, device_ids=device_ids, **arguments)
-    here.wait_stream(beside)
-    return wrapped
+    with _ignoring(module, ignored):
+        if device_ids is None:
+            return kind(module, device_ids=None, **arguments)
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)  # DDP sends what has just been made equal
+        with torch.cuda.stream(beside):
+            wrapped = kind(module, device_ids=device_ids, **arguments)
+        here.wait_stream(beside)
+        return wrapped
+
+
+@contextmanager
+def _ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Inside, DDP's constructor ignores more tensors of a module than the user wants it to."""
+    before = vars(module).get(_IGNORED)
+    if names:
+        vars(module)[_IGNORED] = {*(before or ()), *names}
+    try:
+        yield
+    finally:
+        if before is not None:
+            vars(module)[_IGNORED] = before
+        else:
+            vars(module).pop(_IGNORED, None)
+
+
+def ignore_in_ddp(model: DistributedDataParallel, names: Collection[str]) -> None:
+    """Never broadcast some buffers again; all ranks must ignore the same ones."""
+    require_attribute(model, "parameters_to_ignore")
+    model.parameters_to_ignore.update(names)
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:

@@ -27,16 +27,18 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import _rendezvous_handlers
 
+from lightning_hiercomm._lightning.saves import taking_shapes
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.nodes.hosts import Place
 
 
 class WatchfulLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of forked and spawned ranks, with three gaps closed.
+    """Lightning's launcher of forked and spawned ranks, with four gaps closed.
 
     There ``Strategy.on_exception`` and ``teardown`` run in the process that launched only, where nothing is known of
     the rank that raised. And after ``sys.exit()`` or ``os._exit(0)`` on one rank the launcher waits for the others, and
-    they for that one. And a forked rank may hang when it collects what its parent left behind.
+    they for that one. And a forked rank may hang when it collects what its parent left behind. And the process that
+    launched refuses rank 0's buffers if their shapes have changed.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -70,6 +72,10 @@ class WatchfulLauncher(_MultiProcessingLauncher):
             if isinstance(error, SystemExit) and not error.code:
                 raise SystemExit(1) from error
             raise
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        with taking_shapes(trainer.lightning_module):  # a rank's buffers may have grown
+            super()._recover_results_in_main_process(worker_output, trainer)
 
     @property
     def procs(self) -> list[Any]:

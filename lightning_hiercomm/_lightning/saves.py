@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -30,6 +32,7 @@ __all__ = [
     "number_names_as_ever",
     "number_names_by_own_files",
     "take_entries",
+    "taking_shapes",
     "wait_for_saves",
     "with_base_io",
     "with_plain_numbers",
@@ -153,6 +156,36 @@ def copied_where(value: T, is_held: Callable[[Tensor], bool]) -> T:
     if type(value) in (list, tuple):
         return type(value)(copied_where(part, is_held) for part in value)  # type: ignore
     return value
+
+
+@contextmanager
+def taking_shapes(module: nn.Module, names: Collection[str] | None = None) -> Iterator[None]:
+    """Inside, ``load_state_dict`` gives buffers, and frozen parameters, the shapes of what it loads.
+
+    By itself torch refuses other shapes, also with ``strict=False``. The hook is private in torch 2.4.
+
+    Args:
+        module: Loads.
+        names: Of those that may have another shape. None: all.
+    """
+    require_attribute(module, "_register_load_state_dict_pre_hook")
+
+    def take_shapes(state_dict: Mapping[str, Any], *others: object) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            loaded = state_dict.get(name)
+            may_differ = not tensor.requires_grad and (names is None or name in names)
+            if may_differ and isinstance(loaded, Tensor) and loaded.shape != tensor.shape:
+                owner, _, own_name = name.rpartition(".")
+                empty = torch.empty(loaded.shape, dtype=tensor.dtype, device=tensor.device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                replacement = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                setattr(module.get_submodule(owner), own_name, replacement)
+
+    handle = module._register_load_state_dict_pre_hook(take_shapes)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:

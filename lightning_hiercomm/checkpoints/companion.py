@@ -7,7 +7,8 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,19 +155,28 @@ def load_companion(
     return {**state, "path": path}
 
 
-def check_companion(state: Mapping[str, Any], module: nn.Module, schemes: Sequence[RunningScheme[Scheme]]) -> None:
+def check_companion(
+    state: Mapping[str, Any],
+    module: nn.Module,
+    schemes: Sequence[RunningScheme[Scheme]],
+    per_rank: Collection[str] = (),
+) -> None:
     """See that a companion belongs to a run like this one.
 
     Args:
         state: As :func:`load_companion` returns it.
         module: What trains.
         schemes: Of the optimizers.
+        per_rank: Names of tensors that may have another shape on every rank.
 
     Raises:
         ValueError: If it belongs to a run with other parameters, schemes, buckets or wires.
     """
     path = state["path"]
-    saved, own = ({name: tuple(t.shape) for name, t in ts.items()} for ts in (state["tensors"], _tensors(module)))
+    saved, own = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in per_rank}
+        for tensors in (state["tensors"], _tensors(module))
+    )
     if saved != own:
         other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
@@ -183,14 +193,32 @@ def restore_companion(
     optimizers: Sequence[Optimizer],
     schemes: Sequence[RunningScheme[Scheme]],
     gradients: GradientPath,
+    per_rank: Collection[str] = (),
 ) -> None:
     """Put back what :func:`companion_state` took, but for the random streams.
+
+    Args:
+        state: As :func:`load_companion` returns it.
+        module: What trains.
+        optimizers: The user's optimizers.
+        schemes: Theirs.
+        gradients: The way of the module's gradients.
+        per_rank: Names of tensors that may have another shape on every rank.
 
     Raises:
         ValueError: If this rank holds other parts of the model now.
     """
-    for name, tensor in _tensors(module).items():
-        saved = state["tensors"][name]
+    tensors = _tensors(module)
+    if unequal := state["tensors"].keys() ^ tensors.keys():  # buffers that modules register while they train
+        names = ", ".join(sorted(unequal))
+        warnings.warn(f"{names}: not both in the module and in {state['path']}, and not restored", stacklevel=2)
+    for name, tensor in tensors.items():
+        saved = state["tensors"].get(name)
+        if saved is None:
+            continue
+        if saved.shape != tensor.shape and name in per_rank:
+            _put(module, name, saved.to(tensor.device))
+            continue
         if saved.shape != tensor.shape:
             raise ValueError(
                 f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its part of the"
@@ -203,6 +231,14 @@ def restore_companion(
     for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
         scheme.load_state_dict(scheme_state)
     gradients.load_state_dict(state["gradients"])
+
+
+def _put(module: nn.Module, name: str, values: Tensor) -> None:
+    """Give a module other values of a buffer or frozen parameter, of another shape."""
+    owner_name, _, own_name = name.rpartition(".")
+    owner = module.get_submodule(owner_name)
+    is_parameter = own_name in owner._parameters
+    setattr(owner, own_name, nn.Parameter(values, requires_grad=False) if is_parameter else values)
 
 
 def checksum(state: Any) -> str:

@@ -34,6 +34,12 @@ from lightning_hiercomm.run.training_run import TrainingRun
 _KEY = "hiercomm"
 
 
+def per_rank_names(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Names of tensors whose shapes differed between ranks when a checkpoint was saved; it holds rank 0's."""
+    names: list[str] = checkpoint.get(_KEY, {}).get("per_rank", [])
+    return names
+
+
 class Checkpoints:
     """Adds the schemes' schedules to a plain Lightning checkpoint, writes companions beside it, and restores from both.
 
@@ -74,6 +80,7 @@ class Checkpoints:
             "schemes": run.schedules(together or is_own),
             "trained": run.trained(),
             "without_mean": sorted(run.replicas.without_mean),
+            "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
             unagreed = [{"unagreed_steps": scheme.unagreed_steps} for scheme in run.schemes]
@@ -93,10 +100,11 @@ class Checkpoints:
         if run.is_closed:
             checkpoint["state_dict"] = checkpoint["current_model_state"]
             return
+        run.agreed_model.compare_shapes()
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
-        directions = run.replicas.directions
-        numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in directions]
+        left_out = run.replicas.directions | run.replicas.per_rank
+        numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
         run.agreed_model.average_kept(numbers, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
@@ -138,6 +146,7 @@ class Checkpoints:
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.settle()
+        run.has_saved_own_values = True
         state = partial(
             companion_state,
             identity,
@@ -311,12 +320,15 @@ class Checkpoints:
         Raises:
             ValueError: If what was saved does not fit this run.
         """
+        run.leave_to_ranks(self._loaded.get("per_rank", []))
         run.go_on_without_mean(self._loaded.get("without_mean"))
         with run.training(self.trained):
             companion, self._companion = self._companion, None
             if companion is not None:
-                check_companion(companion, run.module, run.schemes)
-                restore_companion(companion, run.module, run.optimizers, run.schemes, run.gradients)
+                check_companion(companion, run.module, run.schemes, run.replicas.per_rank)
+                restore_companion(
+                    companion, run.module, run.optimizers, run.schemes, run.gradients, run.replicas.per_rank
+                )
                 run.load_loss(companion.get("loss", {}))
                 if precision is not None and companion.get("precision"):
                     precision.load_state_dict(companion["precision"])

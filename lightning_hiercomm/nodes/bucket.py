@@ -76,6 +76,7 @@ class Bucket:
             each rank's own samples, do not).
         held_by: Which ranks of the node hold it: see :attr:`~lightning_hiercomm.nodes.topology.Topology.holders`.
         keeps_equal: Whether the mean of equal values has to be those values to the bit, of any number of nodes.
+        is_outdated: Whether the module holds something of another shape in place of one of the tensors, on this rank.
     """
 
     pieces: tuple[Piece, ...]
@@ -85,6 +86,7 @@ class Bucket:
     equal_in_node: bool
     held_by: str = "node"
     keeps_equal: bool = False
+    is_outdated: bool = False
 
     def empty(
         self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None, spares: Spares | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,24 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 
-Home = tuple[nn.Module, str]
-"""A layer, and the name of one of its buffers."""
+
+class Home(NamedTuple):
+    """Where a buffer is registered.
+
+    Attributes:
+        layer: The module that registered it.
+        name: Its name there.
+        is_persistent: Whether checkpoints hold it.
+    """
+
+    layer: nn.Module
+    name: str
+    is_persistent: bool
+
+    @property
+    def present(self) -> object:
+        """What the layer has under the name now."""
+        return getattr(self.layer, self.name, None)
 
 
 def is_of_numbers(tensor: Tensor) -> bool:
@@ -21,16 +38,15 @@ def is_of_numbers(tensor: Tensor) -> bool:
 
 
 def homes_of_buffers(module: nn.Module) -> dict[int, Home]:
-    """Where buffers are to be found that layers may assign anew, by the local tensor's ``id``; of several the first.
-
-    Those that files do not hold (``persistent=False``) are left out: they are computed, perhaps from what only this
-    rank has seen.
-    """
+    """Map the ``id`` of each local buffer to where it is registered; of several places a persistent one counts."""
+    found = [
+        (id(local(buffer)), Home(layer, name, is_persistent(layer, name)))
+        for layer in module.modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
     homes: dict[int, Home] = {}
-    for layer in module.modules():
-        for name, buffer in layer.named_buffers(recurse=False):
-            if is_persistent(layer, name):
-                homes.setdefault(id(local(buffer)), (layer, name))
+    for key, home in sorted(found, key=lambda each: not each[1].is_persistent):  # which keeps the order otherwise
+        homes.setdefault(key, home)
     return homes
 
 
@@ -54,18 +70,20 @@ def names_of_directions(module: nn.Module) -> set[str]:
 
 
 class Buffers:
-    """Some buffers of a module, by the places where they are.
+    """Some buffers of a module, by the places where they are registered.
 
     Args:
         tensors: The buffers, each once; of DTensors what this rank holds.
-        homes: Where those are that layers may assign anew; the others stay what they are.
+        homes: Where they are registered; those without a home stay what they are.
 
     Attributes:
         tensors: The buffers as found last.
+        replaced: For each buffer, whether its layer now has something of another shape, dtype or device in its place.
     """
 
     def __init__(self, tensors: Sequence[Tensor], homes: Mapping[int, Home]) -> None:
         self.tensors = list(tensors)
+        self.replaced = [False] * len(self.tensors)
         self._shapes = [tensor.shape for tensor in tensors]
         self._homes = [homes.get(id(tensor)) for tensor in tensors]
 
@@ -76,46 +94,64 @@ class Buffers:
 
     @torch.no_grad()
     def find(self) -> bool:
-        """Look where they are, and say whether a layer has assigned one anew.
+        """Look where the buffers are, and return whether :attr:`tensors` or :attr:`replaced` has changed.
 
-        Such a layer gets a copy of what it has assigned, for others write to it from now on, and it may be part of a
-        graph, or of something else. What is of another shape, type or device, perhaps on this rank alone, is left with
-        its layer: the tensor of before stays. Of one that was resized itself zeros take the place, of its shape before.
+        A layer that assigned a buffer gets a copy of what it assigned, because schemes write to it from now on, and it
+        may be part of a graph, or of something else. A buffer that was replaced by one of another shape, dtype or
+        device, perhaps on this rank alone, stays with its layer: the tensor of before stays here. One that was resized
+        in place is represented by zeros of its shape before. One that is not persistent is never copied: it is
+        computed, perhaps from what only this rank has seen.
         """
-        before = self.tensors
-        if any(tensor.shape != shape for tensor, shape in zip(before, self._shapes, strict=True)):
-            self._give_up_resized()
+        resized = [p for p, (t, s) in enumerate(zip(self.tensors, self._shapes, strict=True)) if t.shape != s]
+        if resized:
+            self.give_up(resized)
+            for place in resized:
+                self.replaced[place] = True
             self.find()
             return True
-        present = [_present(tensor, home) for tensor, home in zip(before, self._homes, strict=True)]
+        before, replaced_before = self.tensors, self.replaced
+        found = [_present(tensor, home) for tensor, home in zip(before, self._homes, strict=True)]
+        present = [old if new is None else new for new, old in zip(found, before, strict=True)]
+        # what was given up has no home, and stays replaced until others know
+        self.replaced = [
+            was_replaced if home is None else new is None
+            for new, home, was_replaced in zip(found, self._homes, replaced_before, strict=True)
+        ]
         if all(new is old for new, old in zip(present, before, strict=True)):
-            return False
+            return self.replaced != replaced_before
         strides = {id(tensor): tensor.stride() for tensor in before}
         copies: dict[int, Tensor] = {}  # one of what has several names
         for place, (new, old, home) in enumerate(zip(tuple(present), before, self._homes, strict=True)):
             if home is None or strides.get(id(new)) == old.stride():
                 continue
             if id(new) not in copies or local(copies[id(new)]).stride() != old.stride():
-                copies[id(new)] = whole(torch.empty_like(old).copy_(new), like=getattr(*home))
-            setattr(*home, copies[id(new)])
+                copies[id(new)] = whole(torch.empty_like(old).copy_(new), like=getattr(home.layer, home.name))
+            setattr(home.layer, home.name, copies[id(new)])
             present[place] = local(copies[id(new)])
         self.tensors = present
         return True
 
-    def _give_up_resized(self) -> None:
-        kept = [tensor.shape == shape for tensor, shape in zip(self.tensors, self._shapes, strict=True)]
-        held = zip(self.tensors, self._shapes, kept, strict=True)
-        self.tensors = [tensor if is_kept else tensor.new_zeros(shape) for tensor, shape, is_kept in held]
-        self._homes = [home if is_kept else None for home, is_kept in zip(self._homes, kept, strict=True)]
+    @torch.no_grad()
+    def give_up(self, places: Collection[int]) -> None:
+        """Hold zeros, of no layer, in place of some buffers."""
+        self.tensors, self._homes, self.replaced = list(self.tensors), list(self._homes), list(self.replaced)
+        with torch.inference_mode(False):  # perhaps in a validation; schemes write to them in training
+            for place in places:
+                self.tensors[place] = self.tensors[place].new_zeros(self._shapes[place])
+                self._homes[place], self.replaced[place] = None, False
 
 
-def _present(before: Tensor, home: Home | None) -> Tensor:
-    """What a layer has under a buffer's name by now, if it can take the place of what it had before."""
-    given = before if home is None else getattr(*home, None)
-    if given is before or not isinstance(given, Tensor) or not is_whole(given):
+def _present(before: Tensor, home: Home | None) -> Tensor | None:
+    """The buffer that a layer has in place of the one before; None if it has another shape, dtype or device."""
+    given = before if home is None else home.present
+    if given is before:
         return before
+    if not isinstance(given, Tensor) or not is_whole(given):
+        return None
     found = local(given)
-    if found.layout != before.layout:
+    if found is before:
         return before
-    kind = (before.shape, before.dtype, before.device)
-    return found if (found.shape, found.dtype, found.device) == kind else before
+    kind = (before.layout, before.shape, before.dtype, before.device)
+    if (found.layout, found.shape, found.dtype, found.device) != kind:
+        return None
+    return found if home is not None and home.is_persistent else before

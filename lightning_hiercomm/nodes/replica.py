@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -136,14 +136,32 @@ class Replica:
                 parameter.data = parameter.data.contiguous()
                 warnings.warn(_LATE_FORMAT, stacklevel=2)
         before = self.buffers
-        if not self._buffers.find():
-            return
+        if self._buffers.find():
+            self._hold_present_buffers(before)
+
+    def _hold_present_buffers(self, before: Sequence[Tensor]) -> None:
         names = [self.names.pop(id(buffer), None) for buffer in before]
         self.names |= {id(buffer): name for buffer, name in zip(self.buffers, names, strict=True) if name is not None}
+        replaced = {id(b) for b, is_replaced in zip(self.buffers, self._buffers.replaced, strict=True) if is_replaced}
         # whoever averages these buckets knows them, and has more that is theirs
         fresh = _buckets_of_buffers(self.buffers, self.bucket_bytes)
         for bucket, of_present in zip(self.buckets_of_buffers, fresh, strict=True):
             bucket.pieces = of_present.pieces
+            bucket.is_outdated = any(id(piece.tensor) in replaced for piece in bucket.pieces)
+
+    @property
+    def replaced_buffers(self) -> list[int]:
+        """Places, among :attr:`buffers`, of those whose layers now hold another shape, dtype or device."""
+        return [place for place, is_replaced in enumerate(self._buffers.replaced) if is_replaced]
+
+    def give_up_buffers(self, places: Collection[int]) -> None:
+        """Leave some buffers to their layers from now on; every rank must give up the same ones.
+
+        Zeros take their place, so that buckets keep their sizes.
+        """
+        before = self.buffers
+        self._buffers.give_up(places)
+        self._hold_present_buffers(before)
 
     @torch.no_grad()
     def snapshot(self) -> list[Tensor]:
@@ -272,6 +290,16 @@ class Replica:
             index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
             groups[index].append(parameter)
         return groups
+
+    @property
+    def layout(self) -> list[str]:
+        """A line for every tensor, from which the buckets follow; equal on ranks that exchange them."""
+        tensors = [*self.with_empty, *self.buffers]
+        names = [self.names.get(id(tensor), f"number {place}") for place, tensor in enumerate(tensors)]
+        return [
+            f"{name} ({self._whole(tensor)} x {str(tensor.dtype).removeprefix('torch.')}, {self._held_by(tensor)})"
+            for name, tensor in zip(names, tensors, strict=True)
+        ]
 
     def fingerprint(self) -> int:
         """64 bits that differ, almost surely, between replicas that differ in any bit."""

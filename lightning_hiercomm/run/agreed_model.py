@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiercomm.comm.autocast import outside_autocast
+from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
@@ -53,6 +54,30 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain(tensor).contiguous().view(-1).view(torch.uint8)
 
 
+@dataclass
+class _Watched:
+    """Parameters that somebody may write to while the module holds the averaged ones.
+
+    Attributes:
+        parameters: The same ones on all ranks.
+        prints: Checksums of what they held at first.
+        before: Where nodes come and go, copies of what they held.
+    """
+
+    parameters: Sequence[Tensor]
+    prints: Tensor
+    before: Sequence[Tensor]
+
+    def are_written(self) -> Tensor:
+        """Whether each parameter has other bits now, as integers."""
+        return (_prints_of(self.parameters, self.prints.device) != self.prints).int()
+
+
+def _prints_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    prints = [print_of(local(parameter)).to(device) for parameter in parameters]
+    return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64, device=device)
+
+
 class AgreedModel:
     """Puts the agreed parameters into the module, and this rank's own ones back.
 
@@ -74,6 +99,7 @@ class AgreedModel:
             ranks, one that looks alone exchanges nothing with ranks that train on.
         is_left_out: Whether averages that callbacks keep on this rank were sick when the run was over. What they begin
             anew from then is no average, and does not count beside those of other ranks.
+        has_found_unequal: Called with the names of tensors that stay each rank's own, when there are more of them.
     """
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
@@ -84,8 +110,10 @@ class AgreedModel:
         self._own_others: list[tuple[Tensor, _Own]] = []  # of those in which no scheme has anything to do
         self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
+        self._watched: _Watched | None = None
         self.is_left_out = False
         self.barrier: Callable[[], None] = lambda: None
+        self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
 
     @property
     def is_in_module(self) -> bool:
@@ -111,15 +139,36 @@ class AgreedModel:
         return any(own is not None for own in self._own) or bool(self._own_others)
 
     @outside_autocast()
+    def compare_shapes(self) -> None:
+        """Leave tensors whose shapes differ between ranks to their ranks; collective, except where nodes come and go.
+
+        What schemes hold of buffers that a rank has replaced by another shape is given up, on all ranks alike.
+        """
+        if self._topology.may_grow:
+            return
+        self._find_buffers()
+        replicas = [scheme.replica for scheme in self._schemes]
+        replaced = [(which, place) for which, each in enumerate(replicas) for place in each.replaced_buffers]
+        unequal, replaced_anywhere = self._replicas.compare_shapes(self._topology.world, replaced)
+        for which, replica in enumerate(replicas):
+            places = {place for index, place in replaced_anywhere if index == which}
+            places |= {p for p, each in enumerate(replica.buffers) if replica.names.get(id(each)) in unequal}
+            if places:
+                replica.give_up_buffers(places)
+        if unequal:
+            self.has_found_unequal(self._replicas.per_rank)
+
+    @outside_autocast()
     def enter(self) -> None:
         """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
         self._depth += 1
         if self._depth == 1:
-            self._find_buffers()
             if self._topology.may_grow:
+                self._find_buffers()
                 self._enter_together()
                 return
             self.barrier()
+            self.compare_shapes()
             for scheme in self._schemes:
                 scheme.settle()  # may give back memory, before a copy takes some
             self._remember_own()
@@ -259,23 +308,67 @@ class AgreedModel:
         """
         self._sick.extend(sick)
 
-    def leave(self) -> None:
-        """Put this rank's own parameters back, at the end of the outermost :meth:`enter`."""
+    def leave(self, kept: Collection[Tensor] = ()) -> None:
+        """Put this rank's own parameters back, at the end of the outermost :meth:`enter`.
+
+        Args:
+            kept: Those that keep what the module holds now.
+        """
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._find_buffers()
+            ids = {id(local(tensor)) for tensor in kept}
             with torch.no_grad():
                 for tensor, own in self._all_own():
-                    own.put_back(tensor)
+                    if id(tensor) not in ids:
+                        own.put_back(tensor)
                 for tensor, values in self._sick:
                     tensor.copy_(values)
-            self._own_others, self._sick = [], []
+            self._own, self._own_others, self._sick, self._watched = [], [], [], None
             self._replicas.have_written()
-            self._own = []
+
+    def drop_own(self) -> None:
+        """Let training go on from what the module holds now, inside of :meth:`enter`."""
+        self._own, self._own_others = [None for _ in self._schemes], []
 
     def forget(self) -> None:
         """The run is over, perhaps while somebody was looking: what the module holds now stays in it."""
-        self._depth, self._own, self._own_others, self._sick = 0, [], [], []
+        self._depth, self._own, self._own_others, self._sick, self._watched = 0, [], [], [], None
+
+    # ---- what is written while a validation looks at it ------------------------------------------------------------
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether :meth:`watch` was called since the outermost :meth:`enter`."""
+        return self._watched is not None
+
+    @torch.no_grad()
+    def watch(self) -> None:
+        """Remember what the module's parameters hold, to find out later whether somebody has written to them."""
+        self._replicas.have_written()  # or they may be gathered ones
+        named = self._replicas.module.named_parameters()
+        parameters = [parameter for name, parameter in named if name not in self._replicas.per_rank]
+        prints = _prints_of(parameters, self._replicas.device)
+        before = [local(parameter).detach().clone() for parameter in parameters] if self._topology.may_grow else []
+        self._watched = _Watched(parameters, prints, before)
+
+    @torch.no_grad()
+    def written(self) -> list[Tensor]:
+        """The parameters that were written to, on any rank, since :meth:`watch`. Collective.
+
+        Where nodes come and go, those of this rank; they get back what they held.
+        """
+        watched = self._watched
+        assert watched is not None
+        self._replicas.have_written()
+        flags = watched.are_written()
+        if not self._topology.may_grow and flags.numel():
+            self._topology.world.all_reduce(flags, op="max").wait()
+        written = [place for place, flag in enumerate(flags.tolist()) if flag]
+        if self._topology.may_grow:
+            for place in written:
+                local(watched.parameters[place]).copy_(watched.before[place])
+        return [watched.parameters[place] for place in written]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -314,6 +407,7 @@ class AgreedModel:
         scheme knows of them.
         """
         if not self._topology.may_grow:
+            self.compare_shapes()
             self._average_module()
 
     def _average_module(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.run.shapes import unequal_tensors, warning_of_unequal
 from lightning_hiercomm.run.shards import reshard, share_out, shares_of
 from lightning_hiercomm.schemes.health.verification import plain, print_of
 
@@ -43,8 +45,10 @@ class Replicas:
         average_buffers: Whether float buffers (BatchNorm statistics) agree together with the parameters; or the names
             of those that do, in which ``*`` stands for anything.
         node: The dimensions of the mesh over which the node shards the module, and their sizes.
+        per_rank: Names of frozen parameters and buffers whose shapes differ between ranks; equal on all ranks.
 
     Attributes:
+        per_rank: As above, and what :meth:`compare_shapes` has found since.
         directions: Names of buffers that are unit vectors.
         without_mean: Names of these, and of buffers that had no mean when the run began.
     """
@@ -56,8 +60,10 @@ class Replicas:
         bucket_bytes: int = BUCKET_BYTES,
         average_buffers: bool | Sequence[str] = True,
         node: Mapping[str, int] | None = None,
+        per_rank: Collection[str] = (),
     ) -> None:
         self.module = module
+        self.per_rank = set(per_rank)
         self.optimizers = list(optimizers)
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
@@ -69,7 +75,11 @@ class Replicas:
     def lack_mean(self) -> dict[str, bool]:
         """Of each buffer, by its name, whether it has no mean on this rank at the moment."""
         named = self.module.named_buffers(remove_duplicate=False)
-        return {name: name in self.directions or not has_mean(local(buffer)) for name, buffer in named}
+        return {
+            name: name in self.directions or not has_mean(local(buffer))
+            for name, buffer in named
+            if name not in self.per_rank
+        }
 
     def check_names(self) -> None:
         """See that the module has what ``average_buffers`` names.
@@ -86,6 +96,29 @@ class Replicas:
                 f" {', '.join(names[:20]) or 'none'}"
             )
 
+    def compare_shapes(
+        self, group: Communicator, replaced: Collection[tuple[int, int]]
+    ) -> tuple[set[str], set[tuple[int, int]]]:
+        """Find tensors whose shapes differ between the ranks of a group, and leave them to their ranks. Collective.
+
+        Args:
+            group: The ranks.
+            replaced: Places of buffers that this rank's layers have replaced by others of another shape.
+
+        Returns:
+            The names of those that were not known; and the places of buffers that any rank's layers have replaced.
+
+        Raises:
+            ValueError: On all ranks, if an optimizer trains one of them.
+        """
+        trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
+        unequal, replaced_anywhere = unequal_tensors(
+            self.module, group, self.device, self.per_rank, lambda p: id(p) in trained, replaced
+        )
+        self.per_rank |= unequal.keys()
+        _warn_of_unequal(unequal, self.module, self.average_buffers, group)
+        return set(unequal), replaced_anywhere
+
     @property
     def device(self) -> torch.device:
         """Where the module's parameters live; the CPU if it has none."""
@@ -96,6 +129,7 @@ class Replicas:
         buffers = self._buffers_by_optimizer()
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
         trained = trained_by(optimizer)
+        self._check_trained(trained)
         self.have_written()  # or the module's parameters may be gathered ones
         names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
         own_buffers = set(map(id, buffers.get(own, ())))
@@ -110,11 +144,21 @@ class Replicas:
             homes=homes_of_buffers(self.module),
         )
 
+    def _check_trained(self, trained: Sequence[Tensor]) -> None:
+        ids = set(map(id, trained))
+        names = [n for n, p in self.module.named_parameters() if n in self.per_rank and id(p) in ids]
+        if names:
+            raise ValueError(
+                f"parameter {names[0]} is to be trained, but its shape differs between ranks: all ranks must train"
+                " parameters of the same shapes"
+            )
+
     def whole(self) -> Replica:
         """The module itself, whatever trains it: its parameters, frozen ones too, and the float buffers that agree."""
         floats = [buffer for _, buffer in self._buffers_that_agree()]
         self.have_written()
-        parameters = [parameter for parameter in self.module.parameters() if is_of_numbers(parameter)]
+        named = self.module.named_parameters()
+        parameters = [each for name, each in named if is_of_numbers(each) and name not in self.per_rank]
         shares = shares_of(parameters, self._node)
         plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
@@ -141,12 +185,13 @@ class Replicas:
             with_buffers: Whether to look for buffers.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
-        parameters = [] if self._node else self.module.parameters()
+        named = [] if self._node else self.module.named_parameters()
+        parameters = [parameter for name, parameter in named if name not in self.per_rank]
         found: list[Tensor] = [p for p in parameters if id(p) not in trained and is_of_numbers(p) and p.numel()]
         if not with_buffers:
             return found
         held = {id(buffer) for replica in known for buffer in replica.buffers}
-        lasting = homes_of_buffers(self.module)
+        lasting = {key for key, home in homes_of_buffers(self.module).items() if home.is_persistent}
         for name, given in self.module.named_buffers():
             buffer = local(given)
             is_late = id(buffer) not in held and id(buffer) in lasting
@@ -237,9 +282,7 @@ class Replicas:
         return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_agree(name)]
 
     def _may_agree(self, name: str) -> bool:
-        if isinstance(self.average_buffers, bool):
-            return self.average_buffers
-        return any(fnmatchcase(name, pattern) for pattern in self.average_buffers)
+        return name not in self.per_rank and _is_averaged(name, self.average_buffers)
 
     def parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Those that have a mean, and the unit vectors."""
@@ -247,6 +290,61 @@ class Replicas:
         directions = {id(local(buffer)) for name, buffer in named if name in self.directions}
         with_mean = [tensor for tensor in tensors if id(tensor) not in directions]
         return with_mean, [tensor for tensor in tensors if id(tensor) in directions]
+
+
+def _is_averaged(name: str, average_buffers: bool | Sequence[str]) -> bool:
+    """Whether the user lets a buffer be averaged."""
+    if isinstance(average_buffers, bool):
+        return average_buffers
+    return any(fnmatchcase(name, pattern) for pattern in average_buffers)
+
+
+def per_rank_tensors(
+    module: nn.Module, group: Communicator, device: torch.device, average_buffers: bool | Sequence[str]
+) -> set[str]:
+    """Names of frozen parameters and buffers whose shapes differ between ranks, before training. Collective.
+
+    Args:
+        module: What trains.
+        group: The ranks.
+        device: Of what travels.
+        average_buffers: What the user lets be averaged.
+
+    Raises:
+        ValueError: On all ranks, if a trainable parameter is not the same on all of them.
+    """
+    unequal, _ = unequal_tensors(module, group, device)
+    _warn_of_unequal(unequal, module, average_buffers, group)
+    return set(unequal)
+
+
+def tensors_without(module: nn.Module, names: Collection[str]) -> list[Tensor]:
+    """A module's parameters and buffers, except those of some names."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return [tensor for name, tensor in named if name not in names]
+
+
+def _warn_of_unequal(
+    unequal: dict[str, list[str]], module: nn.Module, average_buffers: bool | Sequence[str], group: Communicator
+) -> None:
+    """Warn, on the first rank, of tensors that would be averaged if their shapes did not differ."""
+    if group.rank:
+        return
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    homes = homes_of_buffers(module)
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+    def is_averaged(name: str, texts: Sequence[str]) -> bool:
+        if name in buffers and not homes[id(local(buffers[name]))].is_persistent:
+            return False
+        is_free = name in parameters or _is_averaged(name, average_buffers)
+        return is_free and any(text.startswith(("float", "bfloat", "complex")) for text in texts)
+
+    told = {name: texts for name, texts in unequal.items() if is_averaged(name, texts)}
+    if told:
+        is_named = not isinstance(average_buffers, bool) and any(name not in parameters for name in told)
+        more = ". average_buffers names some of them without effect" if is_named else ""
+        warnings.warn(warning_of_unequal(told, group.ranks) + more, stacklevel=4)
 
 
 def check_initialized(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -14,16 +15,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
+from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import gathered, local
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas, print_of
 
 T = TypeVar("T")
 
@@ -55,6 +59,7 @@ class TrainingRun:
         has_begun: Whether training has, in this process.
         has_finished: Whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
+        has_saved_own_values: Whether ranks have stored their own parameters since the last validation began.
     """
 
     def __init__(
@@ -80,7 +85,9 @@ class TrainingRun:
             parameters=replicas.module.parameters(),
         )
         policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
-        contexts = (Context(replicas.of(own), topology, own, self.wire, policy) for own in replicas.optimizers)
+        held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
+        check_equal_layouts(held, topology.world, replicas.device)
+        contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
         self.schemes = [scheme.build(context) for context in contexts]
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
@@ -90,6 +97,7 @@ class TrainingRun:
         self.has_begun = False
         self.has_finished = False
         self.is_closed = False
+        self.has_saved_own_values = False
         self._is_stepping = False
         self._knows_means = topology.may_grow  # and whoever comes later would decide alone
         self._hooks = [
@@ -125,6 +133,72 @@ class TrainingRun:
             " (`optimizer.add_param_group(...)`), or call `fit` anew"
         )
 
+    def begin_validation(self) -> None:
+        """Write the averaged parameters to the module. Collective."""
+        self.has_saved_own_values = False
+        self.agreed_model.enter()
+        self.agreed_model.watch()
+
+    @outside_autocast()
+    def end_validation(self, share: Callable[[Sequence[Tensor]], None]) -> None:
+        """Put this rank's own parameters back, unless somebody has written to the averaged ones. Collective.
+
+        Then all ranks go on from what was validated, and from what was written, as those of DDP do.
+
+        Args:
+            share: Gives all ranks the first rank's values of parameters. Collective.
+        """
+        model = self.agreed_model
+        written = model.written()
+        if self.topology.may_grow:
+            self._warn_of_undone(written)
+            written = []
+        elif self._are_trained(written):
+            with torch.inference_mode(False):  # what schemes make now, training writes to
+                self._keep_written(written, share)
+        model.leave(kept=written)
+
+    def _are_trained(self, written: Sequence[Tensor]) -> bool:
+        trained = {id(parameter) for scheme in self.schemes for parameter in scheme.replica.with_empty}
+        return any(id(local(parameter)) in trained for parameter in written)
+
+    def _keep_written(self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None]) -> None:
+        before = [int(print_of(local(parameter))) for parameter in written]
+        share(written)
+        self.replicas.have_written()
+        changes = before != [int(print_of(local(parameter))) for parameter in written]
+        differs = torch.tensor([int(changes)], device=self.replicas.device)
+        self.topology.world.all_reduce(differs, op="max").wait()
+        if bool(differs) and self.topology.rank == 0:
+            warnings.warn(
+                f"ranks wrote different values to parameters in a validation hook ({self._names(written)}). All ranks"
+                " continue with those of rank 0: write the same values on all ranks",
+                stacklevel=2,
+            )
+        if self.has_saved_own_values and self.topology.rank == 0:
+            warnings.warn(
+                f"parameters were written in a validation hook ({self._names(written)}) during which a checkpoint was"
+                " saved with checkpoint_replicas=True: what each rank stored with it are its parameters of before. Save"
+                " after the validation: ModelCheckpoint(save_on_train_epoch_end=True)",
+                stacklevel=2,
+            )
+        self.agreed_model.drop_own()
+        self.begin_from_module()
+        self.remember_values()
+
+    def _warn_of_undone(self, written: Sequence[Tensor]) -> None:
+        if written and self.topology.local_rank == 0:
+            warnings.warn(
+                f"elastic nodes: what was written to parameters in a validation hook ({self._names(written)}) is"
+                " undone, because other nodes do not receive it. Write them in a training hook, on all nodes",
+                stacklevel=2,
+            )
+
+    def _names(self, parameters: Sequence[Tensor]) -> str:
+        ids = set(map(id, parameters))
+        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in ids]
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
     def remember_values(self) -> None:
         """Take what the module holds for what the schemes know; for whoever has restored both."""
         self._known = self._values()
@@ -154,8 +228,17 @@ class TrainingRun:
 
     def begin_from_module(self) -> None:
         """Let the nodes go on from what the module holds, equal on all of them."""
-        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            scheme.follow(self.replicas.of(optimizer))
+        held = [self.replicas.of(optimizer) for optimizer in self.optimizers]
+        check_equal_layouts(held, self.topology.world, self.replicas.device)
+        for scheme, replica in zip(self.schemes, held, strict=True):
+            scheme.follow(replica)
+
+    def leave_to_ranks(self, names: Collection[str]) -> None:
+        """Take from a file which tensors stay each rank's own, because their shapes differed when it was saved."""
+        if not self.replicas.per_rank.issuperset(names):
+            self.replicas.per_rank.update(names)
+            self.agreed_model.has_found_unequal(self.replicas.per_rank)
+            self.begin_from_module()
 
     def go_on_without_mean(self, names: Collection[str] | None) -> None:
         """Take from a file which buffers had no mean when its run began; those here have been read from it already.
@@ -172,6 +255,7 @@ class TrainingRun:
 
     def _look_for_means(self) -> None:
         """Decide once more which buffers have a mean: programs fill them in ``on_fit_start``, say. Collective."""
+        self.agreed_model.compare_shapes()
         lack = self.replicas.lack_mean()
         if lack:
             lacks = torch.tensor([*map(int, lack.values())], device=self.replicas.device)
@@ -353,6 +437,7 @@ class TrainingRun:
     @outside_autocast()
     def finish(self) -> None:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
+        self.agreed_model.compare_shapes()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
@@ -377,10 +462,13 @@ class TrainingRun:
         """Begin anew from an agreement, if other parameters are trained by now. Collective."""
         scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
+            self.agreed_model.compare_shapes()
             scheme.agree()
             # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
             self.agreed_model.average_moved([*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)])
-            scheme.follow(self.replicas.of(optimizer))
+            replica = self.replicas.of(optimizer)
+            check_equal_layouts([replica], self.topology.world, self.replicas.device)
+            scheme.follow(replica)
 
     def _tell_of_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
         if not any(scheme.care.has_healed for scheme in self.schemes):
@@ -448,6 +536,35 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)
+
+
+def check_equal_layouts(replicas: Sequence[Replica], group: Communicator, device: torch.device) -> None:
+    """Compare what schemes are about to exchange, as tensors of unequal sizes would end a process. Collective.
+
+    Args:
+        replicas: Of every optimizer.
+        group: All ranks.
+        device: Of what travels.
+
+    Raises:
+        ValueError: On all ranks, if they differ.
+    """
+    own = [each.layout for each in replicas]
+    if are_equal(own, group, device):
+        return
+    for rank, other in zip(group.ranks, everyone := group.all_gather_object(own), strict=True):
+        if other != everyone[0]:
+            raise ValueError(f"ranks train different parameters: {_first_difference(everyone[0], other, rank)}")
+
+
+def _first_difference(first: list[list[str]], other: list[list[str]], rank: int) -> str:
+    if len(first) != len(other):
+        return f"rank 0 has {len(first)} optimizers, rank {rank} has {len(other)}"
+    for which, (one, two) in enumerate(zip(first, other, strict=True)):
+        for a, b in zip_longest(one, two, fillvalue="nothing more"):
+            if a != b:
+                return f"optimizer {which} has {a} on rank 0, {b} on rank {rank}"
+    raise AssertionError("there is a difference")
 
 
 def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Mapping[str, Any]:

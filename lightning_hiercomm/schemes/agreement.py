@@ -309,6 +309,7 @@ class RunningAgreement(RunningScheme[A]):
             buckets=buckets + self._buffers_with_parameters,
             land=self._land,
             on_nonfinite=self.care.policy.on_nonfinite,
+            checks_buffers=True,
         )
 
     @property
@@ -632,8 +633,9 @@ class RunningAgreement(RunningScheme[A]):
 
     @property
     def _carried(self) -> list[Tensor]:
-        """The tensors that travel, in the order of the replica."""
-        carried = {id(piece.tensor) for bucket in self._carrier.buckets for piece in bucket.pieces}
+        """The tensors of which the carrier keeps the last agreed values, in the order of the replica."""
+        buckets = self._carrier.buckets[: len(self._carrier.anchors)]
+        carried = {id(piece.tensor) for bucket in buckets for piece in bucket.pieces}
         return [tensor for tensor in self.replica.tensors if id(tensor) in carried]
 
     @property

@@ -47,7 +47,7 @@ from lightning_hiercomm.elastic.membership import History, Membership, has_ended
 from lightning_hiercomm.elastic.seal import Seal
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
-from lightning_hiercomm.run.replicas import broadcast_values
+from lightning_hiercomm.run.replicas import broadcast_values, tensors_without
 from lightning_hiercomm.run.training_run import TrainingRun
 
 
@@ -156,9 +156,10 @@ class ElasticNode:
         return self._membership.begin_epoch(batches) or is_first
 
     def _begin_equal(self) -> None:
-        module, topology = self._required_run.module, self._topology
+        replicas, topology = self._required_run.replicas, self._topology
         assert topology is not None
-        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
+        replicas.compare_shapes(topology.world, ())
+        broadcast_values(tensors_without(replicas.module, replicas.per_rank), topology.world)
 
     def _before_change(self) -> Callable[[], None]:
         go_on = [scheme.before_nodes_change() for scheme in self._required_run.schemes]

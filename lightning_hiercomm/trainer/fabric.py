@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -16,12 +16,14 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     check_ddp_arguments,
+    ignore_in_ddp,
     in_ddp,
     is_not_insisted_on,
     keep_sync_batchnorm_in_group,
@@ -39,7 +41,14 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.agreed_model import AgreedModel
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized, trained_by
+from lightning_hiercomm.run.replicas import (
+    Replicas,
+    broadcast_values,
+    check_initialized,
+    per_rank_tensors,
+    tensors_without,
+    trained_by,
+)
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
@@ -182,6 +191,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._without_optimizer: list[nn.Module] = []
         self._without_ddp: list[nn.Module] = []
         self._in_ddp: list[tuple[nn.Module, nn.Module, dict[int, nn.Parameter]]] = []
+        self._per_rank: dict[int, set[str]] = {}  # by a module's id, names of tensors whose shapes differ between ranks
         self._has_gone_backward = False
         self._last_bucket: tuple[str, Mark] | None = None
         self._losses: list[Tensor] = []
@@ -253,11 +263,22 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def _agreed_models(self) -> list[AgreedModel]:
         """Those of all modules; of those without an optimizer, too, which the program moves (teachers)."""
         settings = self._settings
-        moved = [
-            AgreedModel([], Replicas(module, [], settings.bucket_bytes, settings.average_buffers), self._topology)
-            for module in self._without_optimizer
-        ]
+        moved = []
+        for module in self._without_optimizer:
+            replicas = Replicas(
+                module, [], settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank[id(module)]
+            )
+            model = AgreedModel([], replicas, self._topology)
+            model.has_found_unequal = partial(self._leave_to_ranks, module)
+            moved.append(model)
         return [*(run.agreed_model for run in self._runs), *moved]
+
+    def _leave_to_ranks(self, module: nn.Module, names: Collection[str]) -> None:
+        """Exchange no more tensors of a module whose shapes differ between ranks."""
+        self._per_rank[id(module)].update(names)
+        for own, wrapped, _ in self._in_ddp:
+            if own is module and isinstance(wrapped, DistributedDataParallel):
+                ignore_in_ddp(wrapped, names)
 
     def finish(self) -> None:
         """Training is over, and every rank holds the agreed parameters; for loops that do without :meth:`epochs`."""
@@ -340,13 +361,18 @@ class HierarchicalFabricStrategy(DDPStrategy):
         """Give all ranks rank 0's values; collective."""
         world = self._topology.world
         check_initialized(module)
-        broadcast_values([*module.parameters(), *module.buffers()], world)
+        own = per_rank_tensors(module, world, self.root_device, self._settings.average_buffers)
+        self._per_rank[id(module)] = own
+        broadcast_values(tensors_without(module, own), world)
 
     def _start_run(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         self._check_one_module(module, optimizers)
         settings = self._settings
-        replicas = Replicas(module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        replicas = Replicas(
+            module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank[id(module)]
+        )
         run = settings.new_run(replicas, self._topology)
+        run.agreed_model.has_found_unequal = partial(self._leave_to_ranks, module)
         self._runs.append(run)
         module.register_forward_pre_hook(_BeforeForward(run))
         if self._has_begun:  # the others train already
@@ -383,7 +409,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         wrapped = module
         if any(p.requires_grad for p in module.parameters()):
             self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group)}
-            wrapped = in_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs, topology.num_nodes > 1)
+            devices, settled, own = self._determine_ddp_device_ids(), topology.num_nodes > 1, self._per_rank[id(module)]
+            wrapped = in_ddp(module, devices, self._ddp_kwargs, settled, own)
             register_bucket_hook(wrapped, partial(_reduce_bucket, weakref.ref(self), weakref.ref(module)))
         self._in_ddp.append((module, wrapped, {id(p): p for p in module.parameters() if p.requires_grad}))
         return wrapped
@@ -490,8 +517,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 run.finish()
                 run.agreed_model.average_module()
                 run.remember_values()
+            run.agreed_model.compare_shapes()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
-                self._begin_equal(run.module)
+                broadcast_values(tensors_without(run.module, run.replicas.per_rank), self._topology.world)
                 run.begin_from_module()
             run.begin(epochs, steps)
 

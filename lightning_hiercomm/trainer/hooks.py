@@ -26,6 +26,7 @@ from lightning_hiercomm._lightning.saves import (
     dump_as_ever,
     dump_within,
     entries_of_rank,
+    taking_shapes,
     with_base_io,
 )
 from lightning_hiercomm._lightning.trainer import (
@@ -38,6 +39,7 @@ from lightning_hiercomm._lightning.trainer import (
     skips_backward,
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.plain import per_rank_names
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
@@ -46,7 +48,13 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
 from lightning_hiercomm.nodes.topology import nodes_by_count
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, check_initialized
+from lightning_hiercomm.run.replicas import (
+    Replicas,
+    broadcast_values,
+    check_initialized,
+    per_rank_tensors,
+    tensors_without,
+)
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
@@ -157,14 +165,20 @@ class HierarchicalHooks(Reports):
     def _new_run(self) -> TrainingRun:
         settings = self._settings
         optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
-        replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers)
+        replicas = Replicas(
+            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank
+        )
         replicas.check_names()
         return settings.new_run(replicas, self._topology)
 
-    def _begin_equal(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Give all ranks rank 0's values of some of the module's tensors; collective. None: of all."""
-        if tensors is None:
-            tensors = [*self._module.parameters(), *self._module.buffers()]
+    def _begin_equal(self) -> None:
+        """Give all ranks rank 0's values of the module's tensors, except where their shapes differ; collective."""
+        world, average_buffers = self._topology.world, self._settings.average_buffers
+        self._per_rank = per_rank_tensors(self._module, world, self.root_device, average_buffers)
+        self._share(tensors_without(self._module, self._per_rank))
+
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Give all ranks rank 0's values of tensors; collective."""
         broadcast_values(tensors, self._topology.world)
 
     @override
@@ -216,6 +230,7 @@ class HierarchicalHooks(Reports):
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
+        self._run.agreed_model.compare_shapes()
         if self._topology.may_grow:
             self._check_values()
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
@@ -236,12 +251,13 @@ class HierarchicalHooks(Reports):
 
     def _begin_equal_anew(self) -> None:
         """Give all ranks rank 0's values of what somebody has written; in mid-period, what nodes train differs."""
+        per_rank = self._run.replicas.per_rank
         if self._run.values_have_changed(of_trained=True):
-            self._begin_equal()
+            self._share(tensors_without(self._module, per_rank))
             self._run.begin_from_module()
         else:  # a teacher, say
-            trained = set(self._run.trained())
-            self._begin_equal([p for name, p in self._module.named_parameters() if name not in trained])
+            kept = per_rank.union(self._run.trained())
+            self._share([p for name, p in self._module.named_parameters() if name not in kept])
             self._run.remember_values()
 
     def _check_values(self) -> None:
@@ -309,14 +325,14 @@ class HierarchicalHooks(Reports):
         if self.batches is not None:
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
-            self._run.agreed_model.enter()
+            self._run.begin_validation()
             if self._settings.on_nonfinite == "skip":
                 # which may take their place, before this rank is healed itself
                 self._run.agreed_model.stand_in(heal_averages(self._module.trainer))
 
-    def on_validation_end(self) -> None:  # callbacks have heard of it, and put back what they took out
-        if self._run_or_none is not None and self._settings.evaluate == "consensus":
-            self._run.agreed_model.leave()
+    def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights in and out
+        if self._run_or_none is not None and self._run.agreed_model.is_watched:
+            self._run.end_validation(self._share)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -334,12 +350,14 @@ class HierarchicalHooks(Reports):
 
     def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A checkpoint, of which all parts are made of the agreed model."""
-        if self._run.has_finished and self._may_communicate:  # callbacks that average may have written to the module
-            self._run.agreed_model.average_module()
         if not self._may_communicate:
             return dump()
+        self._control.barrier()
+        if self._run.has_finished:  # callbacks that average may have written to the module
+            self._run.agreed_model.average_module()
+        elif not self._run.agreed_model.is_asked_for:
+            self._run.agreed_model.compare_shapes()  # or ranks might disagree on what the module holds
         if self._run.agreed_model.is_in_module:
-            self._control.barrier()
             return dump()
         with self.agreed_model():
             checkpoint = dump()
@@ -411,6 +429,11 @@ class HierarchicalHooks(Reports):
         topology = self._topology if is_fitting else None
         self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology, weights_only)
         return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with taking_shapes(self._module, per_rank_names(checkpoint)):
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -276,12 +276,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         self._begin_equal()
 
     @override
-    def _begin_equal(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Give all nodes node 0's values of some of the module's tensors, part by part; collective. None: of all."""
+    def _begin_equal(self) -> None:
+        reshard(self._module)
+        super()._begin_equal()
+
+    @override
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        """Give all nodes node 0's values of tensors, part by part; collective."""
         topology = self._topology
         reshard(self._module)
-        if tensors is None:
-            tensors = [*self._module.parameters(), *self._module.buffers()]
         if topology.inter is not None:
             broadcast_values([local(tensor) for tensor in tensors if local(tensor) is not tensor], topology.inter)
         broadcast_values([tensor for tensor in tensors if local(tensor) is tensor], topology.world)
@@ -291,7 +294,12 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         settings, topology = self._settings, self._topology
         optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(
-            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, node=self.mesh_sizes
+            self._module,
+            optimizers,
+            settings.bucket_bytes,
+            settings.average_buffers,
+            node=self.mesh_sizes,
+            per_rank=self._per_rank,
         )
         replicas.check_names()
         gradients: GradientPath = Untouched()

@@ -52,6 +52,7 @@ class StrategyState(ParallelStrategy):
         self._epoch_clock: EpochClock | None = None
         self._elastic_node: ElasticNode | None = None
         self._boundary: BoundaryCallback | None = None
+        self._per_rank: set[str] = set()  # names of tensors whose shapes differ between ranks
 
     def __getstate__(self) -> dict[str, Any]:
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers, and what they gave them, at

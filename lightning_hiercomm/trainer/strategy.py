@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from lightning_hiercomm._lightning.ddp import (
     PassThroughDDP,
     PassThroughRedirection,
     check_ddp_arguments,
+    ignore_in_ddp,
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
@@ -42,6 +43,7 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
@@ -267,13 +269,26 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         settled = self._topology.num_nodes > 1 or self._settings.elastic is not None
-        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled)
+        own = self._per_rank if self._run_or_none is None else self._run.replicas.per_rank
+        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, own)
+
+    @override
+    def _new_run(self) -> TrainingRun:
+        run = super()._new_run()
+        run.agreed_model.has_found_unequal = self._leave_to_ranks
+        return run
+
+    def _leave_to_ranks(self, names: Collection[str]) -> None:
+        """Exchange no more tensors whose shapes differ between ranks."""
+        if isinstance(self.model, DistributedDataParallel):
+            ignore_in_ddp(self.model, names)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         # DDP ignores what was frozen, or not there, when it was made
         if any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
+            self._run.agreed_model.compare_shapes()  # because DDP begins with broadcasts
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()

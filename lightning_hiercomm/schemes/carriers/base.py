@@ -143,5 +143,6 @@ class Carrier(ABC):
         """Restore :meth:`state_dict` (of a run with the same topology)."""
         if not self.anchors:  # earlier versions kept some also where no differences travel
             return
-        for anchor, saved in zip(self.anchors, state.get("anchors", ()), strict=True):
+        of_files = state.get("anchors", ())[: len(self.anchors)]  # earlier ones have more, of buffers
+        for anchor, saved in zip(self.anchors, of_files, strict=True):
             anchor.copy_(saved)

@@ -87,6 +87,8 @@ class Average(Carrier):
             of the mean. Differences travel in any case. Default: to the mean.
         on_nonfinite: Unless ``"ignore"``, buckets are void for which a rank sent anything that is not finite, or for
             which the wire has no finite number.
+        checks_buffers: Whether buckets of buffers are also void where a rank's module has replaced one of them by
+            another shape.
         weights: Says what the ranks' weights for a bucket are when it is launched; they sum to 1. Default: the
             topology's.
 
@@ -105,9 +107,11 @@ class Average(Carrier):
         buckets: Sequence[Bucket] | None = None,
         land: Land | None = None,
         on_nonfinite: OnNonfinite = "ignore",
+        checks_buffers: bool = False,
         weights: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
         self.on_nonfinite = on_nonfinite
+        self._checks_buffers = checks_buffers
         self.weights = weights or (lambda _: topology.weights)
         self._mark: Tensor | None = None
         self._is_sharded = bool(replica.shares)
@@ -128,12 +132,16 @@ class Average(Carrier):
     def anchor(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
         if self._land is not None or differences_travel:
-            self.anchors = [self._present(index) for index in range(len(self.buckets))]
+            # buffers, which travel as they are and come last, need none
+            with_anchor = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
+            self.anchors = [self._present(index) for index in with_anchor]
             feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
             self._feedback = [each for each in feedback if each is not None]
 
     def restart(self, indexes: Sequence[int]) -> None:
         for index in indexes:
+            if self.buckets[index].keeps_equal:
+                continue
             if self.anchors and self._land is None:
                 self.anchors[index].copy_(self._present(index))
             if self._feedback:
@@ -171,11 +179,11 @@ class Average(Carrier):
             index, flat, complete = in_flight.popleft()
             complete()
             bucket, parts = self.buckets[index], self.parts_of(index)
-            if self._mark is not None and streams.has(self._device):
+            if self._may_be_marked(bucket) and streams.has(self._device):
                 # the host would wait for every bucket to know; what is void leaves the bucket as it is
                 marks[index] = arrived_mark(flat, parts)
                 take(bucket, torch.where(marks[index].isnan(), bucket.pack(), flat[: bucket.numel]))
-            elif self._mark is not None and is_marked(flat, parts):
+            elif self._may_be_marked(bucket) and is_marked(flat, parts):
                 void.append(index)
             else:
                 take(bucket, flat)
@@ -269,8 +277,14 @@ class Average(Carrier):
             self._mark = self._mark.to(self._device, torch.float32)
             self.topology.intra.all_reduce(self._mark).wait()
 
+    def _may_be_marked(self, bucket: Bucket) -> bool:
+        return self._mark is not None or (self._checks_buffers and bucket.keeps_equal)
+
     def _put_mark(self, index: int, flat: Tensor) -> None:
-        if self._mark is not None and self.buckets[index].numel:
+        bucket = self.buckets[index]
+        if self._checks_buffers and bucket.is_outdated:  # the other ranks cannot know of it otherwise
+            put_mark(flat.new_tensor(math.nan), flat, self.parts_of(index))
+        elif self._mark is not None and bucket.numel:
             put_mark(self._mark, flat, self.parts_of(index))
 
     def _land_in(self, index: int, anchor: Tensor, part: Tensor, landed: set[int]) -> None:
@@ -397,7 +411,8 @@ class Average(Carrier):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        for feedback, saved in zip(self._feedback, state.get("feedback", ()), strict=True):
+        of_files = state.get("feedback", ())[: len(self._feedback)]  # earlier ones have more, of buffers
+        for feedback, saved in zip(self._feedback, of_files, strict=True):
             feedback.load_state_dict(saved)
 
     def _can_carry_step(self, bucket: Bucket) -> bool:

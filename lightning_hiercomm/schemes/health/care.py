@@ -120,7 +120,14 @@ class Care:
         if self._is_alone:
             return False
         on_nonfinite = self.policy.on_nonfinite
-        average = Average(self.replica, self._topology, buckets=buckets, on_nonfinite=on_nonfinite, weights=weights)
+        average = Average(
+            self.replica,
+            self._topology,
+            buckets=buckets,
+            on_nonfinite=on_nonfinite,
+            checks_buffers=True,
+            weights=weights,
+        )
         return self.repair(average, average(step), step, average.landed)
 
     def average_in_node(self, buckets: Sequence[Bucket], step: int) -> None:
@@ -268,6 +275,19 @@ class Care:
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
         """
+        of_buffers = [index for index in void if spoilt.buckets[index].keeps_equal]
+        if of_buffers:
+            gave_up = self._give_up_replaced_buffers()
+            if len(of_buffers) == len(void) and (gave_up or self.policy.on_nonfinite == "ignore"):
+                again = Average(
+                    self.replica,
+                    self._topology,
+                    buckets=[spoilt.buckets[index] for index in of_buffers],
+                    on_nonfinite=self.policy.on_nonfinite,
+                    checks_buffers=gave_up,
+                    weights=lambda index: spoilt.weights(of_buffers[index]),
+                )
+                return self.repair(again, again(step), step)
         self._healthy, anywhere = None, bool(void)
         if self.replica.shares and self.policy.on_nonfinite != "ignore" and spoilt.wire.is_lossy:
             # what is too large for the wire may lie in the part of one rank
@@ -315,6 +335,18 @@ class Care:
             mean(step, take=take_agreed)
         self.nonfinite += 1
         return is_sick
+
+    def _give_up_replaced_buffers(self) -> bool:
+        """Stop averaging buffers that a rank's module has replaced by others of another shape. Collective; blocks.
+
+        Returns:
+            Whether there were any.
+        """
+        of_ranks = self._topology.world.all_gather_object(self.replica.replaced_buffers)
+        places = set[int]().union(*of_ranks)
+        if places:
+            self.replica.give_up_buffers(places)
+        return bool(places)
 
     def _find_healthy(self, step: int, wire: Wire) -> frozenset[int]:
         """The ranks whose values are finite, now that something was not. Collective over the world; blocks.
