@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from lightning_hiercomm.comm import streams
 
 _MOST_KEPT = 2**26
+
+_thread = threading.local()
 
 
 class Spares:
@@ -35,7 +38,8 @@ class Spares:
             if fitting:
                 spare = self._free.pop(min(fitting, key=lambda place: self._free[place].nbytes))
             else:
-                spare = torch.empty(needed, dtype=torch.uint8)
+                with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+                    spare = torch.empty(needed, dtype=torch.uint8)
         return spare[:needed].view(dtype)
 
     @contextmanager
@@ -55,11 +59,32 @@ class Spares:
         """Nobody uses a tensor any more that was taken here."""
         if _keeps_freed(taken.device) or not taken.numel():
             return
-        spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
+        with torch.inference_mode(False):
+            spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
         with self._lock:
             self._free.append(spare)
             while sum(kept.nbytes for kept in self._free) > _MOST_KEPT:
                 self._free.pop(0)
+
+
+def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for one calculation of this thread; the next call for the same role and type reuses its memory.
+
+    Args:
+        role: What the tensor is for.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        device: Of the tensor. On other devices than the CPU, the tensor is new.
+    """
+    if _keeps_freed(device):
+        return torch.empty(shape, dtype=dtype, device=device)
+    numel = math.prod(shape)
+    held: dict[tuple[str, torch.dtype], Tensor] = _thread.__dict__
+    kept = held.get((role, dtype))
+    if kept is None or kept.numel() < numel:
+        with torch.inference_mode(False):
+            kept = held[role, dtype] = torch.empty(numel, dtype=dtype)
+    return kept[:numel].view(shape)
 
 
 def _keeps_freed(device: torch.device) -> bool:
