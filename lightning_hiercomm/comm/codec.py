@@ -20,6 +20,9 @@ _LARGEST_SAFE_PEAK = 2.0**127
 _TILE_ON_CPU = 2**18
 _TILE = 2**24
 
+# Rows of at most so many blocks are padded to whole blocks: a copy of them takes less time than more operations.
+_MOST_PADDED_BLOCKS = 64
+
 
 class Codec(ABC):
     """A payload type of traffic between nodes.
@@ -211,11 +214,18 @@ class Quantized(Codec):
         if not self._is_quantized(payload, values):
             return super().encode_with_feedback(values, residual, payload)
         for scales, codes, rows, kept_back in self._tiles(payload, values, residual):
-            peaks, multipliers, whole_codes = self._quantize(kept_back.add_(rows), scales, codes, quotients=rows)
-            kept_back.sub_(rows.copy_(whole_codes).mul_(multipliers))
+            numel = rows.shape[-1]
+            blocks = self._padded(kept_back.add_(rows))
+            is_padded = numel % self.block != 0
+            quotients = _scratch_like("values", blocks) if is_padded else rows.view(blocks.shape)
+            peaks, multipliers, single = self._quantize(blocks, scales, codes, numel, quotients)
+            blocks.sub_(quotients.copy_(single).mul_(multipliers))
             # below this bound neither the values nor what they decode to overflow
             if streams.has(values.device) or not peaks.max().item() < _LARGEST_SAFE_PEAK:
-                drop_nonfinite(kept_back)
+                drop_nonfinite(blocks)
+            if is_padded:
+                rows.copy_(_unpadded(quotients, numel))
+                kept_back.copy_(_unpadded(blocks, numel))
         self._zero_unused(payload, values.shape[-1])
         return payload
 
@@ -224,24 +234,33 @@ class Quantized(Codec):
             super().add_decoded(payloads, own, place)
             return
         for scales, codes, rows in self._tiles(payloads, own):
-            decoded = scratch("values", (len(payloads), *rows.shape), own.dtype, own.device)
-            _add_in_order(self._decode_rows(scales, codes, decoded), rows, place)
+            numel = rows.shape[-1]
+            decoded = scratch("values", (*scales.shape[:-1], self.block), own.dtype, own.device)
+            self._dequantize(scales, codes, numel, decoded)
+            _add_in_order(_unpadded(decoded, numel), rows, place)
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if not self._is_quantized(payload, values):
             super()._encode(values, payload)
             return
         for scales, codes, rows in self._tiles(payload, values):
-            wide = rows.to(arithmetic_dtype(rows.dtype))
-            self._quantize(wide, scales, codes, quotients=scratch("values", wide.shape, wide.dtype, wide.device))
+            blocks = self._padded(rows.to(arithmetic_dtype(rows.dtype)))
+            self._quantize(blocks, scales, codes, rows.shape[-1], quotients=_scratch_like("values", blocks))
         self._zero_unused(payload, values.shape[-1])
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if not self._is_quantized(payload, out):
             super()._decode(payload, out)
             return
+        dtype = arithmetic_dtype(out.dtype)
         for scales, codes, rows in self._tiles(payload, out):
-            self._decode_rows(scales, codes, rows)
+            numel = rows.shape[-1]
+            if out.dtype == dtype and numel % self.block == 0:
+                self._dequantize(scales, codes, numel, rows.view(*scales.shape[:-1], -1))
+                continue
+            decoded = scratch("values", (*scales.shape[:-1], self.block), dtype, out.device)
+            self._dequantize(scales, codes, numel, decoded)
+            rows.copy_(_unpadded(decoded, numel))
 
     def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
         if payload.dtype != torch.uint8 or not values.is_floating_point():
@@ -249,7 +268,9 @@ class Quantized(Codec):
         numel = values.shape[-1]
         expected = self.payload_numel(numel, torch.float32)
         if payload.shape != (*values.shape[:-1], expected):
-            raise ValueError(f"with {self} the payload of {numel} elements has {expected} bytes, not {payload.shape[-1]}")
+            raise ValueError(
+                f"with {self} the payload of {numel} elements has {expected} bytes, not {payload.shape[-1]}"
+            )
         return True
 
     def _scale_bytes(self, numel: int) -> int:
@@ -271,44 +292,49 @@ class Quantized(Codec):
             tensors: Of equally long rows, each as many as the payload has, or one.
 
         Yields:
-            The scales of some blocks, their codes, and the blocks of every tensor. Short last blocks come by themselves.
+            The scales of some blocks, with one more dimension; their codes; and their elements of every tensor.
         """
         numel = tensors[0].shape[-1]
         if not numel:
             return
         start = self._scale_bytes(numel)
-        scales = payload[..., :start].view(torch.bfloat16)
+        scales = payload[..., :start].view(torch.bfloat16).unsqueeze(-1)
         codes = payload[..., start : self._used_bytes(numel)].view(torch.int8)
-        blocks = numel // self.block
-        whole, whole_codes = blocks * self.block, blocks * self.block * self.bits // 8
-        if blocks:
-            parts = (
-                scales[..., :blocks].unsqueeze(-1),
-                codes[..., :whole_codes].unflatten(-1, (blocks, -1)),
-                *(tensor[..., :whole].unflatten(-1, (blocks, -1)) for tensor in tensors),
-            )
-            most = _TILE_ON_CPU if payload.device.type == "cpu" else _TILE
-            at_once = max(1, most * payload.shape[-1] // (self.block * payload.numel()))
-            if at_once >= blocks:
-                yield parts
-            else:
-                yield from zip(*(part.split(at_once, dim=-2) for part in parts), strict=True)
-        if whole < numel:
+        most = _TILE_ON_CPU if payload.device.type == "cpu" else _TILE
+        at_once = max(1, most * payload.shape[-1] // (self.block * payload.numel())) * self.block
+        if numel <= min(at_once, _MOST_PADDED_BLOCKS * self.block):
+            yield scales, codes, *tensors
+            return
+        whole = numel - numel % self.block
+        for begin in (*range(0, whole, at_once), *range(whole, numel, self.block)):
+            end = min(begin + at_once, whole) if begin < whole else numel
             yield (
-                scales[..., blocks:, None],
-                codes[..., None, whole_codes:],
-                *(tensor[..., None, whole:] for tensor in tensors),
+                scales[..., begin // self.block : -(-end // self.block), :],
+                codes[..., begin * self.bits // 8 : -(-end * self.bits // 8)],
+                *(tensor[..., begin:end] for tensor in tensors),
             )
 
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Rows as blocks: views if they are of whole blocks, otherwise copies with zeros behind them."""
+        *shape, numel = rows.shape
+        blocks = -(-numel // self.block)
+        if numel == blocks * self.block:
+            return rows.view(*shape, blocks, self.block)
+        padded = scratch("padded", (*shape, blocks * self.block), rows.dtype, rows.device)
+        padded[..., numel:].zero_()
+        padded[..., :numel].copy_(rows)
+        return padded.view(*shape, blocks, self.block)
+
     def _quantize(
-        self, values: Tensor, scales: Tensor, codes: Tensor, quotients: Tensor
+        self, values: Tensor, scales: Tensor, codes: Tensor, numel: int, quotients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write the scales and codes of blocks of values.
 
         Args:
             values: In an :func:`arithmetic_dtype`.
             scales: Of every block.
-            codes: Of every block.
+            codes: Of every row.
+            numel: Elements of a row; what follows them in its last block is zero.
             quotients: Of the same shape and type as ``values``; overwritten.
 
         Returns:
@@ -319,29 +345,54 @@ class Quantized(Codec):
         scales.copy_((peaks / top).clamp_min_(_SMALLEST_SCALE))
         multipliers = scales.to(values.dtype)
         torch.div(values, multipliers, out=quotients).round_()
-        if self.bits == 8:
-            return peaks, multipliers, codes.copy_(quotients)
-        single = scratch("codes", quotients.shape, torch.int8, quotients.device).copy_(quotients)
-        half = codes.shape[-1]
-        low, high = single[..., :half], single[..., half:]
-        if high.shape[-1] == half:
-            torch.add(low, high, alpha=16, out=codes)
-        else:  # an odd last block has one more low than high halves of bytes
-            codes.copy_(low)
-            codes[..., :-1].add_(high, alpha=16)
+        if self.bits == 8 and numel % self.block == 0:
+            single = codes.view(values.shape).copy_(quotients)
+        else:
+            single = _scratch_like("codes", values, torch.int8).copy_(quotients)
+            if self.bits == 8:
+                codes.copy_(_unpadded(single, numel))
+            else:
+                for packed, low, high in self._halves(single, codes, numel):
+                    torch.add(low, high, alpha=16, out=packed)
         return peaks, multipliers, single
 
-    def _decode_rows(self, scales: Tensor, codes: Tensor, out: Tensor) -> Tensor:
-        dtype = arithmetic_dtype(out.dtype)
-        values = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
-        if self.bits == 4:
-            halves, half = codes, codes.shape[-1]
-            codes = scratch("codes", out.shape, torch.int8, out.device)
-            high = (halves + 8).bitwise_right_shift_(4)
-            torch.sub(halves, high, alpha=16, out=codes[..., :half])
-            codes[..., half:].copy_(high[..., : out.shape[-1] - half])
-        values.copy_(codes).mul_(scales.to(dtype))
-        return values if values is out else out.copy_(values)
+    def _dequantize(self, scales: Tensor, codes: Tensor, numel: int, out: Tensor) -> None:
+        """Write what blocks decode to.
+
+        Args:
+            scales: Of every block.
+            codes: Of every row.
+            numel: Elements of a row.
+            out: Blocks, in an :func:`arithmetic_dtype`.
+        """
+        if self.bits == 8 and numel % self.block == 0:
+            single = codes.view(out.shape)
+        else:
+            single = _scratch_like("codes", out, torch.int8)
+            if self.bits == 8:
+                _unpadded(single, numel).copy_(codes)
+            else:
+                for packed, low, high in self._halves(single, codes, numel):
+                    torch.bitwise_right_shift(packed + 8, 4, out=high)
+                    torch.sub(packed, high, alpha=16, out=low)
+        out.copy_(single).mul_(scales.to(out.dtype))
+
+    def _halves(self, single: Tensor, codes: Tensor, numel: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Bytes of 4-bit codes, and the elements whose codes they hold: of whole blocks, then of a short one.
+
+        Args:
+            single: A code for every element, in blocks.
+            codes: A byte for two elements, in rows.
+            numel: Elements of a row.
+        """
+        whole, rest, half = numel // self.block, numel % self.block, self.block // 2
+        if whole:
+            blocks = single[..., :whole, :] if rest else single
+            packed = codes[..., : whole * half] if rest else codes
+            yield packed.view(*blocks.shape[:-1], half), blocks[..., :half], blocks[..., half:]
+        if rest:
+            last, half = single[..., whole, :], (rest + 1) // 2
+            yield codes[..., -half:], last[..., :half], last[..., half : 2 * half]
 
     @property
     def _top(self) -> int:
@@ -378,6 +429,15 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type to calculate in with values of the floating ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _scratch_like(role: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return scratch(role, tensor.shape, dtype or tensor.dtype, tensor.device)
+
+
+def _unpadded(blocks: Tensor, numel: int) -> Tensor:
+    """The first elements of rows that are cut into blocks."""
+    return blocks.view(*blocks.shape[:-2], -1)[..., :numel]
 
 
 def drop_nonfinite(residual: Tensor) -> Tensor:

@@ -14,7 +14,13 @@ from lightning_hiercomm.comm import streams
 
 _MOST_KEPT = 2**26
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_thread = _Thread()
 
 
 class Spares:
@@ -79,11 +85,10 @@ def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     if _keeps_freed(device):
         return torch.empty(shape, dtype=dtype, device=device)
     numel = math.prod(shape)
-    held: dict[tuple[str, torch.dtype], Tensor] = _thread.__dict__
-    kept = held.get((role, dtype))
+    kept = _thread.held.get((role, dtype))
     if kept is None or kept.numel() < numel:
         with torch.inference_mode(False):
-            kept = held[role, dtype] = torch.empty(numel, dtype=dtype)
+            kept = _thread.held[role, dtype] = torch.empty(numel, dtype=dtype)
     return kept[:numel].view(shape)
 
 
