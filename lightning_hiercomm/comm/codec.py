@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -426,6 +427,7 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
     return codec
 
 
+@cache
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type to calculate in with values of the floating ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
