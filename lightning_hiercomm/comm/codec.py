@@ -307,13 +307,15 @@ class Quantized(Codec):
             yield scales, codes, *tensors
             return
         whole = numel - numel % self.block
-        for begin in (*range(0, whole, at_once), *range(whole, numel, self.block)):
-            end = min(begin + at_once, whole) if begin < whole else numel
-            yield (
-                scales[..., begin // self.block : -(-end // self.block), :],
-                codes[..., begin * self.bits // 8 : -(-end * self.bits // 8)],
-                *(tensor[..., begin:end] for tensor in tensors),
-            )
+        blocks, whole_bytes = whole // self.block, whole * self.bits // 8
+        yield from zip(
+            scales[..., :blocks, :].split(at_once // self.block, dim=-2),
+            codes[..., :whole_bytes].split(at_once * self.bits // 8, dim=-1),
+            *(tensor[..., :whole].split(at_once, dim=-1) for tensor in tensors),
+            strict=True,
+        )
+        if whole < numel:
+            yield scales[..., blocks:, :], codes[..., whole_bytes:], *(tensor[..., whole:] for tensor in tensors)
 
     def _padded(self, rows: Tensor) -> Tensor:
         """Rows as blocks: views if they are of whole blocks, otherwise copies with zeros behind them."""

@@ -126,13 +126,16 @@ class EncodedSum:
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
         lengths = [self.codec.payload_numel(_length(chunk), part.dtype) for chunk in chunks]
         own = 0 if is_whole else self._rank
-        sent = self._take(part, len(chunks), max(lengths))
+        sent = self._take(part, len(chunks), lengths[0])  # no chunk is longer than the first
         received = self._take(part, self._members - 1, lengths[own])
-        payloads = [row[:length] for row, length in zip(sent, lengths, strict=True)]
+        payloads = [
+            row if length == lengths[0] else row[:length] for row, length in zip(sent.unbind(), lengths, strict=True)
+        ]
         self._encode(values, chunks, sent, feedback)
         peers = [peer for peer in range(self._members) if peer != self._rank]
         arrived = self._first.exchange(
-            [(payloads[0 if is_whole else peer], peer) for peer in peers], list(zip(received, peers, strict=True))
+            [(payloads[0 if is_whole else peer], peer) for peer in peers],
+            list(zip(received.unbind(), peers, strict=True)),
         )
         if feedback is None:  # tensors in flight that are only sent may be read
             self.codec.decode(payloads[own], values[chunks[own]])

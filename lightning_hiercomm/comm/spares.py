@@ -84,12 +84,15 @@ def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     """
     if _keeps_freed(device):
         return torch.empty(shape, dtype=dtype, device=device)
-    numel = math.prod(shape)
     kept = _thread.held.get((role, dtype))
-    if kept is None or kept.numel() < numel:
-        with torch.inference_mode(False):
-            kept = _thread.held[role, dtype] = torch.empty(numel, dtype=dtype)
-    return kept[:numel].view(shape)
+    if kept is not None and kept.shape == shape:
+        return kept
+    numel = math.prod(shape)
+    with torch.inference_mode(False):
+        if kept is None or kept.untyped_storage().nbytes() < numel * dtype.itemsize:
+            kept = torch.empty(numel, dtype=dtype)
+        kept = _thread.held[role, dtype] = kept.new_empty(0).set_(kept.untyped_storage(), 0, tuple(shape))
+    return kept
 
 
 def _keeps_freed(device: torch.device) -> bool:
