@@ -17,7 +17,7 @@ _MOST_KEPT = 2**26
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.held: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
 
 
 _thread = _Thread()
@@ -84,15 +84,16 @@ def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     """
     if _keeps_freed(device):
         return torch.empty(shape, dtype=dtype, device=device)
-    kept = _thread.held.get((role, dtype))
-    if kept is not None and kept.shape == shape:
-        return kept
+    kept, latest = _thread.held.get((role, dtype), (None, None))
+    if latest is not None and latest.shape == shape:
+        return latest
     numel = math.prod(shape)
     with torch.inference_mode(False):
-        if kept is None or kept.untyped_storage().nbytes() < numel * dtype.itemsize:
+        if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype)
-        kept = _thread.held[role, dtype] = kept.new_empty(0).set_(kept.untyped_storage(), 0, tuple(shape))
-    return kept
+        latest = kept[:numel].view(shape)
+    _thread.held[role, dtype] = kept, latest
+    return latest
 
 
 def _keeps_freed(device: torch.device) -> bool:
