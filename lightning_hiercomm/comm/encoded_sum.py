@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.codec import Codec, arithmetic_dtype
-from lightning_hiercomm.comm.spares import Spares
 
 # Chunks of at least so many blocks end where a block ends; aligning shorter ones would unbalance the members' shares.
 _BLOCKS_WORTH_ALIGNING = 64
@@ -96,7 +95,6 @@ class EncodedSum:
         self._second = second
         self._members = first.size
         self._rank = first.rank
-        self._spares = Spares()
 
     def feedback(self, part: Tensor) -> Feedback:
         """A feedback that holds nothing yet, for a part like this one; one for every part that is summed repeatedly."""
@@ -126,8 +124,9 @@ class EncodedSum:
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
         lengths = [self.codec.payload_numel(_length(chunk), part.dtype) for chunk in chunks]
         own = 0 if is_whole else self._rank
-        sent = self._take(part, len(chunks), lengths[0])  # no chunk is longer than the first
-        received = self._take(part, self._members - 1, lengths[own])
+        payload_dtype = self.codec.payload_dtype(part.dtype)
+        sent = part.new_empty(len(chunks), lengths[0], dtype=payload_dtype)  # no chunk is longer than the first
+        received = part.new_empty(self._members - 1, lengths[own], dtype=payload_dtype)
         payloads = [
             row if length == lengths[0] else row[:length] for row, length in zip(sent.unbind(), lengths, strict=True)
         ]
@@ -150,14 +149,8 @@ class EncodedSum:
                 self._share(values, chunks, sent, feedback)
             if values is not part:
                 part.copy_(values)
-            self._spares.give_back(sent)
-            self._spares.give_back(received)
 
         return complete
-
-    def _take(self, part: Tensor, rows: int, numel: int) -> Tensor:
-        dtype = self.codec.payload_dtype(part.dtype)
-        return self._spares.take(rows * numel, dtype, part.device).view(rows, numel)
 
     def _encode(self, values: Tensor, chunks: Sequence[slice], sent: Tensor, feedback: Feedback | None) -> None:
         """Round one's payloads; with feedback, ``values`` become what these decode to."""

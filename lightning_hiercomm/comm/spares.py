@@ -44,8 +44,7 @@ class Spares:
             if fitting:
                 spare = self._free.pop(min(fitting, key=lambda place: self._free[place].nbytes))
             else:
-                with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
-                    spare = torch.empty(needed, dtype=torch.uint8)
+                spare = torch.empty(needed, dtype=torch.uint8)
         return spare[:needed].view(dtype)
 
     @contextmanager
@@ -65,8 +64,7 @@ class Spares:
         """Nobody uses a tensor any more that was taken here."""
         if _keeps_freed(taken.device) or not taken.numel():
             return
-        with torch.inference_mode(False):
-            spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
+        spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
         with self._lock:
             self._free.append(spare)
             while sum(kept.nbytes for kept in self._free) > _MOST_KEPT:
@@ -88,7 +86,7 @@ def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     if latest is not None and latest.shape == shape:
         return latest
     numel = math.prod(shape)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype)
         latest = kept[:numel].view(shape)
