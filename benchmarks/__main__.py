@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import gpu, period, prediction, report, scaling, startup
+from benchmarks import gpu, gradients, period, prediction, report, scaling, startup
 from benchmarks.contenders import BOUNDS, ROWS, SCANNED
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
@@ -69,6 +69,13 @@ def make_parser() -> argparse.ArgumentParser:
     one_node = commands.add_parser("one-node", help="speed: every scheme on one node, against DDPStrategy")
     _common(one_node, ONE_NODE_ROWS)
     _speed(one_node, nodes=1, ranks_per_node=2, workload="mlp11m", mbit=[0.0], steps=30)
+
+    narrow = commands.add_parser(
+        "gradients", help="speed: gradients of each wire type against computing and bytes / rate"
+    )
+    _common(narrow, list(gradients.ROWS))
+    _speed(narrow, nodes=2, ranks_per_node=2, workload="mlp11m", mbit=list(gradients.RATES), steps=None)
+    narrow.set_defaults(command=gradients_command)
 
     more_nodes = commands.add_parser("scaling", help="step time and bytes per node against the number of nodes")
     _common(more_nodes, scaling.ROWS_TO_SCALE)
@@ -238,6 +245,14 @@ def speed_command(arguments: argparse.Namespace) -> None:
     for setting, found in _measure(arguments, settings, lambda: report.load(arguments.out)):
         path = arguments.out / f"{report.setting_name(found[0])}.json"
         print(setting, report.table(report.load_one(path)), report.overheads(found), path, sep="\n", flush=True)
+
+
+def gradients_command(arguments: argparse.Namespace) -> None:
+    """Measure step times at every rate, and compare them with the longer one of computing and sending."""
+    layout = (arguments.workload, arguments.nodes, arguments.ranks_per_node)
+    settings = [Setting(*layout, mbit or None, tuple(arguments.rows)) for mbit in arguments.mbit]
+    found = [cell for _, cells in _measure(arguments, settings, lambda: report.load(arguments.out)) for cell in cells]
+    print(gradients.table(found))
 
 
 def scaling_command(arguments: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ PEERS = (
 )
 QUOTED = (
     *("loop", "hand1", "post_local", "periodic1", "periodic1_bf16", "daso_bf16"),
-    *("all_reduce_int8", "periodic_int8", "diloco_int8"),
+    *("all_reduce_int8", "all_reduce_int4", "periodic_int8", "diloco_int8"),
 )
 """What only the documentation's own setting has, besides."""
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.spares import scratch
+
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST_SAFE_PEAK = 2.0**127
 
 # Elements that are encoded at a time: what lies between two operations stays in a CPU's cache, and is small.
 _TILE_ON_CPU = 2**18
 _TILE = 2**24
+
+# Rows of at most so many blocks are padded to whole blocks: a copy of them takes less time than more operations.
+_MOST_PADDED_BLOCKS = 64
 
 
 class Codec(ABC):
@@ -56,9 +64,11 @@ class Codec(ABC):
         """Make the payload of ``values``.
 
         Args:
-            values: 1-D and contiguous, of any floating type. Not changed.
-            payload: Where to write it: 1-D and contiguous, :meth:`payload_numel` elements of :meth:`payload_dtype`.
-                None makes a tensor, or returns ``values`` itself if it travels as it is: leave it alone meanwhile.
+            values: 1-D and contiguous, of any floating type. Not changed. In two dimensions, every row is encoded by
+                itself.
+            payload: Where to write it: 1-D and contiguous, :meth:`payload_numel` elements of :meth:`payload_dtype`; as
+                many rows of them. None makes a tensor, or returns ``values`` itself if it travels as it is: leave it
+                alone meanwhile.
 
         Returns:
             The payload.
@@ -66,8 +76,9 @@ class Codec(ABC):
         if payload is None:
             if not self.narrows(values.dtype):
                 return values
+            *rows, numel = values.shape
             payload = values.new_empty(
-                self.payload_numel(values.numel(), values.dtype), dtype=self.payload_dtype(values.dtype)
+                *rows, self.payload_numel(numel, values.dtype), dtype=self.payload_dtype(values.dtype)
             )
         self._encode(values, payload)
         return payload
@@ -77,13 +88,40 @@ class Codec(ABC):
 
         Args:
             payload: What :meth:`encode` made of as many values as ``out`` has.
-            out: 1-D and contiguous, of any floating type.
+            out: 1-D and contiguous, of any floating type; or as many rows as the payload has.
 
         Returns:
             ``out``.
         """
         self._decode(payload, out)
         return out
+
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
+        """Make the payload of ``residual + values``, and compute what encoding has lost.
+
+        Args:
+            values: As for :meth:`encode`, in :func:`arithmetic_dtype`. Replaced by what the payload decodes to.
+            residual: The error of the previous payload, of the same shape and type. Replaced by the error of this
+                one, with zeros where that is not finite.
+            payload: Where to write it.
+
+        Returns:
+            The payload.
+        """
+        self._encode(residual.add_(values), payload)
+        self._decode(payload, values)
+        drop_nonfinite(residual.sub_(values))
+        return payload
+
+    def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
+        """Replace ``own`` by the sum of itself and of what several payloads decode to.
+
+        Args:
+            payloads: One a row.
+            own: 1-D and contiguous, in :func:`arithmetic_dtype`.
+            place: How many of the payloads come before ``own`` in the order of the sum.
+        """
+        _add_in_order(self.decode(payloads, own.new_empty(len(payloads), own.numel())), own, place)
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         _copy(values, payload)
@@ -173,28 +211,66 @@ class Quantized(Codec):
             return numel
         return self._used_bytes(numel) + self._used_bytes(numel) % 2
 
+    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
+        if not self._is_quantized(payload, values):
+            return super().encode_with_feedback(values, residual, payload)
+        for scales, codes, rows, kept_back in self._tiles(payload, values, residual):
+            numel = rows.shape[-1]
+            blocks = self._padded(kept_back.add_(rows))
+            is_padded = numel % self.block != 0
+            quotients = _scratch_like("values", blocks) if is_padded else rows.view(blocks.shape)
+            peaks, multipliers, single = self._quantize(blocks, scales, codes, numel, quotients)
+            blocks.sub_(quotients.copy_(single).mul_(multipliers))
+            # below this bound neither the values nor what they decode to overflow
+            if streams.has(values.device) or not peaks.max().item() < _LARGEST_SAFE_PEAK:
+                drop_nonfinite(blocks)
+            if is_padded:
+                rows.copy_(_unpadded(quotients, numel))
+                kept_back.copy_(_unpadded(blocks, numel))
+        self._zero_unused(payload, values.shape[-1])
+        return payload
+
+    def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
+        if not own.is_floating_point() or payloads.dtype != torch.uint8:
+            super().add_decoded(payloads, own, place)
+            return
+        for scales, codes, rows in self._tiles(payloads, own):
+            numel = rows.shape[-1]
+            decoded = scratch("values", (*scales.shape[:-1], self.block), own.dtype, own.device)
+            self._dequantize(scales, codes, numel, decoded)
+            _add_in_order(_unpadded(decoded, numel), rows, place)
+
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         if not self._is_quantized(payload, values):
             super()._encode(values, payload)
             return
-        for rows, scales, codes in self._tiles(values, payload):
-            self._encode_rows(rows, scales, codes)
-        payload[self._used_bytes(values.numel()) :].zero_()
+        for scales, codes, rows in self._tiles(payload, values):
+            blocks = self._padded(rows.to(arithmetic_dtype(rows.dtype)))
+            self._quantize(blocks, scales, codes, rows.shape[-1], quotients=_scratch_like("values", blocks))
+        self._zero_unused(payload, values.shape[-1])
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         if not self._is_quantized(payload, out):
             super()._decode(payload, out)
             return
-        for rows, scales, codes in self._tiles(out, payload):
-            self._decode_rows(scales, codes, rows)
+        dtype = arithmetic_dtype(out.dtype)
+        for scales, codes, rows in self._tiles(payload, out):
+            numel = rows.shape[-1]
+            if out.dtype == dtype and numel % self.block == 0:
+                self._dequantize(scales, codes, numel, rows.view(*scales.shape[:-1], -1))
+                continue
+            decoded = scratch("values", (*scales.shape[:-1], self.block), dtype, out.device)
+            self._dequantize(scales, codes, numel, decoded)
+            rows.copy_(_unpadded(decoded, numel))
 
     def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
         if payload.dtype != torch.uint8 or not values.is_floating_point():
             return False
-        expected = self.payload_numel(values.numel(), torch.float32)
-        if payload.numel() != expected:
+        numel = values.shape[-1]
+        expected = self.payload_numel(numel, torch.float32)
+        if payload.shape != (*values.shape[:-1], expected):
             raise ValueError(
-                f"with {self} the payload of {values.numel()} elements has {expected} bytes, not {payload.numel()}"
+                f"with {self} the payload of {numel} elements has {expected} bytes, not {payload.shape[-1]}"
             )
         return True
 
@@ -204,52 +280,122 @@ class Quantized(Codec):
     def _used_bytes(self, numel: int) -> int:
         return self._scale_bytes(numel) - (-numel * self.bits // 8)
 
-    def _tiles(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Rows of values (one a block), their scales, and rows of their codes; a short last block comes by itself."""
-        if not values.numel():
-            return
-        start = self._scale_bytes(values.numel())
-        scales = payload[:start].view(torch.bfloat16)
-        codes = payload[start : self._used_bytes(values.numel())].view(torch.int8)
-        blocks = values.numel() // self.block
-        whole, whole_codes = blocks * self.block, blocks * self.block * self.bits // 8
-        at_once = max(1, (_TILE_ON_CPU if values.device.type == "cpu" else _TILE) // self.block)
-        if blocks:
-            yield from zip(
-                values[:whole].view(blocks, -1).split(at_once),
-                scales[:blocks].split(at_once),
-                codes[:whole_codes].view(blocks, -1).split(at_once),
-                strict=True,
-            )
-        if whole < values.numel():
-            yield values[None, whole:], scales[blocks:], codes[None, whole_codes:]
+    def _zero_unused(self, payload: Tensor, numel: int) -> None:
+        used = self._used_bytes(numel)
+        if used % 2:
+            payload[..., used:].zero_()
 
-    def _encode_rows(self, values: Tensor, scales: Tensor, codes: Tensor) -> None:
-        values = values.to(arithmetic_dtype(values.dtype))
-        peaks = torch.maximum(values.amax(1), values.amin(1).neg_())
+    def _tiles(self, payload: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Cut payloads and the tensors that belong to them into parts that fit into a processor's cache.
+
+        Args:
+            payload: One payload, or rows of them.
+            tensors: Of equally long rows, each as many as the payload has, or one.
+
+        Yields:
+            The scales of some blocks, with one more dimension; their codes; and their elements of every tensor.
+        """
+        numel = tensors[0].shape[-1]
+        if not numel:
+            return
+        start = self._scale_bytes(numel)
+        scales = payload[..., :start].view(torch.bfloat16).unsqueeze(-1)
+        codes = payload[..., start : self._used_bytes(numel)].view(torch.int8)
+        most = _TILE_ON_CPU if payload.device.type == "cpu" else _TILE
+        at_once = max(1, most * payload.shape[-1] // (self.block * payload.numel())) * self.block
+        if numel <= min(at_once, _MOST_PADDED_BLOCKS * self.block):
+            yield scales, codes, *tensors
+            return
+        whole = numel - numel % self.block
+        blocks, whole_bytes = whole // self.block, whole * self.bits // 8
+        yield from zip(
+            scales[..., :blocks, :].split(at_once // self.block, dim=-2),
+            codes[..., :whole_bytes].split(at_once * self.bits // 8, dim=-1),
+            *(tensor[..., :whole].split(at_once, dim=-1) for tensor in tensors),
+            strict=True,
+        )
+        if whole < numel:
+            yield scales[..., blocks:, :], codes[..., whole_bytes:], *(tensor[..., whole:] for tensor in tensors)
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """Rows as blocks: views if they are of whole blocks, otherwise copies with zeros behind them."""
+        *shape, numel = rows.shape
+        blocks = -(-numel // self.block)
+        if numel == blocks * self.block:
+            return rows.view(*shape, blocks, self.block)
+        padded = scratch("padded", (*shape, blocks * self.block), rows.dtype, rows.device)
+        padded[..., numel:].zero_()
+        padded[..., :numel].copy_(rows)
+        return padded.view(*shape, blocks, self.block)
+
+    def _quantize(
+        self, values: Tensor, scales: Tensor, codes: Tensor, numel: int, quotients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the scales and codes of blocks of values.
+
+        Args:
+            values: In an :func:`arithmetic_dtype`.
+            scales: Of every block.
+            codes: Of every row.
+            numel: Elements of a row; what follows them in its last block is zero.
+            quotients: Of the same shape and type as ``values``; overwritten.
+
+        Returns:
+            The largest magnitude of every block, its scale in the type of the values, and a code for every element.
+        """
+        peaks = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg_())
         top = peaks.new_full((), self._top)  # by a number CUDA does not divide: it multiplies by what 1/top rounds to
-        scales.copy_(peaks.div_(top).clamp_min_(_SMALLEST_SCALE))
-        quotients = torch.div(values, scales.to(values.dtype).unsqueeze(1)).round_()
-        if self.bits == 8:
-            codes.copy_(quotients)
-            return
-        half = codes.shape[1]  # an odd last block has one more low than high halves of bytes
-        low, high = quotients[:, :half], quotients[:, half:]
-        low[:, : high.shape[1]].add_(high, alpha=16)
-        codes.copy_(low)
-
-    def _decode_rows(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        dtype = arithmetic_dtype(out.dtype)
-        values = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
-        if self.bits == 8:
-            values.copy_(codes)
+        scales.copy_((peaks / top).clamp_min_(_SMALLEST_SCALE))
+        multipliers = scales.to(values.dtype)
+        torch.div(values, multipliers, out=quotients).round_()
+        if self.bits == 8 and numel % self.block == 0:
+            single = codes.view(values.shape).copy_(quotients)
         else:
-            half = codes.shape[1]
-            values[:, :half].copy_((codes << 4) >> 4)
-            values[:, half:].copy_(((codes + 8) >> 4)[:, : values.shape[1] - half])
-        values.mul_(scales.to(dtype).unsqueeze(1))
-        if values is not out:
-            out.copy_(values)
+            single = _scratch_like("codes", values, torch.int8).copy_(quotients)
+            if self.bits == 8:
+                codes.copy_(_unpadded(single, numel))
+            else:
+                for packed, low, high in self._halves(single, codes, numel):
+                    torch.add(low, high, alpha=16, out=packed)
+        return peaks, multipliers, single
+
+    def _dequantize(self, scales: Tensor, codes: Tensor, numel: int, out: Tensor) -> None:
+        """Write what blocks decode to.
+
+        Args:
+            scales: Of every block.
+            codes: Of every row.
+            numel: Elements of a row.
+            out: Blocks, in an :func:`arithmetic_dtype`.
+        """
+        if self.bits == 8 and numel % self.block == 0:
+            single = codes.view(out.shape)
+        else:
+            single = _scratch_like("codes", out, torch.int8)
+            if self.bits == 8:
+                _unpadded(single, numel).copy_(codes)
+            else:
+                for packed, low, high in self._halves(single, codes, numel):
+                    torch.bitwise_right_shift(packed + 8, 4, out=high)
+                    torch.sub(packed, high, alpha=16, out=low)
+        out.copy_(single).mul_(scales.to(out.dtype))
+
+    def _halves(self, single: Tensor, codes: Tensor, numel: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Bytes of 4-bit codes, and the elements whose codes they hold: of whole blocks, then of a short one.
+
+        Args:
+            single: A code for every element, in blocks.
+            codes: A byte for two elements, in rows.
+            numel: Elements of a row.
+        """
+        whole, rest, half = numel // self.block, numel % self.block, self.block // 2
+        if whole:
+            blocks = single[..., :whole, :] if rest else single
+            packed = codes[..., : whole * half] if rest else codes
+            yield packed.view(*blocks.shape[:-1], half), blocks[..., :half], blocks[..., half:]
+        if rest:
+            last, half = single[..., whole, :], (rest + 1) // 2
+            yield codes[..., -half:], last[..., :half], last[..., half : 2 * half]
 
     @property
     def _top(self) -> int:
@@ -283,9 +429,36 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
     return codec
 
 
+@cache
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type to calculate in with values of the floating ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _scratch_like(role: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return scratch(role, tensor.shape, dtype or tensor.dtype, tensor.device)
+
+
+def _unpadded(blocks: Tensor, numel: int) -> Tensor:
+    """The first elements of rows that are cut into blocks."""
+    return blocks.view(*blocks.shape[:-2], -1)[..., :numel]
+
+
+def drop_nonfinite(residual: Tensor) -> Tensor:
+    """Replace elements that are not finite by zeros, in place."""
+    return residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _add_in_order(decoded: Tensor, own: Tensor, place: int) -> None:
+    """Replace ``own`` by the sum of the rows of ``decoded`` and itself, with ``place`` rows before it."""
+    before, after = decoded[:place], decoded[place:]
+    if place:
+        total = before[0]
+        for row in before[1:]:
+            total.add_(row)
+        torch.add(total, own, out=own)  # not own + total: of two NaNs the first one's bits stay
+    for row in after:
+        own.add_(row)
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

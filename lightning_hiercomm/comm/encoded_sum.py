@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,69 +120,69 @@ class EncodedSum:
         values = part if part.dtype == dtype else part.to(dtype)
         if feedback is not None:
             streams.keep_here(feedback.sender)  # training made what was loaded, and a run that breaks off gives it back
-        wanted = values if feedback is None else feedback.sender.add_(values)
         is_whole = self._members == 2
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
         lengths = [self.codec.payload_numel(_length(chunk), part.dtype) for chunk in chunks]
-        sent = part.new_empty(len(chunks), max(lengths), dtype=self.codec.payload_dtype(part.dtype))
-        payloads = [row[:length] for row, length in zip(sent, lengths, strict=True)]
-        for chunk, payload in zip(chunks, payloads, strict=True):
-            self.codec.encode(wanted[chunk], payload)
         own = 0 if is_whole else self._rank
+        payload_dtype = self.codec.payload_dtype(part.dtype)
+        sent = part.new_empty(len(chunks), lengths[0], dtype=payload_dtype)  # no chunk is longer than the first
+        received = part.new_empty(self._members - 1, lengths[own], dtype=payload_dtype)
+        payloads = [
+            row if length == lengths[0] else row[:length] for row, length in zip(sent.unbind(), lengths, strict=True)
+        ]
+        self._encode(values, chunks, sent, feedback)
         peers = [peer for peer in range(self._members) if peer != self._rank]
-        received = dict(zip(peers, sent.new_empty(len(peers), lengths[own]), strict=True))
         arrived = self._first.exchange(
             [(payloads[0 if is_whole else peer], peer) for peer in peers],
-            list(zip(received.values(), peers, strict=True)),
+            list(zip(received.unbind(), peers, strict=True)),
         )
-        # tensors in flight that are only sent may be read
-        for index in range(len(chunks)) if feedback is not None else [own]:
-            self.codec.decode(payloads[index], values[chunks[index]])
-        if feedback is not None:
-            _keep_back(wanted, values)
+        if feedback is None:  # tensors in flight that are only sent may be read
+            self.codec.decode(payloads[own], values[chunks[own]])
 
         @torch.no_grad()
         def complete() -> None:
             arrived.wait()
             kept_back = () if feedback is None else (feedback.reducer,)
-            streams.keep_here(sent, values, *received.values(), *kept_back)  # made on the stream that launched
-            self._sum(values[chunks[own]], received)
+            streams.keep_here(sent, values, received, *kept_back)  # made on the stream that launched
+            self.codec.add_decoded(received, values[chunks[own]], self._rank)
             if not is_whole:
-                self._share(values, chunks, sent, payloads, feedback)
+                self._share(values, chunks, sent, feedback)
             if values is not part:
                 part.copy_(values)
 
         return complete
 
-    def _sum(self, own: Tensor, received: Mapping[int, Tensor]) -> None:
-        """Replace this member's chunk, as decoded, by the sum of everyone's, in member order."""
-        arrived = torch.empty_like(own)
-        total = own if self._rank == 0 else self.codec.decode(received[0], torch.empty_like(own))
-        for member in range(1, self._members):
-            if member == self._rank:
-                total = torch.add(total, own, out=own)  # not own + total: of two NaNs the first one's bits stay
-            else:
-                total.add_(self.codec.decode(received[member], arrived))
+    def _encode(self, values: Tensor, chunks: Sequence[slice], sent: Tensor, feedback: Feedback | None) -> None:
+        """Round one's payloads; with feedback, ``values`` become what these decode to."""
+        if feedback is None:
+            for chunk, payload in self._rows(values, chunks, sent):
+                self.codec.encode(chunk, payload)
+            return
+        kept_back = self._rows(feedback.sender, chunks, sent)
+        for (chunk, payload), (residual, _) in zip(self._rows(values, chunks, sent), kept_back, strict=True):
+            self.codec.encode_with_feedback(chunk, residual, payload)
 
-    def _share(
-        self,
-        values: Tensor,
-        chunks: Sequence[slice],
-        sent: Tensor,
-        payloads: Sequence[Tensor],
-        feedback: Feedback | None,
-    ) -> None:
+    def _share(self, values: Tensor, chunks: Sequence[slice], sent: Tensor, feedback: Feedback | None) -> None:
         """Round two: gather everyone's sum where the chunks were that were sent, and decode all to ``values``."""
-        own, payload = values[chunks[self._rank]], payloads[self._rank]
-        wanted = own if feedback is None else feedback.reducer.add_(own)
-        self.codec.decode(self.codec.encode(wanted, payload), own)
-        gathered = self._second.all_gather(sent.view(-1), sent[self._rank])
-        if feedback is not None:
-            _keep_back(wanted, own)
-        gathered.wait()
-        for member, (chunk, payload) in enumerate(zip(chunks, payloads, strict=True)):
-            if member != self._rank:
-                self.codec.decode(payload, values[chunk])
+        own = values[chunks[self._rank]]
+        payload = sent[self._rank, : self.codec.payload_numel(own.numel(), own.dtype)]
+        if feedback is None:
+            self.codec.encode(own, payload)
+        else:
+            self.codec.encode_with_feedback(own, feedback.reducer, payload)
+        self._second.all_gather(sent.view(-1), sent[self._rank]).wait()
+        for chunk, payload in self._rows(values, chunks, sent):
+            self.codec.decode(payload, chunk)
+
+    def _rows(self, flat: Tensor, chunks: Sequence[slice], sent: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chunks of a tensor with their payloads: all of the first one's length as rows, then a shorter one."""
+        length = _length(chunks[0])
+        rows = flat.numel() // length
+        whole = rows * length
+        yield flat[:whole].view(rows, length), sent[:rows]
+        if whole < flat.numel():
+            rest = flat[whole:]
+            yield rest, sent[rows, : self.codec.payload_numel(rest.numel(), rest.dtype)]
 
     def _chunks(self, numel: int) -> list[slice]:
         """Every member's chunk; none is longer than the first."""
@@ -194,8 +194,3 @@ class EncodedSum:
 
 def _length(chunk: slice) -> int:
     return int(chunk.stop - chunk.start)
-
-
-def _keep_back(wanted: Tensor, sent: Tensor) -> None:
-    """Leave in ``wanted`` what of it was not sent."""
-    wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

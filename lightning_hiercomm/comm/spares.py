@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +13,14 @@ from torch import Tensor
 from lightning_hiercomm.comm import streams
 
 _MOST_KEPT = 2**26
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+
+_thread = _Thread()
 
 
 class Spares:
@@ -60,6 +69,29 @@ class Spares:
             self._free.append(spare)
             while sum(kept.nbytes for kept in self._free) > _MOST_KEPT:
                 self._free.pop(0)
+
+
+def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for one calculation of this thread; the next call for the same role and type reuses its memory.
+
+    Args:
+        role: What the tensor is for.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        device: Of the tensor. On other devices than the CPU, the tensor is new.
+    """
+    if _keeps_freed(device):
+        return torch.empty(shape, dtype=dtype, device=device)
+    kept, latest = _thread.held.get((role, dtype), (None, None))
+    if latest is not None and latest.shape == shape:
+        return latest
+    numel = math.prod(shape)
+    with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+        if kept is None or kept.numel() < numel:
+            kept = torch.empty(numel, dtype=dtype)
+        latest = kept[:numel].view(shape)
+    _thread.held[role, dtype] = kept, latest
+    return latest
 
 
 def _keeps_freed(device: torch.device) -> bool:

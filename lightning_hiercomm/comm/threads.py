@@ -225,8 +225,9 @@ class _ThreadCommunicator(Communicator):
         return self._collective(tensor, lambda parts: parts[source], tensor.copy_, borrowed=False)
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
-        for tensor, peer in send:
-            self._world.post(self._letter(self.rank, peer), self.rank, _Parcel(tensor.clone()), 1)
+        sent = [tensor.clone() for tensor, _ in send]
+        for copy, (_, peer) in zip(sent, send, strict=True):
+            self._world.post(self._letter(self.rank, peer), self.rank, _Parcel(copy), 1)
         letters = [(buffer, self._letter(peer, self.rank)) for buffer, peer in receive]
 
         def finish() -> None:
@@ -237,7 +238,8 @@ class _ThreadCommunicator(Communicator):
             return all(self._world.is_posted(key, 1) for _, key in letters)
 
         device = (send[0] if send else receive[0])[0].device
-        return _ThreadHandle(self, finish, is_done, device, [(tensor, tensor.clone()) for tensor, _ in send])
+        borrowed = [(tensor, copy) for copy, (tensor, _) in zip(sent, send, strict=True)]
+        return _ThreadHandle(self, finish, is_done, device, borrowed)
 
     def _collective(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import harness
 import pytest
@@ -182,6 +183,70 @@ def test_other_floats_are_quantised_as_float32_ones_and_rounded_back(codec, dtyp
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert same_bits(encoded(codec, values), encoded(codec, values.float()))
     assert same_bits(decoded(codec, values), decoded(codec, values.float()).to(dtype))
+
+
+# ---- rows, sums and feedback ----------------------------------------------------------------------------------------
+
+
+@on_both
+@pytest.mark.parametrize("tile", [2**18, 1024])
+@pytest.mark.parametrize("numel", [3, 255, 256, 600, 5 * 256, 70 * 256 + 7])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_every_row_is_encoded_and_decoded_like_a_tensor_of_its_own(codec, numel, tile, monkeypatch):
+    monkeypatch.setattr(codec_module, "_TILE_ON_CPU", tile)
+    rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
+    payload = encoded(codec, rows)
+    assert all(same_bits(own, encoded(codec, row)) for own, row in zip(payload, rows, strict=True))
+    assert all(same_bits(own, decoded(codec, row)) for own, row in zip(decoded(codec, rows), rows, strict=True))
+
+
+@on_both
+@pytest.mark.parametrize("bad", [None, float("nan"), float("-inf"), 3.4e38, -0.0])
+@pytest.mark.parametrize("numel", [3, 600, 5 * 256, 70 * 256 + 7])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_feedback_leaves_the_decoded_values_and_the_finite_error(codec, numel, bad):
+    device, generator = harness.place.device, torch.Generator().manual_seed(numel)
+    values, residual = torch.randn(2, numel, generator=generator), torch.randn(2, numel, generator=generator)
+    if bad is not None:
+        values[1, numel // 2] = bad
+    wanted = values + residual
+    error = (wanted - decoded(codec, wanted)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    payload = torch.empty_like(codec.encode(wanted.to(device))) if codec.narrows(torch.float32) else wanted.to(device)
+    values, residual = values.to(device), residual.to(device)
+    codec.encode_with_feedback(values, residual, payload)
+    assert same_bits(payload.cpu(), encoded(codec, wanted))
+    assert same_bits(values.cpu(), decoded(codec, wanted))
+    assert same_bits(residual.cpu(), error)
+
+
+@on_both
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("numel", [3, 600, 70 * 256 + 7])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_decoded_payloads_are_added_in_the_order_that_is_asked_for(codec, numel, place):
+    rows = torch.randn(4, numel, generator=torch.Generator().manual_seed(numel)) * torch.tensor([[1e4], [1], [1], [1]])
+    others = [row for i, row in enumerate(rows) if i != place]
+    own = rows[place].clone().to(harness.place.device)
+    codec.add_decoded(codec.encode(torch.stack(others).to(own.device)), own, place)
+    first, *rest = (row if i == place else decoded(codec, row) for i, row in enumerate(rows))
+    for row in rest:
+        first = first + row
+    assert same_bits(own.cpu(), first)
+
+
+def test_memory_of_inference_mode_serves_training_afterwards():
+    def work():
+        values, residual = torch.ones(700), torch.zeros(700)
+        codec = Quantized(4)
+        return codec.encode_with_feedback(values, residual, codec.encode(values))
+
+    def in_a_thread_of_its_own():
+        with torch.inference_mode():
+            before = work().tolist()
+        return before == work().tolist()
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(in_a_thread_of_its_own).result(30)
 
 
 # ---- nothing that is not finite vanishes ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_hiercomm.__main__ import main
+from lightning_hiercomm.planning import commands
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.simulate.curves import table
@@ -294,6 +295,24 @@ def test_everything_is_there_as_json(capsys):
     assert (third["scheme"], third["wire_dtype"]) == ("PeriodicAveraging(sync_every=3)", "int8")
     assert third["points"][-1]["step"] == third["steps"] == 20
     assert 0 < third["inter_bytes_per_step"] < first["inter_bytes_per_step"] / 2
+
+
+def test_equal_rows_of_a_table_are_trained_once(monkeypatch, capsys):
+    trained = []
+
+    def noted(experiment, site):
+        trained.append(experiment.label)
+        return simulate(experiment, site)
+
+    monkeypatch.setattr(commands, "run_one", noted)
+    assert main(["simulate", "--scheme", "all_reduce", *SHORT[3:], "--seeds", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert trained == ["all-reduce", "all-reduce"]
+    assert [(row["label"], row["seed"]) for row in rows] == [
+        ("all-reduce", 0), ("all-reduce", 1), ("AllReduce()", 0), ("AllReduce()", 1)
+    ]  # fmt: skip
+    assert [row["points"] for row in rows[2:]] == [row["points"] for row in rows[:2]]
+    assert rows[0]["points"] != rows[1]["points"]
 
 
 def test_seeds_are_one_row_with_their_spread(capsys):
