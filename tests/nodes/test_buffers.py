@@ -89,11 +89,46 @@ def test_what_cannot_take_a_buffers_place_is_left_with_its_layer():
     layer = Layer()
     buffers = found(layer)
     one = layer.one
+    assert buffers.replaced == [False, False]
     for other in (torch.zeros(4), torch.zeros(3, dtype=torch.float64), None, torch.zeros(3).to_sparse()):
         layer.one = other
-        assert not buffers.find()
+        buffers.find()
         assert layer.one is other
         assert buffers.tensors[0] is one
+        assert buffers.replaced == [True, False]
+    layer.one = torch.zeros(3)
+    assert buffers.find()
+    assert buffers.tensors[0] is layer.one
+    assert buffers.replaced == [False, False]
+
+
+def test_a_buffer_that_files_do_not_hold_counts_as_replaced_by_another_shape_only():
+    layer = Layer()
+    computed = layer.computed
+    buffers = Buffers([computed], homes_of_buffers(layer))
+    layer.computed = torch.ones(3)
+    assert not buffers.find()
+    layer.computed = torch.ones(4)
+    assert buffers.find()
+    assert buffers.tensors == [computed]
+    assert buffers.replaced == [True]
+
+
+def test_zeros_of_no_layer_take_the_place_of_a_buffer_that_is_given_up():
+    layer = Layer()
+    named = layer.named_buffers()
+    replica = Replica([], [layer.one, layer.two], named=named, homes=homes_of_buffers(layer))
+    layer.one = torch.ones(5)
+    replica.find_buffers()
+    assert replica.replaced_buffers == [0]
+    assert [bucket.is_outdated for bucket in replica.buckets_of_buffers] == [True]
+    replica.give_up_buffers([0])
+    layer.one = torch.ones(3)
+    replica.find_buffers()
+    assert replica.replaced_buffers == []
+    assert [bucket.pack().tolist() for bucket in replica.buckets_of_buffers] == [[0.0] * 3 + [2.0] * 3]
+    assert [bucket.is_outdated for bucket in replica.buckets_of_buffers] == [False]
+    assert [replica.names[id(tensor)] for tensor in replica.tensors] == ["one", "two"]
 
 
 @pytest.mark.parametrize("size", [1, 7])

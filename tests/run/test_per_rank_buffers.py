@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -428,3 +429,130 @@ def test_nan_in_a_buffer_is_averaged_where_nobody_checks_values():
     for first, second in on_ranks(work, [[0], [1]]):
         assert first != first
         assert second == 0.5
+
+
+class Thaws(Grows):
+    """Trains its first layer from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def _thawed(folder: Path) -> list[Any]:
+    reports = []
+    for name in ("all_reduce", "periodic"):
+        module = Thaws()
+        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=2)
+        one_trainer(folder, devices=4, strategy=strategy, max_epochs=2).fit(module)
+        reports.append(module.report[-1])
+    return reports
+
+
+def test_parameters_are_unfrozen_beside_banks_of_other_lengths(borrow):
+    """DDP is made again then, and broadcasts what the module holds."""
+    for rank, reports in enumerate(borrow(_thawed, 4)):
+        for bank, frozen, *_ in reports:
+            assert bank == (torch.arange(3.0 * (rank + 2)) + rank).tolist()
+            assert len(frozen) == len(bank)
+
+
+class OwnFromTheStart(Plain):
+    """Every rank makes a bank of its own length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = int(os.environ["LOCAL_RANK"])
+        self.register_buffer("bank", torch.full((2 + rank,), float(rank)))
+
+
+def _saved_with_averages(folder: Path) -> list[Any]:
+    module = OwnFromTheStart()
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1)
+    saves = ModelCheckpoint(folder, save_last=True)
+    more = {"callbacks": [saves, EMAWeightAveraging(decay=0.5)], "enable_checkpointing": True, "val_check_interval": 2}
+    one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
+    saved = torch.load(saves.last_model_path, weights_only=True)
+    return [module.bank.tolist(), saved["state_dict"]["bank"].tolist(), saved["state_dict"]["net.0.weight"].tolist()]
+
+
+def test_averages_of_weights_are_saved_beside_banks_of_other_lengths(borrow):
+    (one, saved, weight), (other, _, same_weight) = borrow(_saved_with_averages, 2)
+    assert one == saved == [0.0] * 2
+    assert other == [1.0] * 3
+    assert weight == same_weight
+
+
+def _averaged_where_named(folder: Path) -> list[list[str]]:
+    said = []
+    for average_buffers in (True, False, ["*mean"], ["ban*"]):
+        strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, average_buffers=average_buffers)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one_trainer(folder, devices=2, strategy=strategy, max_epochs=1, limit_val_batches=0).fit(Grows())
+        said.append([str(each.message) for each in caught if "another shape" in str(each.message)])
+    return said
+
+
+def test_a_bank_is_named_only_where_it_would_be_averaged(borrow):
+    first, other = borrow(_averaged_where_named, 2)
+    assert other == [[]] * 4
+    by_default, by_nobody, by_others, by_name = (" ".join(each) for each in first)
+    for text in (by_default, by_name):
+        assert "bank (float32[6] on rank 0, float32[9] on rank 1)" in text
+    for text in (by_nobody, by_others):
+        assert "bank (" not in text
+        assert "frozen (" in text
+    assert "average_buffers names" not in by_default
+    assert "average_buffers names some of them without effect" in by_name
+
+
+def test_the_process_that_forked_the_ranks_gets_the_bank_of_rank_0(tmp_path):
+    module = Grows()
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, start_method="fork")
+    one_trainer(tmp_path, devices=2, strategy=strategy, max_epochs=1, limit_val_batches=0).fit(module)
+    assert module.bank.tolist() == torch.arange(6.0).tolist()
+
+
+def _trained_on_fabric(ranks_per_node: int, folder: Path) -> dict[str, Any]:
+    said = {}
+    for name in ("all_reduce", "periodic", "diloco"):
+        strategy = HierarchicalFabricStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
+        fabric = Fabric(accelerator="cpu", devices=2 * ranks_per_node, strategy=strategy)
+        fabric.launch()
+        rank = fabric.global_rank
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        module.register_buffer("bank", torch.zeros(4))
+        module.register_buffer("made_before", torch.zeros(2 + rank))
+        teacher = nn.Linear(1, 1)
+        teacher.register_buffer("bank", torch.zeros(2 + rank))
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.setup(teacher)
+        steps = 0
+        for _ in strategy.epochs(2):
+            for _ in range(3):
+                steps += 1
+                module.bank = torch.full((steps * (rank + 1),), float(rank))
+                fabric.backward(model(torch.full((2, 4), rank + 1.0) + torch.eye(2, 4)).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            with strategy.agreed_model():
+                assert len(module.bank) == steps * (rank + 1)
+        fabric.save(folder / "saved.ckpt", {"model": module})
+        saved = torch.load(folder / "saved.ckpt", weights_only=True)["model"]
+        said[name] = [module.bank.tolist(), saved["bank"].tolist(), [p.tolist() for p in module.parameters()]]
+    return said
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_banks_of_other_lengths_stay_each_ranks_own_on_fabric(borrow, ranks_per_node):
+    ranks = borrow(partial(_trained_on_fabric, ranks_per_node), 2 * ranks_per_node)
+    for rank, said in enumerate(ranks):
+        for name, (bank, saved, parameters) in said.items():
+            assert bank == [float(rank)] * 6 * (rank + 1)
+            assert saved == [0.0] * 6
+            assert parameters == ranks[0][name][2]
