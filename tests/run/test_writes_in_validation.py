@@ -10,11 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from harness import on_ranks
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from problems import one_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer
 from lightning_hiercomm.schemes.words.graphs import RandomPermutation
 
@@ -185,7 +190,7 @@ def test_all_ranks_go_on_from_the_validated_model_after_a_write(ranks, name):
         assert torch.equal(one[number][2]["moves"], other[number][2]["moves"])
 
 
-def test_where_ranks_write_other_values_all_go_on_with_those_of_rank_0_and_are_told(ranks, name):
+def test_where_ranks_write_other_values_those_of_rank_0_are_kept(ranks, name):
     for number in (9, 10):
         for rank in ranks:
             assert rank[name]["report"][number][2]["still"].tolist() == [10.0 * number] * 3
@@ -203,15 +208,156 @@ def test_without_a_write_each_rank_goes_on_from_its_own(ranks, name):
             assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_statistics_written_in_a_validation_hook_are_kept_and_parameters_are_not_synchronized(ranks, name):
+def test_statistics_written_in_a_validation_hook_are_kept(ranks, name):
     for rank in ranks:
         before, _, after = rank[name]["report"][11]
         assert after["norm.running_mean"].tolist() == [110.0]
         assert torch.equal(before["moves"], after["moves"])
 
 
-def test_a_teacher_written_in_a_validation_hook_is_kept_and_parameters_are_not_synchronized(ranks, name):
+def test_a_teacher_written_in_a_validation_hook_is_kept(ranks, name):
     for rank in ranks:
         before, _, after = rank[name]["report"][12]
         assert after["teacher"].tolist() == [120.0] * 2
         assert torch.equal(before["moves"], after["moves"])
+
+
+def test_all_ranks_of_nodes_keep_what_is_written(borrow):
+    for rank in borrow(partial(_of_nodes, {2: "on_validation_end", 3: "rank 0 alone"}), 4):
+        for said in rank.values():
+            for number in (2, 3):
+                assert said["report"][number][2]["still"].tolist() == [10.0 * number] * 3
+
+
+def _of_nodes(writes: dict[int, str], folder: Path) -> dict[str, Any]:
+    said = {}
+    for name in ("all_reduce", "periodic"):
+        module = Written(writes)
+        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=2)
+        one_trainer(folder, devices=4, strategy=strategy, max_steps=9, val_check_interval=2).fit(module)
+        said[name] = {"report": module.report}
+    return said
+
+
+class SwapsItself(Written):
+    """Validates an average of its weights, which it keeps itself, and which differs between ranks."""
+
+    def on_train_batch_end(self, *_: object) -> None:
+        super().on_train_batch_end()
+        now = torch.cat([self.moves.detach(), self.still.detach()])
+        self.average = now if self.global_step == 1 else self.average.lerp(now, 0.1)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.trained = self.moves.detach().clone()
+        self.moves.data.copy_(self.average[:3])
+
+    def on_validation_end(self) -> None:
+        self.moves.data.copy_(self.trained)
+
+
+def _swapped(folder: Path) -> list[tuple[Any, list[str]]]:
+    said = []
+    for kind, averages in ((SwapsItself, []), (Written, [EMAWeightAveraging(decay=0.5)])):
+        module = kind({})
+        strategy = HierarchicalStrategy(PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1)
+        saves = ModelCheckpoint(folder / kind.__name__, every_n_train_steps=2, save_top_k=-1)
+        more = {"max_steps": 9, "val_check_interval": 2, "callbacks": [saves, *averages], "enable_checkpointing": True}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
+        warned = [str(each.message) for each in caught if "validation hook" in str(each.message)]
+        said.append((module.report, warned))
+    return said
+
+
+def test_weights_that_are_swapped_in_and_out_are_not_written(borrow):
+    for rank in borrow(_swapped, 2):
+        for report, warned in rank:
+            assert warned == []
+            assert len(report) == 4
+            for before, validated, after in report.values():
+                assert torch.equal(before["moves"], after["moves"])
+                assert not torch.equal(validated["moves"], after["moves"])
+
+
+class Sane(Written):
+    """Writes in the sanity check, before training."""
+
+    def on_validation_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.still.data.fill_(3.0)
+        elif self.trainer.state.fn == "validate":
+            self.still.data.fill_(4.0 + self.global_rank)
+
+
+def _outside_of_training(folder: Path) -> list[Any]:
+    module = Sane({})
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=1)
+    trainer = one_trainer(folder, devices=2, strategy=strategy, max_steps=5, num_sanity_val_steps=1)
+    trainer.fit(module)
+    fitted = module.still.tolist()
+    trainer.validate(module, verbose=False)
+    return [fitted, module.still.tolist()]
+
+
+def test_what_is_written_in_a_sanity_check_or_outside_of_fit_is_kept(borrow):
+    for rank, said in enumerate(borrow(_outside_of_training, 2)):
+        assert said == [[3.0] * 3, [4.0 + rank] * 3]
+
+
+def _saved_with_replicas(folder: Path) -> list[str]:
+    module = Written({2: "on_validation_start"})
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=1, checkpoint_replicas=True)
+    saves = ModelCheckpoint(folder, monitor="val_loss", mode="max", save_top_k=-1)
+    more = {"max_steps": 9, "val_check_interval": 2, "callbacks": [saves], "enable_checkpointing": True}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
+    return [str(each.message) for each in caught if "in a validation hook" in str(each.message)]
+
+
+def test_a_file_of_replicas_from_before_a_write_is_warned_of(borrow):
+    first, other = borrow(_saved_with_replicas, 2)
+    assert len(first) == 1
+    assert "were written in a validation hook (still) during which a checkpoint was saved" in first[0]
+    assert other == []
+
+
+@pytest.mark.parametrize("scheme", ["periodic", "diloco", "steps_delay"])
+def test_training_goes_on_after_a_write_in_inference_mode(scheme):
+    """In which Lightning validates with nccl."""
+
+    def work(topology: Topology) -> list[float]:
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        module.register_buffer("bank", torch.zeros(1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(SCHEMES[scheme](), Replicas(module, [optimizer]), topology)
+        try:
+            run.begin(1, 12)
+            run.begin_epoch(0, {})
+            for step in range(12):
+
+                def train() -> None:
+                    module.weight.grad = torch.full_like(module.weight, -1.0 - topology.rank)
+                    optimizer.step()
+
+                run.step(optimizer, train)
+                if step == 5:
+                    with torch.inference_mode():
+                        run.begin_validation()
+                        module.weight.data.fill_(100.0)
+                        run.end_validation(lambda tensors: broadcast_values(tensors, topology.world))
+                    assert module.weight.item() == 100.0
+                    module.bank = torch.zeros(2 + topology.rank)
+            run.finish()
+            return module.weight.flatten().tolist()
+        finally:
+            run.close(timeout=5.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one, other = on_ranks(work, [[0], [1]])
+    assert one == other
+    assert one[0] > 105.0
