@@ -102,7 +102,7 @@ def test_what_cannot_take_a_buffers_place_is_left_with_its_layer():
     assert buffers.replaced == [False, False]
 
 
-def test_a_buffer_that_files_do_not_hold_counts_as_replaced_by_another_shape_only():
+def test_a_nonpersistent_buffer_is_replaced_only_by_another_shape():
     layer = Layer()
     computed = layer.computed
     buffers = Buffers([computed], homes_of_buffers(layer))

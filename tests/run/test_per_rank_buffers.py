@@ -344,7 +344,7 @@ def test_ranks_whose_optimizers_train_other_parameters_are_refused(count, differ
     on_ranks(work, [[0], [1]])
 
 
-def test_what_is_equal_on_all_ranks_is_found_so_and_what_is_known_is_left_out():
+def test_tensors_of_unequal_shapes_or_types_are_found():
     def work(topology: Topology) -> list[Any]:
         module = nn.BatchNorm1d(2)
         module.register_buffer("bank", torch.zeros(1 + topology.rank))
