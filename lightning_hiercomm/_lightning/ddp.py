@@ -44,6 +44,11 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes
                 f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
                 " Choose what nodes exchange with `scheme` and `wire_dtype`."
             )
+        if name == "mixed_precision" and value is not None:
+            raise ValueError(
+                f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy.__name__}"
+                " owns. Use precision='bf16-mixed' of the Trainer or of Fabric."
+            )
         if name not in known:
             if name in of_schemes:
                 scheme = of_schemes[name]
@@ -133,6 +138,18 @@ class CopiedDDP(DistributedDataParallel):
         copied: nn.Module = copy.deepcopy(self.module, memo)
         return copied
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Refuse: DDP has one hook, which is the strategy's (:func:`register_bucket_hook`)."""
+        name = getattr(hook, "__name__", repr(hook))
+        raise ValueError(
+            f"register_comm_hook({name}): DDP has one communication hook, and the hierarchical strategy averages"
+            " gradients by it. Leave yours out, and choose what nodes exchange with `scheme` and `wire_dtype`."
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Refuse torch's hooks in C++, for the same reason."""
+        self.register_comm_hook(None, comm_hook_type)
+
 
 class SettledDDP(CopiedDDP):
     """DDP whose steps do not depend on what its process did before: neither on the step before, nor on a validation.
@@ -209,7 +226,7 @@ def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any],
         return reduce(bucket)
 
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
-    model.register_comm_hook(None, hook)
+    DistributedDataParallel.register_comm_hook(model, None, hook)
 
 
 class FabricSyncControl(_BackwardSyncControl):
