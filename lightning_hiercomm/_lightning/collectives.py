@@ -1,19 +1,215 @@
-"""Collectives that this process has begun, as torch counts them."""
+"""Which collectives a program starts by itself: torch counts them per process group, but not by who starts them."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm.comm.torch import is_of_communicator
+
+_TRACED = (10, 100, 1000)
+"""How many passes are traced after one with a collective, the first time, the second and the third."""
+
+_MOST_UNEXPLAINED = 3
+"""Tracing ends after as many passes whose collectives are not the program's."""
+
+_LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities"}
+_LIBRARIES |= {"lightning_hiercomm", "typing_extensions", "contextlib", "functools"}  # the last for decorators
+_METRICS = {"torchmetrics", "torcheval", "ignite"}
+
+
+class CollectiveCounter:
+    """Counts the collectives that a program starts on process groups with ranks outside a given set.
+
+    Every process group has a sequence number, which each of its collectives increments. Groups of our own communicators
+    are left out, because background threads use them. The default group counts: only the training thread uses it.
+
+    Args:
+        ranks: Ranks of the default process group among which collectives do no harm.
+
+    Attributes:
+        is_excusing: Whether what is started now does not count.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = frozenset(ranks)
+        self._groups: list[Any] = []
+        self._counted: list[Any] = []
+        self._excused = 0
+        self._is_closed = False
+        self.is_excusing = False
+
+    def count(self) -> int:
+        """Return how many there were so far, without excused ones; only differences have a meaning."""
+        return self._total() - self._excused
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Do not count what is started inside."""
+        outside, before = self.is_excusing, self._total() - self._excused
+        self.is_excusing = True
+        try:
+            yield
+        finally:
+            self.is_excusing = outside
+            self._excused = self._total() - before  # with what was excused inside
+
+    def watch(self, found: Callable[[str, str], None]) -> CollectiveWatch:
+        """Make what finds them."""
+        return CollectiveWatch(self, found)
+
+    def close(self) -> None:
+        """Let go of the process groups, which have threads; nothing counts from now on."""
+        self._is_closed, self._groups, self._counted = True, [], []
+
+    def _total(self) -> int:
+        if self._is_closed or not dist.is_initialized():
+            return 0
+        groups = list(process_groups())
+        if groups != self._groups:
+            self._groups = groups
+            outside = (group for group in groups if not self._ranks.issuperset(dist.get_process_group_ranks(group)))
+            self._counted = [
+                backend for group in outside if not is_of_communicator(group) for backend in counting_backends(group)
+            ]
+        return sum(backend._get_sequence_number_for_group() for backend in self._counted)
+
+
+def process_groups() -> Iterable[Any]:
+    """Return all process groups of this process; torch has no public list of them."""
+    groups: Iterable[Any] = distributed_c10d._world.pg_map
+    return groups
 
 
 def collectives_begun() -> int:
-    """Return how many collectives this process has begun, in all process groups together.
-
-    torch counts them for each group, to compare ranks that wait for each other; it offers the number to nobody else.
-    """
+    """Return how many collectives this process has begun, in all process groups together."""
     if not dist.is_initialized():
         return 0
-    groups: list[Any] = [*distributed_c10d._world.pg_map]  # torch's stubs do not have the method
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    backends = (backend for group in [*process_groups()] for backend in counting_backends(group))
+    return sum(backend._get_sequence_number_for_group() for backend in backends)
+
+
+def counting_backends(group: Any) -> list[Any]:
+    """Return the backends of a process group, one per kind of device, that have a sequence number.
+
+    The number of a group with several backends is that of only one of them.
+    """
+    require_attribute(group, "_device_types")
+    require_attribute(group, "_get_backend")
+    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
+    counting = []
+    for backend in backends.values():
+        with contextlib.suppress(RuntimeError):  # backends of third parties need not have one
+            backend._get_sequence_number_for_group()
+            counting.append(backend)
+    return counting
+
+
+class CollectiveWatch:
+    """Finds the line of the program that starts counted collectives inside of something that happens again and again.
+
+    It counts at first, and traces the next passes only after one with a collective, because tracing takes time.
+    Collectives of metric libraries, and of other threads, are not found.
+
+    Args:
+        counter: Counts the collectives.
+        found: Called once, with a description of the line, and the name of the optimizer whose method it is in, if any.
+    """
+
+    def __init__(self, counter: CollectiveCounter, found: Callable[[str, str], None]) -> None:
+        self._counter = counter
+        self._found = found
+        self._windows = list(_TRACED)
+        self._left = 0
+        self._unexplained = _MOST_UNEXPLAINED
+        self._tracing: _Tracing | None = None
+        self._optimizer = ""
+        self._began: tuple[int, bool, bool] | None = None
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.end()
+        if not self._unexplained:
+            return
+        outside, self._counter.is_excusing = self._counter.is_excusing, False
+        if self._left and self._tracing is None and _get_current_dispatch_mode() is None:
+            self._left -= 1
+            self._tracing = _Tracing(self._counter)
+            self._tracing.__enter__()  # type: ignore[no-untyped-call]
+        self._began = self._counter.count(), outside, self._tracing is not None
+
+    def end(self) -> None:
+        """It has ended; nothing, if none has begun."""
+        frame = None
+        if self._tracing is not None and _get_current_dispatch_mode() is self._tracing:  # or another came meanwhile
+            self._tracing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            frame, self._optimizer, self._tracing = self._tracing.frame, self._tracing.optimizer, None
+        if self._began is None:
+            return
+        (before, self._counter.is_excusing, was_traced), self._began = self._began, None
+        if frame is not None:
+            self._unexplained = 0
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+            self._found(line, self._optimizer)
+        elif self._counter.count() > before:
+            if was_traced:
+                self._unexplained -= 1
+            elif not self._left:
+                self._left = self._windows.pop(0) if self._windows else 0
+
+
+class _Tracing(TorchDispatchMode):
+    """Keeps the first frame of the program that starts a counted collective; sees this thread only."""
+
+    def __init__(self, counter: CollectiveCounter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counter = counter
+        self.frame: FrameType | None = None
+        self.optimizer = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if self.frame is not None or "c10d" not in name or "barrier" in name or self._counter.is_excusing:
+            return func(*args, **(kwargs or {}))
+        before = self._counter.count()
+        result = func(*args, **(kwargs or {}))
+        if self._counter.count() > before:
+            self.frame = _frame_of_program()
+            self.optimizer = _optimizer_around(self.frame)
+        return result
+
+
+def _frame_of_program() -> FrameType | None:
+    """The innermost frame that is not of torch, Lightning or ours; None if that is of a metric library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).split(".")[0]
+        if package in _METRICS:
+            return None
+        if package not in _LIBRARIES:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _optimizer_around(frame: FrameType | None) -> str:
+    """The name of the optimizer in whose method a frame is; an empty string if it is in none, or in a closure of it."""
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] != "lightning_hiercomm":
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Optimizer):
+            return type(getattr(owner, "optimizer", owner)).__name__  # of Lightning's wrapper, what is inside
+        if isinstance(owner, nn.Module):
+            return ""
+        frame = frame.f_back
+    return ""

@@ -48,6 +48,11 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes
                 f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
                 " Choose what nodes exchange with `scheme` and `wire_dtype`."
             )
+        if name == "mixed_precision" and value is not None:
+            raise ValueError(
+                f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy.__name__}"
+                " owns. Use precision='bf16-mixed' of the Trainer or of Fabric."
+            )
         if name not in known:
             if name in of_schemes:
                 scheme = of_schemes[name]
@@ -148,6 +153,10 @@ class CopiedDDP(DistributedDataParallel):
             f"register_comm_hook({name}): DDP has one communication hook, and the hierarchical strategy averages"
             " gradients by it. Leave yours out, and choose what nodes exchange with `scheme` and `wire_dtype`."
         )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Refuse torch's hooks in C++, for the same reason."""
+        self.register_comm_hook(None, comm_hook_type)
 
     def _assign_modules_buffers(self) -> None:
         ignored = self.parameters_to_ignore

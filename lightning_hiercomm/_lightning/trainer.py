@@ -200,6 +200,11 @@ def skips_backward(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop._skip_backward
 
 
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether Lightning only accumulates gradients in the present batch; programs that step themselves decide that."""
+    return trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate()
+
+
 def batches_that_stepped(trainer: pl.Trainer) -> int:
     """The step that Lightning's loggers use: batches that stepped, however many optimizers did."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

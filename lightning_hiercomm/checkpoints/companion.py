@@ -24,6 +24,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.optimizer_state import own_state
 
 _REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
 
@@ -80,7 +81,7 @@ def companion_state(
             "rank": topology.rank,
             "nodes": [list(ranks) for ranks in topology.nodes],
             "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
-            "optimizers": [_held_state(optimizer.state_dict()) for optimizer in optimizers],
+            "optimizers": [_held_state(own_state(optimizer)) for optimizer in optimizers],
             "schemes": [scheme.state_dict() for scheme in schemes],
             "gradients": gradients.state_dict(),
             "layouts": _layouts(schemes),

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,9 @@ _WORDS = 2**30
 # Bytes that an object may have, on the average, to be gathered in one message per member and way; what is longer takes
 # a second one.
 _SHORT = 128
+
+_groups: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Process groups that :func:`connect_torch` has made."""
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -464,7 +468,14 @@ def _own_group(
     if own is None and group is not None:
         dist.destroy_process_group(group)
         return None
+    if group is not None:
+        _groups.add(group)
     return group
+
+
+def is_of_communicator(group: dist.ProcessGroup) -> bool:
+    """Whether a process group was made for a communicator; the default group was not."""
+    return group in _groups
 
 
 def _names_agree() -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -21,8 +21,11 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.optimizer_steps import Collectives, OptimizerSteps
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.shapes import are_equal
+from lightning_hiercomm.run.uncounted import UncountedChanges
+from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
 from lightning_hiercomm.schemes.health.care import Policy
@@ -49,6 +52,7 @@ class TrainingRun:
         gradients: The way of the module's gradients. Default: the one that the scheme asks for.
         on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
         verify_replicas: What happens when ranks of a node hold different parameters.
+        collectives: Those of the program that would mix nodes which differ. None: none would.
 
     Attributes:
         schemes: One per optimizer, in their order.
@@ -56,6 +60,9 @@ class TrainingRun:
         agreed_model: What all ranks agree on, while they differ.
         after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick;
             returns what else was sick, with what it held.
+        optimizer_steps: Watches the optimizers step.
+        gradient_check: Looks at the gradients with which they step, where ranks share them.
+        knows_batches: Whether :meth:`end_batch` is called where batches end, or before every forward pass.
         has_begun: Whether training has, in this process.
         has_finished: Whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
@@ -72,6 +79,7 @@ class TrainingRun:
         gradients: GradientPath | None = None,
         on_nonfinite: OnNonfinite = "raise",
         verify_replicas: VerifyReplicas = "off",
+        collectives: Collectives | None = None,
     ) -> None:
         self.replicas = replicas
         self.topology = topology
@@ -98,13 +106,13 @@ class TrainingRun:
         self.has_finished = False
         self.is_closed = False
         self.has_saved_own_values = False
-        self._is_stepping = False
+        self.knows_batches = True
+        self.gradient_check: GradientCheck | None = None
+        self.optimizer_steps = OptimizerSteps(self.schemes, self.optimizers, self.step, collectives)
+        self.optimizer_steps.before_inner_step = lambda: self.has_begun
         self._knows_means = topology.may_grow  # and whoever comes later would decide alone
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._check_is_heard)
-            for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True)
-            if not scheme.is_alone and scheme.config.gradients != "world" and isinstance(optimizer, Optimizer)
-        ]
+        differs = any(not running.is_alone and running.config.gradients != "world" for running in self.schemes)
+        self._uncounted = UncountedChanges(self.schemes, replicas, self._values) if differs else None
         self.remember_values()
 
     @property
@@ -309,6 +317,8 @@ class TrainingRun:
             self._look_for_means()
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
+        if self._uncounted is not None:
+            self._uncounted.begin(self._known)
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         """An epoch starts.
@@ -320,6 +330,8 @@ class TrainingRun:
         self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
             scheme.begin_epoch(epoch, metrics)
+        if self.gradient_check is not None:
+            self.gradient_check.begin_epoch()
 
     def watch_loss(self, output: Any) -> None:
         """Take what a training step returned: the loss, a mapping that holds it, or anything else."""
@@ -392,28 +404,36 @@ class TrainingRun:
         autocast = Autocast()
 
         def run_and_look() -> T:
-            self._is_stepping = True
-            try:
+            with self.optimizer_steps.stepping():
                 with autocast.entered():
                     result = run()
-            finally:
-                self._is_stepping = False
+                if self.gradient_check is not None:
+                    self.gradient_check.after_step(optimizer)
             scheme.replica.find_buffers()
             return result
 
-        with autocast.left():
+        with autocast.left(), self.optimizer_steps.excused():
             result = scheme.step(run_and_look, last=last)
             self._tell_of_healing()
         return result
 
-    def _check_is_heard(self, optimizer: Optimizer, *_: object) -> None:
-        # torch's checkpoints step by nothing, for the optimizer to have its state
-        if not self._is_stepping and any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called on the optimizer itself: the nodes hear nothing of it,"
-                " and would never agree. Step what `self.optimizers()` returns (without `use_pl_optimizer=False`), or"
-                " with Fabric what `fabric.setup` returned"
-            )
+    def backward(self) -> AbstractContextManager[None]:
+        """A backward pass of the run's own runs inside."""
+        return nullcontext() if self._uncounted is None else self._uncounted.backward()
+
+    def note_reduction(self) -> None:
+        """A backward pass has ended in which gradients were averaged, and nobody has stepped yet."""
+        if self.gradient_check is not None:
+            self.gradient_check.note_reduction()
+
+    def end_batch(self) -> None:
+        """A batch has ended in which a step was to be expected.
+
+        Raises:
+            RuntimeError: If parameters change again and again, and no step is counted.
+        """
+        if self._uncounted is not None and not self.optimizer_steps.is_stepping:  # in a closure of LBFGS, for instance
+            self._uncounted.after_batch(self.knows_batches)
 
     @outside_autocast()
     def end_epoch(self) -> None:
@@ -423,6 +443,8 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.end_epoch(loss)
+        if self._uncounted is not None:
+            self._uncounted.end_epoch()
 
     @outside_autocast()
     def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -438,6 +460,8 @@ class TrainingRun:
     def finish(self) -> None:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
         self.agreed_model.compare_shapes()
+        if self._uncounted is not None:
+            self._uncounted.end_epoch()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
@@ -531,8 +555,9 @@ class TrainingRun:
         """
         self.is_closed = True
         self.agreed_model.forget()
-        for hook in self._hooks:
-            hook.remove()
+        self.optimizer_steps.close()
+        if self._uncounted is not None:
+            self._uncounted.close()
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)

@@ -48,9 +48,33 @@ def wraps_another(optimizer: Optimizer) -> bool:
     return "param_groups" not in held or any(isinstance(value, Optimizer) for value in held.values())
 
 
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers of the same parameters that another one holds, as SAM does."""
+    parameters = _parameters_of(optimizer)
+    held = getattr(optimizer, "__dict__", {}).values()
+    others = (value for value in held if isinstance(value, Optimizer) and value is not optimizer)
+    return [other for other in others if parameters and _parameters_of(other) == parameters]
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def releases_gradients(optimizer: Optimizer) -> bool:
     """Whether it steps each parameter inside the backward pass (torch-optimi's ``gradient_release``)."""
     return bool(getattr(optimizer, "defaults", {}).get("gradient_release"))
+
+
+def own_state(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's state, whole on every rank. Collective over its process group, if it shards its state."""
+    if not hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer has it
+        return dict(optimizer.state_dict())
+    state = {}
+    for rank in range(optimizer.world_size):  # it keeps the state on one rank at a time
+        optimizer.consolidate_state_dict(to=rank)
+        if rank == optimizer.rank:
+            state = dict(optimizer.state_dict())
+    return state
 
 
 def is_elementwise(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:

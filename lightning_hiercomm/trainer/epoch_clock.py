@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 
+from lightning_hiercomm._lightning.trainer import accumulates
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.watch import RunControl
@@ -65,6 +66,8 @@ class EpochClock(pl.Callback):
         self._control.note_progress(f"past training batch {batch_idx}", trainer)
         if self._batches is not None:
             self._batches.end_step()
+        if not accumulates(trainer):
+            self._run.end_batch()
         if trainer.is_last_batch:
             self._end_epoch()
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.strategy import TBroadcast
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.futures import Future
@@ -50,6 +52,7 @@ from lightning_hiercomm.run.replicas import (
     trained_by,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
@@ -371,8 +374,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
         replicas = Replicas(
             module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank[id(module)]
         )
-        run = settings.new_run(replicas, self._topology)
+        run, group = settings.new_run(replicas, self._topology), self._sharing_gradients
         run.agreed_model.has_found_unequal = partial(self._leave_to_ranks, module)
+        run.knows_batches = False
+        run.optimizer_steps.before_inner_step = self._begin_if_needed
+        if group is not None and group.size > 1:
+            run.gradient_check = GradientCheck(module, group, _REMEDY)
         self._runs.append(run)
         module.register_forward_pre_hook(_BeforeForward(run))
         if self._has_begun:  # the others train already
@@ -424,11 +431,16 @@ class HierarchicalFabricStrategy(DDPStrategy):
             if self._losses_have_stepped:
                 self._losses, self._losses_have_stepped = [], False
             self._losses.append(tensor.detach())
-        for run in self._runs:
-            run.note_loss_scale(self.precision)
-        super().backward(tensor, module, *args, **kwargs)
+        with ExitStack() as backward:
+            for run in self._runs:
+                run.note_loss_scale(self.precision)
+                run.optimizer_steps.end_forward()
+                backward.enter_context(run.backward())
+            super().backward(tensor, module, *args, **kwargs)
         self._has_gone_backward = True
         if self._last_bucket is not None:  # from its hook to here, training waited for gradients
+            for run in self._runs:
+                run.note_reduction()
             (tier, start), self._last_bucket = self._last_bucket, None
             meter = self._topology.meter
             meter.add_wait(tier, start, meter.mark(self.root_device))
@@ -486,9 +498,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if not self._has_begun:  # a loop without epochs is one
-            self._begin(None, None)
-            self._begin_or_go_on()
+        self._begin_if_needed()
         step, run, closure = super().optimizer_step, self._run_of(optimizer), kwargs.get("closure")
         last = run.scheme_of(optimizer).step_in_epoch + 1 == self._steps_of_epoch
         if closure is None:
@@ -499,6 +509,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
         result = run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
         self._watch_losses(run)  # which go backward inside
         return result
+
+    def _begin_if_needed(self) -> bool:
+        if not self._has_begun:  # a loop without epochs is one
+            self._begin(None, None)
+            self._begin_or_go_on()
+        return True
 
     def _watch_losses(self, run: TrainingRun) -> None:
         if not self._has_gone_backward and (self._watches_loss or any(late for _, _, late in self._late())):
@@ -547,6 +563,35 @@ class HierarchicalFabricStrategy(DDPStrategy):
         for run in self._runs:
             run.end_epoch()
 
+    # ---- collectives that a program starts by Fabric, for metrics ----------------------------------------------------
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+        with self._excused():
+            return super().all_reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with nullcontext() if tensor.requires_grad else self._excused():
+            return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._excused():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        with self._excused():
+            return super().broadcast(obj, src)
+
+    @contextmanager
+    def _excused(self) -> Iterator[None]:
+        with ExitStack() as excused:
+            for run in self._runs:
+                excused.enter_context(run.optimizer_steps.excused())
+            yield
+
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     @override
@@ -560,6 +605,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, whose state Fabric gathers
+            return super().get_optimizer_state(optimizer)
         only_on = 0 if self._is_saving else None  # the rank that writes; or the user asks, on any
         return self._run_of(optimizer).scheme_of(optimizer).optimizer_state(only_on)
 
@@ -621,6 +668,14 @@ class HierarchicalFabricStrategy(DDPStrategy):
     # ---- what is there from some moment on -----------------------------------------------------------------------
 
     @property
+    def node_process_group(self) -> dist.ProcessGroup | None:
+        """The process group of this node's ranks, which hold equal parameters, for programs that communicate.
+
+        Optimizers such as ``ZeroRedundancyOptimizer`` take it as ``process_group``. It exists after ``fabric.launch``.
+        """
+        return self._settings.node_process_group(self._topology)
+
+    @property
     def _topology(self) -> Topology:
         if self.topology is None:
             raise RuntimeError("there are no nodes yet: call fabric.launch() before fabric.setup(...)")
@@ -649,6 +704,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
         raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")
 
 
+_REMEDY = "Call the module that fabric.setup returned, not the one that was given to it."
+
+
 class _BeforeForward:
     """Lets nodes agree before a forward pass if parameters were thawed; copies of the module have no run to ask."""
 
@@ -657,7 +715,12 @@ class _BeforeForward:
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if torch.is_grad_enabled():
+            is_plain = not torch.compiler.is_compiling()
+            if is_plain:
+                self._run.end_batch()
             self._run.follow_thawed()
+            if is_plain:
+                self._run.optimizer_steps.begin_forward()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_nothing,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,6 +63,8 @@ from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
 from lightning_hiercomm.trainer.reports import Reports
 
+REMEDY_IN_MANUAL_OPTIMIZATION = "In manual optimization, call self.manual_backward(loss) instead of loss.backward()."
+
 
 class HierarchicalHooks(Reports):
     """Stands before one of Lightning's strategies, which trains inside a node, and lets the nodes agree.
@@ -101,7 +103,7 @@ class HierarchicalHooks(Reports):
             store = rendezvous.store
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
-            contextlib.nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
+            nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
         ):
             super().setup_environment()
         if self.topology is None or self.topology.is_closed or self.topology.is_left_behind:
@@ -280,7 +282,8 @@ class HierarchicalHooks(Reports):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
+        with self._run.optimizer_steps.forward():
+            output = super().training_step(*args, **kwargs)
         self._run.watch_loss(output)
         return output
 
@@ -288,7 +291,8 @@ class HierarchicalHooks(Reports):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._run.note_loss_scale(self.precision_plugin)
         scale = 1.0 if self.batches is None else self.batches.gradient_scale
-        return super().backward(closure_loss if scale == 1.0 else closure_loss * scale, *args, **kwargs)
+        with self._run.backward():
+            return super().backward(closure_loss if scale == 1.0 else closure_loss * scale, *args, **kwargs)
 
     @override
     def optimizer_step(
@@ -463,14 +467,28 @@ class HierarchicalHooks(Reports):
             if not tensor.is_floating_point():
                 tensor = tensor.float()  # the mean of integers is seldom one
             if self._means.apply_now and self.batches is not None and group is None:
-                return super().reduce(tensor * self.batches.share, group, "sum")  # type: ignore[safe-super]
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+                tensor, reduce_op = tensor * self.batches.share, "sum"
+        with self._excused():
+            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._ranks_are_together:
-            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+            with self._excused():
+                super().barrier(*args, **kwargs)  # type: ignore[safe-super]
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return super().broadcast(obj, src) if self._ranks_are_together else obj  # type: ignore[safe-super]
+        if not self._ranks_are_together:
+            return obj
+        with self._excused():
+            return super().broadcast(obj, src)  # type: ignore[safe-super]
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with nullcontext() if tensor.requires_grad else self._excused():
+            return super().all_gather(tensor, group, sync_grads)
+
+    def _excused(self) -> AbstractContextManager[None]:
+        """Inside, collectives are Lightning's, for metrics and logging."""
+        return nullcontext() if self._run_or_none is None else self._run_or_none.optimizer_steps.excused()

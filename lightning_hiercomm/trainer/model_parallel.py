@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hiercomm._lightning.trainer import raw_optimizer
+from lightning_hiercomm._lightning.trainer import accumulates, raw_optimizer
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
@@ -30,10 +30,11 @@ from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import DASO, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
-from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
 from lightning_hiercomm.trainer.settings import Settings
 
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
@@ -249,6 +250,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             raise ValueError(reason)
         self._configure(settings)
         self._gradients: ShardedGradients | None = None
+        self._averages_in_step = False
 
     @classmethod
     @override
@@ -305,7 +307,10 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         gradients: GradientPath = Untouched()
         if settings.scheme.gradients == "world" and topology.num_nodes > 1:
             gradients = NodesMean(topology, settings.wire, self._module.parameters())
-        return settings.new_run(replicas, topology, gradients)
+        run = settings.new_run(replicas, topology, gradients)
+        if isinstance(gradients, NodesMean) and topology.inter is not None and not self._module.automatic_optimization:
+            run.gradient_check = GradientCheck(self._module, topology.inter, REMEDY_IN_MANUAL_OPTIMIZATION)
+        return run
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------
 
@@ -323,17 +328,24 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         gradients = self._gradients_of(trained_by(raw_optimizer(optimizer)))
 
         def backward() -> Any:  # clipping comes after it, and accumulation ends with it
-            with gradients.backward():
-                return closure()
+            self._averages_in_step = True
+            try:
+                with gradients.backward():
+                    return closure()
+            finally:
+                self._averages_in_step = False
 
         return super().optimizer_step(optimizer, backward, model, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if isinstance(self._run.gradients, NodesMean) and not self._module.automatic_optimization:
+        if not isinstance(self._run.gradients, NodesMean) or self._averages_in_step:
+            return
+        if not accumulates(self._module.trainer):
             # averaging once more what was averaged before, and accumulated, does not change it
             self._gradients_of(p for optimizer in self._run.optimizers for p in trained_by(optimizer)).average()
+            self._run.note_reduction()
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
         """What averages these parameters' gradients; made anew when they have changed."""

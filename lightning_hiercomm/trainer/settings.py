@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch.distributed as dist
+
+from lightning_hiercomm._lightning.collectives import CollectiveCounter
 from lightning_hiercomm.arguments import check_types, checked_arguments
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.elastic.configuration import Elastic, check_supported
+from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -196,7 +200,30 @@ class Settings:
             gradients,
             on_nonfinite=self.on_nonfinite,
             verify_replicas=self.verify_replicas,
+            collectives=self._collectives(topology),
         )
+
+    def node_process_group(self, topology: Topology) -> dist.ProcessGroup | None:
+        """The process group of this node's ranks.
+
+        Raises:
+            RuntimeError: If they hold different parameters.
+        """
+        if self.scheme.gradients == "none":
+            raise RuntimeError(
+                f"node_process_group: with {self.scheme!r} every rank trains a model of its own, so the ranks of a node"
+                " must not share its parameters or gradients: use gradients='node'"
+            )
+        return process_group(topology.intra)
+
+    def _collectives(self, topology: Topology) -> CollectiveCounter | None:
+        """What counts collectives between ranks with different parameters; None if there are no such ranks."""
+        if self.scheme.gradients == "world" or not dist.is_initialized():
+            return None
+        if topology.may_grow:  # each node has a default process group of its own
+            return None
+        sharing = topology.nodes[topology.node] if self.scheme.gradients == "node" else (topology.rank,)
+        return None if len(sharing) == topology.world_size else CollectiveCounter(sharing)
 
 
 def _near_name(name: str) -> str | None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 
@@ -65,6 +66,15 @@ class StrategyState(ParallelStrategy):
     def schemes(self) -> list[RunningScheme[Scheme]]:
         """One scheme per optimizer, of the present or the last ``fit``; empty before the first."""
         return self._run_or_none.schemes if self._run_or_none is not None else []
+
+    @property
+    def node_process_group(self) -> dist.ProcessGroup | None:
+        """The process group of this node's ranks, which hold equal parameters, for programs that communicate.
+
+        Optimizers such as ``ZeroRedundancyOptimizer`` take it as ``process_group``. It exists from
+        ``configure_model`` on.
+        """
+        return self._settings.node_process_group(self._topology)
 
     @property
     def _topology(self) -> Topology:

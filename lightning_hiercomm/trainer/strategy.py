@@ -44,8 +44,9 @@ from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Scheme, SchemeName
-from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
 from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
 
@@ -274,8 +275,11 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     @override
     def _new_run(self) -> TrainingRun:
-        run = super()._new_run()
+        run, topology = super()._new_run(), self._topology
         run.agreed_model.has_found_unequal = self._leave_to_ranks
+        if self._gradients_cross_ranks() and not self._module.automatic_optimization:
+            group = topology.world if self.scheme.gradients == "world" else topology.intra
+            run.gradient_check = GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
         return run
 
     def _leave_to_ranks(self, names: Collection[str]) -> None:
@@ -343,6 +347,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._last_bucket is not None:
+            self._run.note_reduction()
             # from the last bucket's hook to the end of backward, training waited for gradients
             meter = self._topology.meter
             meter.add_wait(self._run.gradients.tier, self._last_bucket, meter.mark(self.root_device))

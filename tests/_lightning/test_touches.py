@@ -29,6 +29,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.tuner.batch_size_scaling import _scale_batch_size
 from lightning.pytorch.tuner.lr_finder import _lr_find
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from problems import one_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -64,6 +65,7 @@ from lightning_hiercomm._lightning.saves import (
     number_names_by_own_files,
 )
 from lightning_hiercomm._lightning.trainer import (
+    accumulates,
     batches_that_stepped,
     draw_first_indices,
     exception_of_tuner,
@@ -914,3 +916,21 @@ def test_torch_counts_the_collectives_of_all_groups(process_group):
 
 def test_without_process_groups_no_collective_has_begun():
     assert collectives_begun() == 0
+
+
+class _Accumulates(pl.Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append(accumulates(trainer))
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_batches_in_which_lightning_accumulates_gradients_are_known(tmp_path, automatic):
+    module, seen = BoringModel(), _Accumulates()
+    module.automatic_optimization = automatic
+    arguments = {"accumulate_grad_batches": 2} if automatic else {}
+    arguments.update(limit_train_batches=5, limit_val_batches=0, max_epochs=1)
+    one_trainer(tmp_path, callbacks=[seen], **arguments).fit(module)
+    assert seen.seen == ([True, False, True, False, False] if automatic else [False] * 5)

@@ -12,7 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import on_ranks, place
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from problems import one_trainer
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
@@ -23,6 +24,7 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
+    HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
     StepsDelay,

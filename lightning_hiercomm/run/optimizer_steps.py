@@ -1,0 +1,245 @@
+"""Watches the optimizers of a program: which steps count, and which would mix nodes that differ."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol, TypeVar
+
+from torch.optim import Optimizer
+
+from lightning_hiercomm.schemes import RunningScheme, Scheme
+from lightning_hiercomm.schemes.optimizer_state import inner_optimizers
+
+T = TypeVar("T")
+
+
+class Watch(Protocol):
+    """Looks for collectives in something that happens again and again."""
+
+    def begin(self) -> None:
+        """It begins."""
+
+    def end(self) -> None:
+        """It has ended; nothing, if it has not begun."""
+
+
+class Collectives(Protocol):
+    """The collectives that a program starts by itself, with ranks that do not share its gradients."""
+
+    def excused(self) -> AbstractContextManager[None]:
+        """Inside, none counts."""
+
+    def watch(self, found: Callable[[str, str], None]) -> Watch:
+        """Call ``found``, once, with the line of the program that starts one, and its optimizer if it is in a step."""
+
+    def close(self) -> None:
+        """Nothing counts from now on."""
+
+
+class OptimizerSteps:
+    """The steps of a run's optimizers, seen from inside.
+
+    Optimizers that step in halves, such as SAM, hold another one, whose step is an attempt of theirs. A step that the
+    nodes do not count is refused, and so are collectives with nodes that hold other parameters.
+
+    Args:
+        schemes: One per optimizer.
+        optimizers: The user's own.
+        count: Takes an attempt of an optimizer to step, as :meth:`TrainingRun.step` does.
+        collectives: Those of the program that would mix nodes. None: none would.
+
+    Attributes:
+        before_inner_step: Called before the step of an optimizer that another one holds; returns whether it counts.
+    """
+
+    def __init__(
+        self,
+        schemes: Sequence[RunningScheme[Scheme]],
+        optimizers: Sequence[Optimizer],
+        count: Callable[[Optimizer, Callable[[], Any]], Any],
+        collectives: Collectives | None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._count = count
+        self._collectives = collectives
+        self._rank = schemes[0].topology.rank if schemes else 0
+        self._scheme = schemes[0].config if schemes else None
+        self._forward = None if collectives is None else collectives.watch(self._found_in_forward)
+        self._step = None if collectives is None else collectives.watch(self._found_in_step)
+        self._found: tuple[str, str] | None = None
+        self._depth = 0  # of steps within a step
+        self._ending: list[Callable[[], object]] = []
+        self.is_stepping = False
+        self.before_inner_step: Callable[[], bool] = lambda: True
+        for scheme, optimizer in zip(schemes, optimizers, strict=True):
+            if not scheme.is_alone:
+                self._watch(optimizer, refuses=scheme.config.gradients != "world")
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """An attempt to step that counts runs inside."""
+        self.is_stepping, self._depth = True, 0
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+            if self._step is not None:
+                self._step.end()  # of a step that has failed
+
+    def excused(self) -> AbstractContextManager[None]:
+        """Inside, collectives are not those of the program."""
+        return nullcontext() if self._collectives is None else self._collectives.excused()
+
+    def begin_forward(self) -> None:
+        """A forward pass begins."""
+        if self._forward is not None:
+            self._forward.begin()
+
+    def end_forward(self) -> None:
+        """It has ended, with its loss if the program says so; nothing, if none has begun."""
+        if self._forward is not None:
+            self._forward.end()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward pass runs inside; in manual optimization, a backward pass and steps, too.
+
+        Raises:
+            RuntimeError: If an optimizer that steps in halves communicates with nodes that hold other parameters.
+        """
+        if self._forward is None:
+            yield
+            return
+        self.begin_forward()
+        try:
+            yield
+        finally:
+            self.end_forward()
+        self._refuse()
+
+    def close(self) -> None:
+        """Leave the optimizers as they were."""
+        while self._ending:
+            self._ending.pop()()
+        if self._collectives is not None:
+            self._collectives.close()
+
+    def _watch(self, optimizer: Optimizer, refuses: bool) -> None:
+        inner = [each for each in inner_optimizers(optimizer) if not any(each is known for known in self._optimizers)]
+        for each in inner:
+            self._ending.append(_replace_step(each, functools.partial(self._step_inner, optimizer)))
+        for each in (optimizer, *inner) if refuses else ():
+            self._hook_into(each)
+
+    def _hook_into(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, Optimizer):
+            with suppress(AttributeError):  # of one that has not called the constructor of its base class
+                self._ending.append(optimizer.register_step_pre_hook(self._before_step).remove)
+                self._ending.append(optimizer.register_step_post_hook(self._after_step).remove)
+                return
+        self._ending.append(_replace_step(optimizer, functools.partial(self._step_with_hooks, optimizer)))
+
+    def _step_with_hooks(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = (optimizer, *args), kwargs
+        (_, *positional), keywords = self._before_step(optimizer, *given) or given
+        result = step(*positional, **keywords)
+        self._after_step(optimizer)
+        return result
+
+    def _step_inner(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer that ``optimizer`` holds: an attempt of ``optimizer``, unless that is stepping anyway."""
+        if self.is_stepping or not self.before_inner_step():
+            return step(*args, **kwargs)
+        undo = _replace_step(optimizer, lambda _, *args, **kwargs: step(*args, **kwargs))  # for schemes that replace it
+        try:
+            return self._count(optimizer, lambda: optimizer.step(*args, **kwargs))
+        finally:
+            undo()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.is_stepping:
+            # torch's checkpoints step by nothing, for the optimizer to have its state
+            if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() was called on the optimizer itself: nodes do not count it, and"
+                    " would never synchronize. Step what `self.optimizers()` returns (without"
+                    " `use_pl_optimizer=False`), or with Fabric what `fabric.setup` returned"
+                )
+            return None
+        if self._collectives is None or self._step is None:
+            return None
+        self._depth += 1
+        if self._depth == 1:
+            self._step.begin()
+        excused = self._collectives.excused
+        if callable(kwargs.get("closure")):  # the user's forward and backward pass, and callbacks
+            return args, {**kwargs, "closure": _inside(excused, kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], _inside(excused, args[1]), *args[2:]), kwargs
+        return None
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._step is None or not self.is_stepping:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._step.end()
+            self._refuse(type(optimizer).__name__)
+
+    def _found_in_step(self, line: str, _: str) -> None:
+        self._found = line, ""
+
+    def _found_in_forward(self, line: str, optimizer: str) -> None:
+        if optimizer:  # one that steps in halves
+            self._found = line, optimizer
+        elif self._rank == 0:
+            warnings.warn(
+                f"{line}: a collective over several nodes in the forward pass or the loss. With {self._scheme!r} nodes"
+                " hold different parameters, so it mixes values of different models, and all nodes wait for each"
+                f" other. Use AllReduce(){self._inside_node('communicate inside the node: group=')}",
+                stacklevel=2,
+            )
+
+    def _refuse(self, optimizer: str = "") -> None:
+        if self._found is not None:
+            line, name = self._found
+            give = "give it, if it takes one, the process group of its node: process_group="
+            raise RuntimeError(
+                f"{name or optimizer}.step() communicates over several nodes ({line}). With {self._scheme!r} nodes hold"
+                " different parameters and gradients, which it would mix. Use AllReduce()" + self._inside_node(give)
+            )
+
+    def _inside_node(self, remedy: str) -> str:
+        if self._scheme is None or self._scheme.gradients != "node":
+            return ""
+        return f", or {remedy}self.trainer.strategy.node_process_group"
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], call: Callable[..., T]) -> Callable[..., T]:
+    def called(*args: Any, **kwargs: Any) -> T:
+        with context():
+            return call(*args, **kwargs)
+
+    return called
+
+
+def _replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``step`` be called, with the optimizer's own, instead of ``optimizer.step``; return what undoes it."""
+    original, held = optimizer.step, vars(optimizer).get("step")
+
+    @functools.wraps(original)  # or learning rate schedulers would miss their own wrapper
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return step(original, *args, **kwargs)
+
+    optimizer.step = replaced  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if held is None:
+            del optimizer.step
+        else:
+            optimizer.step = held  # type: ignore[method-assign]
+
+    return undo

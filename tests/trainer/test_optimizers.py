@@ -1,0 +1,998 @@
+"""Optimizers that communicate or step in halves, and steps that nobody counts."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from problems import Oracle, Quadratic, one_trainer
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalFabricStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+
+
+def outcome(folder: Path, module: pl.LightningModule, scheme: Any, ranks_per_node: int = 1, **arguments: Any) -> Any:
+    """How a fit ends on this rank: its error, or an empty string; our warnings; and the weights."""
+    own = {name: arguments.pop(name) for name in ("find_unused_parameters", "checkpoint_replicas") if name in arguments}
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, **own)
+    error, path = "", arguments.pop("ckpt_path", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            one_trainer(folder, **{"devices": 2, "strategy": strategy, **arguments}).fit(module, ckpt_path=path)
+        except Exception as raised:
+            error = str(raised)
+    said = [str(warning.message) for warning in caught if "/lightning_hiercomm/" in warning.filename]
+    return error, said, torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def outcomes(borrow: Any, fits: Mapping[str, Any], ranks: int = 2) -> Iterator[tuple[str, list[Any]]]:
+    """Of each fit, its name and how it ends on every rank; ``fits`` are arguments of :func:`outcome` by name."""
+    reports = borrow(lambda folder: [outcome(folder, *arguments) for arguments in fits.values()], ranks=ranks)
+    yield from ((name, [report[place] for report in reports]) for place, name in enumerate(fits))
+
+
+# ---- optimizers that communicate ---------------------------------------------------------------------------------
+
+
+class Sharded(Quadratic):
+    """Adam, perhaps with its state sharded over the default process group or over the node's."""
+
+    def __init__(self, over: str | None = "world") -> None:
+        super().__init__()
+        self.over = over
+
+    def configure_optimizers(self):
+        if self.over is None:
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+        group = self.trainer.strategy.node_process_group if self.over == "node" else None
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
+
+
+DIFFERING = [PeriodicAveraging(3), DiLoCo(4), DASO(2, warmup_epochs=1), Gossip()]
+
+
+def test_zero_over_all_ranks_is_refused_where_nodes_differ(borrow):
+    for name, ranks in outcomes(borrow, {repr(scheme): (Sharded(), scheme) for scheme in DIFFERING}):
+        for error, _, _ in ranks:
+            assert "ZeroRedundancyOptimizer.step() communicates over several nodes" in error, name
+            assert f"With {name} nodes hold different parameters" in error
+            assert "Use AllReduce()" in error
+            assert "process_group=self.trainer.strategy.node_process_group" in error
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(3), DiLoCo(4), AllReduce()], ids=repr)
+def test_zero_over_the_node_trains_what_adam_trains(borrow, scheme):
+    replicas = isinstance(scheme, DiLoCo)
+
+    def resumed(folder, over):
+        """Train one epoch, and a second one from its checkpoint."""
+        saves = ModelCheckpoint(folder / str(over), filename="saved")
+        arguments = {"ranks_per_node": 2, "devices": 4, "callbacks": [saves], "enable_checkpointing": True}
+        arguments["checkpoint_replicas"] = replicas
+        saved = folder / str(over) / "saved.ckpt"
+        return [
+            outcome(folder, Sharded(over), scheme, **arguments, max_epochs=1),
+            outcome(folder, Sharded(over), scheme, **arguments, ckpt_path=saved),
+        ]
+
+    for ours, adam in borrow(lambda folder: (resumed(folder, "node"), resumed(folder, None)), ranks=4):
+        for (error, said, weights), (_, _, expected) in zip(ours, adam, strict=True):
+            assert (error, said) == ("", [])
+            assert weights == pytest.approx(expected, abs=1e-6)
+
+
+class Gathering(torch.optim.SGD):
+    """Exchanges its parameters with all ranks in some steps, as distributed Muon and Shampoo do.
+
+    Args:
+        at: In which steps.
+        with_group: Whether over a process group that it makes.
+    """
+
+    def __init__(self, parameters, at, with_group):
+        super().__init__(parameters, lr=0.1)
+        self.at, self.steps = at, 0
+        self.group = dist.new_group(list(range(dist.get_world_size()))) if with_group else None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        self.steps += 1
+        if self.steps in self.at:
+            first = self.param_groups[0]["params"][0]
+            dist.all_gather([torch.empty_like(first) for _ in range(dist.get_world_size())], first, group=self.group)
+        return loss
+
+
+class Gathered(Quadratic):
+    """Trained by :class:`Gathering`; its hooks communicate, too, but not in the optimizer."""
+
+    def __init__(self, at=(), with_group=False):
+        super().__init__()
+        self.at, self.with_group = at, with_group
+
+    def configure_optimizers(self):
+        return Gathering(self.parameters(), self.at, self.with_group)
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = self.head.bias.grad.norm()
+        dist.all_reduce(norm)
+        self.log("norm", norm, sync_dist=True)
+
+    def on_after_backward(self):
+        dist.barrier()
+
+
+def test_an_optimizer_that_gathers_over_nodes_is_refused(borrow):
+    ways = {"at times": ((3, 6), False), "over a group of its own": ((1, 2), True)}
+    for name, ranks in outcomes(borrow, {name: (Gathered(*way), PeriodicAveraging(2)) for name, way in ways.items()}):
+        for error, _, _ in ranks:
+            assert "Gathering.step() communicates over several nodes" in error, name
+
+
+class Wrapper:
+    """No torch.optim.Optimizer, but used like one."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Averaging(Wrapper):
+    """Averages the parameters over all ranks after each step, as torch's PostLocalSGDOptimizer does after some."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p)
+            p /= dist.get_world_size()
+        return loss
+
+
+class Wrapped(Quadratic):
+    """Trained by an optimizer inside something else, if that is given."""
+
+    def __init__(self, inside=None):
+        super().__init__()
+        self.inside = inside
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return optimizer if self.inside is None else self.inside(optimizer)
+
+
+def test_a_wrapper_that_averages_parameters_by_itself_is_refused(borrow):
+    fits = {repr(scheme): (Wrapped(Averaging), scheme) for scheme in (PeriodicAveraging(3), AllReduce())}
+    (_, refused), (_, right) = outcomes(borrow, fits)
+    for error, _, _ in refused:
+        assert "Averaging.step() communicates over several nodes" in error
+    assert [(error, said) for error, said, _ in right] == [("", [])] * 2
+
+
+def test_a_wrapper_around_an_optimizer_trains_what_it_does(borrow):
+    for scheme in (PeriodicAveraging(3), Gossip()):
+        fits = {str(inside): (Wrapped(inside), scheme) for inside in (Wrapper, None)}
+        (_, ours), (_, expected) = outcomes(borrow, fits)
+        assert ours == expected
+        assert ours[0][0] == ""
+
+
+def test_hooks_around_the_step_may_communicate(borrow):
+    schemes = {AllReduce(): (1, 2), PeriodicAveraging(2): (), StepsDelay(2, 2): ()}
+    for name, ranks in outcomes(borrow, {repr(scheme): (Gathered(at), scheme) for scheme, at in schemes.items()}):
+        assert [(error, said) for error, said, _ in ranks] == [("", [])] * 2, name
+
+
+def test_ranks_that_train_alone_have_no_process_group_of_their_node(borrow):
+    fits = {over: (Sharded(over), PeriodicAveraging(2, gradients="none"), 2) for over in ("node", "world")}
+    (_, of_node), (_, of_world) = outcomes(borrow, fits)
+    for error, _, _ in of_node:
+        assert "every rank trains a model of its own" in error
+    for error, _, _ in of_world:
+        assert "ZeroRedundancyOptimizer.step() communicates over several nodes" in error
+        assert error.endswith("Use AllReduce()")
+
+
+# ---- forward passes that communicate -----------------------------------------------------------------------------
+
+
+class Contrasting(Quadratic):
+    """Its loss compares samples of all ranks."""
+
+    def training_step(self, batch, batch_idx):
+        others = self.all_gather(self.backbone(batch[0][:, :3]), sync_grads=True)
+        return super().training_step(batch, batch_idx) + others.square().mean()
+
+
+class SumOverRanks(torch.nn.Module):
+    def __init__(self, every=1):
+        super().__init__()
+        self.calls, self.every = 0, every
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            dist.all_reduce(x.detach().clone())
+        return x
+
+
+class Reducing(Quadratic):
+    """A layer communicates by itself, in every pass or in every third one."""
+
+    def __init__(self, every=1):
+        super().__init__()
+        self.automatic_optimization = every == 1
+        self.layer = SumOverRanks(every)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step([self.layer(batch[0])], batch_idx)
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "ranks_per_node"),
+    [
+        (Contrasting(), "in training_step", 1),
+        (Contrasting(), "in training_step", 2),
+        (Reducing(), "in forward", 1),
+        (Reducing(every=3), "in forward", 1),
+    ],
+)
+def test_a_forward_pass_that_communicates_over_nodes_is_named(borrow, module, where, ranks_per_node):
+    def program(folder):
+        return outcome(folder, module, PeriodicAveraging(2), ranks_per_node, devices=2 * ranks_per_node, max_epochs=3)
+
+    reports = borrow(program, ranks=2 * ranks_per_node)
+    assert [error for error, _, _ in reports] == [""] * len(reports)
+    (said,) = reports[0][1]
+    assert "test_optimizers.py:" in said
+    assert f"{where}: a collective over several nodes in the forward pass or the loss." in said
+    assert "group=self.trainer.strategy.node_process_group" in said
+    assert reports[1][1] == []
+
+
+def test_a_forward_pass_may_communicate_where_nodes_do_not_differ(borrow):
+    modules = (Contrasting(), Reducing())
+    for name, ranks in outcomes(borrow, {type(each).__name__: (each, AllReduce()) for each in modules}):
+        assert [(error, said) for error, said, _ in ranks] == [("", [])] * 2, name
+
+
+class Logging(Reducing):
+    """Communicates for metrics only, or inside its node."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Identity()
+        self.metric = torchmetrics.MeanMetric(dist_sync_on_step=True)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, on_step=True)
+        self.log("mean", self.metric(loss.detach()))
+        self.all_gather(loss.detach())
+        strategy = self.trainer.strategy
+        strategy.reduce(loss.detach())
+        strategy.barrier()
+        strategy.broadcast(batch_idx)
+        dist.all_reduce(loss.detach().clone(), group=strategy.node_process_group)
+        return loss
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_metrics_and_logging_may_communicate_in_a_forward_pass(borrow, automatic):
+    module = Logging()
+    module.automatic_optimization = automatic
+    for error, said, _ in borrow(lambda folder: outcome(folder, module, PeriodicAveraging(2)), ranks=2):
+        assert (error, said) == ("", [])
+
+
+# ---- optimizers that step in halves ------------------------------------------------------------------------------
+
+
+class SAM(torch.optim.Optimizer):
+    """As that of github.com/davda54/sam."""
+
+    def __init__(self, params, base_optimizer, rho=0.05, **kwargs):
+        super().__init__(params, {"rho": rho, **kwargs})
+        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        norm = torch.norm(torch.stack([p.grad.norm(p=2) for group in self.param_groups for p in group["params"]]), p=2)
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+class Sharpness(Oracle):
+    """Trained by SAM, in halves, by a closure, or in halves in the hook that steps; or by hand, in the same way.
+
+    Args:
+        how: ``"halves"``, ``"closure"``, ``"hook"`` or ``"hand"``.
+    """
+
+    def __init__(self, how):
+        super().__init__(4)
+        self.how = how
+        self.automatic_optimization = how == "hook"
+        self.y = torch.nn.Parameter(torch.tensor([3.0, -1.0]))
+
+    def loss(self):
+        target = self.targets[self.global_rank]
+        return 0.5 * (self.x - target).square().sum() + 0.25 * (self.y + target).square().square().sum() / 100
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.loss()
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss())
+        if self.how == "halves":
+            optimizer.first_step(zero_grad=True)
+            self.manual_backward(self.loss())
+            optimizer.second_step(zero_grad=True)
+        elif self.how == "closure":
+            optimizer.step(closure=lambda: self.manual_backward(self.loss()))
+            optimizer.zero_grad()
+        else:
+            norm = torch.cat([p.grad for p in self.parameters()]).norm()
+            old = [p.detach().clone() for p in self.parameters()]
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.add_(p.grad * (0.05 / (norm + 1e-12)))
+            optimizer.zero_grad()
+            self.manual_backward(self.loss())
+            with torch.no_grad():
+                for p, value in zip(self.parameters(), old, strict=True):
+                    p.copy_(value)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer_closure()
+        optimizer.first_step(zero_grad=True)
+        optimizer_closure()
+        optimizer.second_step(zero_grad=True)
+
+    def configure_optimizers(self):
+        if self.how == "hand":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return SAM(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+SYNCHRONOUS = [(AllReduce(), 1), (PeriodicAveraging(2), 1), (PeriodicAveraging(2), 2), (DiLoCo(4), 1), (Gossip(), 1)]
+OTHERS = [(PeriodicAveraging(3, gradients="none"), 2), (DASO(2, warmup_epochs=1), 1), (Gossip(overlap=True), 1)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "ranks_per_node", "ways"),
+    [
+        *((*each, ("halves", "closure", "hook")) for each in SYNCHRONOUS),
+        *((*each, ("halves",)) for each in OTHERS),  # what arrives between two halves would be seen by a closure
+    ],
+    ids=repr,
+)
+def test_sam_in_halves_trains_what_its_formulas_do(borrow, scheme, ranks_per_node, ways):
+    def program(folder):
+        trained = []
+        for how in ("hand", *ways):
+            module = Sharpness(how)
+            trained.append((outcome(folder, module, scheme, ranks_per_node), module.report))
+        return trained
+
+    ranks = borrow(program, ranks=2)
+    for ((_, _, expected), by_hand), *others in ranks:
+        for (error, _, weights), report in others:
+            assert error == ""
+            assert weights == pytest.approx(expected, abs=1e-6)
+            assert report == pytest.approx(by_hand, abs=1e-6)
+    assert ranks[0][1][0][2] == ranks[1][1][0][2]
+
+
+class TalkativeSAM(SAM):
+    """Averages the gradients of its first half over all ranks, as some do where there is a process group."""
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        for p in self.param_groups[0]["params"]:
+            dist.all_reduce(p.grad, dist.ReduceOp.SUM)
+        super().first_step(zero_grad)
+
+
+class Talkative(Sharpness):
+    def configure_optimizers(self):
+        return TalkativeSAM(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def test_a_half_step_that_communicates_over_nodes_is_refused(borrow):
+    for name, ranks in outcomes(borrow, {how: (Talkative(how), PeriodicAveraging(2)) for how in ("halves", "closure")}):
+        for error, _, _ in ranks:
+            assert "TalkativeSAM.step() communicates over several nodes" in error, name
+            assert "in first_step" in error
+
+
+class SAMWithSchedule(Sharpness):
+    """Its learning rate falls at every step, by a schedule of SAM itself or of the optimizer inside."""
+
+    def __init__(self, of_inner):
+        super().__init__("halves")
+        self.of_inner = of_inner
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduled = optimizer.base_optimizer if self.of_inner else optimizer
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.9)
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.schedule.step()
+
+
+@pytest.mark.parametrize("of_inner", [False, True])
+def test_sam_in_halves_goes_with_a_learning_rate_schedule(borrow, of_inner):
+    def program(folder):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1)
+            module = SAMWithSchedule(of_inner)
+            one_trainer(folder, devices=2, strategy=strategy).fit(module)
+        lr = module.optimizers().param_groups[0]["lr"]
+        return lr, [scheme.steps for scheme in strategy.schemes], [str(each.message) for each in caught]
+
+    for lr, steps, said in borrow(program, ranks=2):
+        assert lr == pytest.approx(0.1 * 0.9**8)
+        assert steps == [8]
+        # torch sees no call of SAM's own step
+        assert any("`lr_scheduler.step()` before" in text for text in said) is not of_inner
+
+
+# ---- parameters that change without a counted step ---------------------------------------------------------------
+
+
+class Uncounted(Quadratic):
+    """Changes its parameters in every batch without the step that is counted, or with it.
+
+    Args:
+        how: In which way.
+    """
+
+    def __init__(self, how):
+        super().__init__()
+        self.automatic_optimization = False
+        self.how = how
+
+    def configure_optimizers(self):
+        without = ("built in the step", "by hand, without optimizer")
+        return None if self.how in without else torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        self.manual_backward(self.loss(batch[0]))
+        if self.how == "counted":
+            self.optimizers().step()
+        elif self.how == "built in the step":
+            torch.optim.Adam(self.parameters(), lr=0.1).step()
+        elif self.how == "data":
+            for p in self.parameters():
+                p.data -= 0.1 * p.grad
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_):
+        if self.how.startswith("by hand"):
+            for p in self.parameters():
+                p -= 0.1 * p.grad
+
+
+WAYS = ["by hand, without optimizer", "data", "built in the step"]
+
+
+def test_parameters_that_change_without_a_counted_step_end_the_run(borrow):
+    for name, ranks in outcomes(borrow, {how: (Uncounted(how), PeriodicAveraging(2)) for how in WAYS}):
+        for error, _, _ in ranks:
+            assert "backbone.weight, backbone.bias, head.weight and 1 more changed in several batches" in error, name
+            assert "self.optimizers()" in error
+
+
+def test_no_scheme_takes_changes_for_steps(borrow):
+    schemes = (Gossip(), StepsDelay(2, 2))
+    for name, ranks in outcomes(borrow, {repr(scheme): (Uncounted("by hand"), scheme) for scheme in schemes}):
+        for error, _, _ in ranks:
+            assert "changed in several batches in which the step() of SGD was not called" in error, name
+
+
+def test_changes_need_no_counted_step_where_nodes_do_not_differ(borrow):
+    fits = {how: (Uncounted(how), AllReduce()) for how in ("counted", *WAYS[:2])}
+    (_, expected), *others = outcomes(borrow, fits)
+    for name, ranks in others:
+        for (error, _, weights), (_, _, right) in zip(ranks, expected, strict=True):
+            assert error == "", name
+            assert weights == pytest.approx(right, abs=1e-6), name
+
+
+class Quiet(Quadratic):
+    """Writes to its parameters in ways of which each is right.
+
+    Args:
+        how: In which one.
+    """
+
+    def __init__(self, how):
+        super().__init__(steps=8)
+        self.how = how
+        self.automatic_optimization = how in ("clamp", "decay", "swap", "warm-up")
+        self.teacher = copy.deepcopy(self.backbone) if how in ("teacher", "sloppy teacher") else None
+        self.probe = torch.nn.Linear(2, 1) if how == "probe" else None
+        if how == "teacher":
+            self.teacher.requires_grad_(False)
+
+    def trained(self):
+        return [*self.backbone.parameters(), *self.head.parameters()]
+
+    def configure_optimizers(self):
+        self.own = torch.optim.SGD(self.probe.parameters() if self.probe else self.trained(), lr=0.01)
+        if self.how == "two":
+            layers = (self.backbone, self.head)
+            return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers]
+        optimizer = torch.optim.SGD(self.trained(), lr=0.05)
+        if self.how == "warm-up":
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step < 6 else 1.0)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.loss(batch[0], self.backbone, self.head)
+        optimizer = self.optimizers()
+        if self.how == "two":  # WGAN's critic is clamped in every batch, and steps in few
+            optimizer = optimizer[batch_idx % 4 == 3]
+        if self.how == "inner loop":  # Reptile: steps of another optimizer are taken back, and end in gradients
+            before = [p.detach().clone() for p in self.trained()]
+            for _ in range(2):
+                self.own.zero_grad()
+                self.loss(batch[0], self.backbone, self.head).backward()
+                self.own.step()
+            with torch.no_grad():
+                for p, value in zip(self.trained(), before, strict=True):
+                    p.copy_(value)
+        if self.how == "extrapolation" and batch_idx % 2 == 0:
+            with torch.no_grad():
+                for p in self.trained():
+                    p.add_(0.01)
+            return
+        if self.how in ("first batch", "accumulation") and batch_idx % 4 < 3:
+            if self.how == "first batch" and batch_idx == 0:
+                with torch.no_grad():
+                    self.backbone.weight.mul_(1.5)
+            self.manual_backward(self.loss(batch[0], self.backbone, self.head))
+            return
+        if not self.how.startswith("first") and self.how != "accumulation":
+            optimizer.zero_grad()
+        loss = self.loss(batch[0], self.backbone, self.head)
+        if self.how == "sloppy teacher":
+            loss = loss + (self.teacher(batch[0][:, :3]) - self.backbone(batch[0][:, :3])).square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.how in ("first batch", "accumulation"):
+            optimizer.zero_grad()
+        if self.probe:
+            self.probe.zero_grad()
+            self.probe(self.backbone(batch[0][:, :3]).detach()).square().mean().backward()
+            self.own.step()
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.how in ("clamp", "two", "accumulation"):
+            for p in self.trained():
+                p.clamp_(-0.2, 0.2)
+        if self.how == "decay":
+            for p in self.trained():
+                p.mul_(0.99)
+        if self.teacher:
+            for p, q in zip(self.teacher.parameters(), self.backbone.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+
+    @torch.no_grad()
+    def on_validation_start(self):
+        if self.how == "swap":
+            self.kept = [p.detach().clone() for p in self.trained()]
+            for p in self.trained():
+                p.zero_()
+
+    @torch.no_grad()
+    def on_validation_end(self):
+        if self.how == "swap":
+            for p, value in zip(self.trained(), self.kept, strict=True):
+                p.copy_(value)
+
+    def val_dataloader(self):
+        return super().val_dataloader() if self.how == "swap" else []
+
+
+ACCUMULATING = {"accumulate_grad_batches": 4}
+
+
+PLAIN = ("warm-up", "two", "inner loop", "extrapolation", "first batch", "accumulation", "teacher")
+QUIET: dict[str, dict[str, Any]] = {how: {} for how in PLAIN}
+QUIET |= {"sloppy teacher": {}, "probe": {"find_unused_parameters": True}}
+QUIET |= {"clamp": ACCUMULATING, "decay": ACCUMULATING, "swap": {"val_check_interval": 1, **ACCUMULATING}}
+
+
+def test_programs_that_write_to_parameters_and_are_right_stay_quiet(borrow):
+    def program(folder):
+        return [outcome(folder, Quiet(how), PeriodicAveraging(2), **arguments) for how, arguments in QUIET.items()]
+
+    for rank in borrow(program, ranks=2):
+        for name, (error, said, _) in zip(QUIET, rank, strict=True):
+            assert (error, said) == ("", []), name
+
+
+class HalfCounted(Quadratic):
+    """An optimizer of its own trains the head, by gradients that nodes share."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        self.own = torch.optim.Adam(self.head.parameters(), lr=0.1)
+        return torch.optim.SGD(self.backbone.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        self.manual_backward(self.loss(batch[0]))
+        self.optimizers().step()
+        self.own.step()
+
+
+def test_an_optimizer_beside_those_of_the_run_is_named(borrow):
+    for error, _, _ in borrow(lambda folder: outcome(folder, HalfCounted(), PeriodicAveraging(2)), ranks=2):
+        assert "head.weight, head.bias changed in several batches, but Adam trains them" in error
+        assert "Return their optimizer from configure_optimizers" in error
+
+
+# ---- gradients that nobody averages ------------------------------------------------------------------------------
+
+
+class Plain(Quadratic):
+    """Two optimizers; some backward passes are plain ones, which average nothing.
+
+    Args:
+        how: Which.
+    """
+
+    def __init__(self, how):
+        super().__init__()
+        self.automatic_optimization = False
+        self.how = how
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in (self.backbone, self.head)]
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.zero_grad()
+        losses = [self.loss(batch[0], layer) for layer in (self.backbone, self.head)]
+        if self.how in ("all", "averages itself"):
+            sum(losses).backward()
+        elif self.how == "later":
+            if self.current_epoch:
+                sum(losses).backward()
+            else:
+                self.manual_backward(sum(losses))
+        elif self.how in ("second", "keeps zeros"):
+            self.manual_backward(sum(losses))
+            first.step()
+            self.zero_grad(set_to_none=self.how == "second")
+            self.loss(batch[0], self.head).backward()
+        elif self.how == "adds":
+            self.manual_backward(sum(losses))
+            self.loss(batch[0]).backward()
+        elif self.how == "never in sync":
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(sum(losses))
+        elif self.how == "accumulates":
+            self.loss(batch[0]).backward()
+            self.manual_backward(sum(losses))
+        else:
+            self.manual_backward(sum(losses))
+            self.clip_gradients(first, 0.1, "norm")
+        if self.how == "averages itself":
+            for p in self.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        if self.how not in ("second", "keeps zeros"):
+            first.step()
+        second.step()
+
+
+def test_gradients_that_ranks_should_share_and_do_not_are_named(borrow):
+    ways = ("all", "second", "keeps zeros", "adds", "never in sync", "later")
+    for name, ranks in outcomes(borrow, {how: (Plain(how), AllReduce()) for how in ways}):
+        assert [error for error, _, _ in ranks] == ["", ""]
+        assert [len(said) for _, said, _ in ranks] == [1, 0], name
+        said = ranks[0][1][0]
+        assert "SGD stepped with gradients that ranks 0, 1 should share, but that were not averaged" in said
+        assert "call self.manual_backward(loss) instead of loss.backward()" in said
+
+
+def test_gradients_that_are_averaged_in_any_way_are_right(borrow):
+    ways = ("clips", "averages itself", "accumulates")
+    layouts = ((AllReduce(), 1), (PeriodicAveraging(2), 2))
+    fits = {f"{how}, {layout}": (Plain(how), *layout) for how in ways for layout in layouts}
+    for name, ranks in outcomes(borrow, {**fits, "one rank per node": (Plain("all"), PeriodicAveraging(2), 1)}):
+        said = [(error, [text for text in said if "one node" not in text]) for error, said, _ in ranks]
+        assert said == [("", [])] * 2, name
+
+
+def test_ranks_of_a_node_that_do_not_share_gradients_are_named(borrow):
+    def program(folder):
+        return outcome(folder, Plain("all"), PeriodicAveraging(2), 2, devices=4)
+
+    said = [said for _, said, _ in borrow(program, ranks=4)]
+    assert [len(each) for each in said] == [1, 0, 1, 0]
+    assert "ranks 2, 3 should share" in said[2][0]
+
+
+# ---- communication hooks -----------------------------------------------------------------------------------------
+
+
+class Hooked(Quadratic):
+    """Registers a communication hook beside the strategy's, as it would with DDP.
+
+    Args:
+        name: Which one of torch's.
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def on_fit_start(self):
+        model = self.trainer.model
+        if self.name == "powerSGD_hook":
+            model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+        elif self.name == "bf16_compress_hook":
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        else:
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+
+
+def test_a_communication_hook_of_the_program_is_refused_on_every_layout(borrow):
+    names = ("powerSGD_hook", "bf16_compress_hook", "FP16_COMPRESS")
+    fits = {f"{name}, {sizes}": (Hooked(name), AllReduce(), sizes) for name in names for sizes in (1, 2)}
+    for name, ranks in outcomes(borrow, fits):
+        for error, _, _ in ranks:
+            assert error.startswith(f"register_comm_hook({name.split(',')[0]}") or "FP16_COMPRESS" in error
+            assert "DDP has one communication hook, and the hierarchical strategy averages gradients by it" in error
+            assert "wire_dtype" in error
+
+
+@pytest.mark.parametrize("strategy", [HierarchicalStrategy, HierarchicalFabricStrategy])
+@pytest.mark.parametrize("argument", ["ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"])
+def test_a_communication_hook_is_no_argument_of_the_strategy(strategy, argument):
+    with pytest.raises(ValueError, match=rf"{argument} cannot be set: {strategy.__name__} owns .* `wire_dtype`"):
+        strategy(**{argument: default_hooks.bf16_compress_hook})
+
+
+@pytest.mark.parametrize("strategy", [HierarchicalStrategy, HierarchicalFabricStrategy])
+def test_mixed_precision_of_ddp_is_no_argument_of_the_strategy(strategy):
+    strategy(mixed_precision=None)  # as LightningCLI fills it in
+    with pytest.raises(ValueError, match=rf"{strategy.__name__} owns. Use precision='bf16-mixed'"):
+        strategy(mixed_precision=object())
+
+
+# ---- the same on Fabric ------------------------------------------------------------------------------------------
+
+
+def on_fabric(borrow, work, scheme, ranks_per_node=1, ranks=2):
+    """The error, our warnings and the weights with which a loop on Fabric ends, on each rank."""
+
+    def program(_):
+        strategy = HierarchicalFabricStrategy(scheme, ranks_per_node=ranks_per_node)
+        fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+        error = ""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                module = fabric.launch(work, strategy)
+                strategy.finish()
+            except RuntimeError as raised:
+                error = str(raised)
+        for run in strategy._runs:
+            run.close(timeout=20.0)
+        strategy.topology.close()
+        said = [str(warning.message) for warning in caught if "/lightning_hiercomm/" in warning.filename]
+        return error, said, [] if error else torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+    return borrow(program, ranks=ranks)
+
+
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+
+
+def batches(fabric, steps=6):
+    generator = torch.Generator().manual_seed(fabric.global_rank)
+    return torch.randn(steps, 4, 3, generator=generator)
+
+
+def loop(optimizer_of, step=None, loss_of=lambda fabric, model, x: model(x).square().mean(), backward=None):
+    """What a loop does that trains :func:`layers`."""
+
+    def work(fabric, strategy):
+        module = layers()
+        model, optimizer = fabric.setup(module, optimizer_of(module, strategy))
+        for x in batches(fabric):
+            optimizer.zero_grad()
+            loss = loss_of(fabric, model, x)
+            loss.backward() if backward == "plain" else fabric.backward(loss)
+            if step is None:
+                optimizer.step()
+            else:
+                step(fabric, model, optimizer, x)
+        return module
+
+    return work
+
+
+def sgd(module, strategy=None):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def zero(module, strategy=None):
+    group = strategy and strategy.node_process_group
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
+
+
+def test_on_fabric_zero_is_refused_over_nodes_and_right_inside_them(borrow):
+    for error, _, _ in on_fabric(borrow, loop(lambda module, _: zero(module)), PeriodicAveraging(2)):
+        assert "ZeroRedundancyOptimizer.step() communicates over several nodes" in error
+    ours = on_fabric(borrow, loop(zero), PeriodicAveraging(2), 2, ranks=4)
+    adam = on_fabric(
+        borrow, loop(lambda m, _: torch.optim.Adam(m.parameters(), 0.05)), PeriodicAveraging(2), 2, ranks=4
+    )
+    for (error, said, weights), (_, _, expected) in zip(ours, adam, strict=True):
+        assert (error, said) == ("", [])
+        assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def test_on_fabric_zero_over_the_node_is_saved_whole(borrow, tmp_path):
+    def work(fabric, strategy):
+        module = layers()
+        model, optimizer = fabric.setup(module, zero(module, strategy))
+        fabric.backward(model(batches(fabric)[0]).sum())
+        optimizer.step()
+        fabric.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
+        return module
+
+    for error, said, _ in on_fabric(borrow, work, PeriodicAveraging(2), 2, ranks=4):
+        assert (error, said) == ("", [])
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["optimizer"]
+    assert sorted(saved["state"]) == [0, 1, 2, 3]
+
+
+def sam(module, strategy=None):
+    return SAM(module.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def halves(fabric, model, optimizer, x):
+    optimizer.first_step(zero_grad=True)
+    fabric.backward(model(x).square().mean())
+    optimizer.second_step(zero_grad=True)
+
+
+def closure(fabric, model, optimizer, x):
+    optimizer.step(closure=lambda: fabric.backward(model(x).square().mean()))
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), Gossip()], ids=repr)
+def test_on_fabric_sam_trains_the_same_in_halves_and_by_a_closure(borrow, scheme):
+    ways = [on_fabric(borrow, loop(sam, step), scheme) for step in (halves, closure)]
+    for (error, said, weights), (_, _, expected) in zip(*ways, strict=True):
+        assert (error, said) == ("", [])
+        assert weights == pytest.approx(expected, abs=1e-6)
+    assert ways[0][0][2] == ways[0][1][2]
+
+
+@torch.no_grad()
+def by_hand(fabric, model, optimizer, x):
+    for p in model.parameters():
+        p -= 0.1 * p.grad
+
+
+def test_on_fabric_changes_without_a_counted_step_end_the_run(borrow):
+    for error, _, _ in on_fabric(borrow, loop(sgd, by_hand), PeriodicAveraging(2)):
+        assert "changed in several batches in which the step() of SGD was not called" in error
+    for error, said, _ in on_fabric(borrow, loop(sgd, by_hand), AllReduce()):
+        assert (error, said) == ("", [])
+
+
+def contrast(fabric, model, x):
+    return model(x).square().mean() + fabric.all_gather(model(x), sync_grads=True).square().mean()
+
+
+def log(fabric, model, x):
+    loss = model(x).square().mean()
+    fabric.all_reduce(loss.detach())
+    fabric.all_gather(loss.detach())
+    fabric.barrier()
+    torchmetrics.MeanMetric(dist_sync_on_step=True)(loss.detach())
+    return loss
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_on_fabric_a_loss_that_communicates_over_nodes_is_named(borrow, plain):
+    backward = "plain" if plain else None
+    (first, second) = on_fabric(borrow, loop(sgd, loss_of=contrast, backward=backward), PeriodicAveraging(2))
+    assert (first[0], second[:2]) == ("", ("", []))
+    assert "in contrast: a collective over several nodes in the forward pass or the loss" in first[1][0]
+    for error, said, _ in on_fabric(borrow, loop(sgd, loss_of=log), PeriodicAveraging(2)):
+        assert (error, said) == ("", [])
+
+
+def around_ddp(fabric, model, x):
+    return model.module(x).square().mean()
+
+
+@pytest.mark.parametrize(("scheme", "ranks_per_node"), [(AllReduce(), 1), (PeriodicAveraging(2), 2)])
+def test_on_fabric_gradients_that_ranks_should_share_and_do_not_are_named(borrow, scheme, ranks_per_node):
+    first, second = on_fabric(borrow, loop(sgd, loss_of=around_ddp), scheme, ranks_per_node)
+    assert (first[0], second[:2]) == ("", ("", []))
+    assert "SGD stepped with gradients that ranks 0, 1 should share" in first[1][0]
+    assert "Call the module that fabric.setup returned" in first[1][0]
+    for error, said, _ in on_fabric(borrow, loop(sgd, backward="plain"), scheme, ranks_per_node):
+        assert (error, said) == ("", [])
