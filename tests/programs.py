@@ -431,9 +431,8 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
 
 def _end(outcome: Outcome) -> str:
     """How a rank has ended, in one line."""
-    after = (
-        f"after {outcome.events[-1].hook}, its {len(outcome.events)}th" if outcome.events else "before its first hook"
-    )
+    events = outcome.events
+    last = f"after hook {len(events)}, {events[-1].hook}," if events else "before all hooks"
     frames = re.findall(r'File "[^"]*?([^/"]+)", line (\d+) in (\w+)', outcome.output)
     where = " in {}:{} {}".format(*frames[0]) if outcome.how == "hangs" and frames else ""
     return f"{outcome.how} {last}{where} {outcome.error.splitlines()[0][:300] if outcome.error else ''}".strip()
