@@ -433,8 +433,8 @@ def _end(outcome: Outcome) -> str:
     """How a rank has ended, in one line."""
     events = outcome.events
     last = f"after hook {len(events)}, {events[-1].hook}," if events else "before all hooks"
-    frames = re.findall(r'File "[^"]*?([^/"]+)", line (\d+) in (\w+)', outcome.output)
-    where = " in {}:{} {}".format(*frames[0]) if outcome.how == "hangs" and frames else ""
+    stacks = re.findall(r'most recent call first\):\n +File "[^"]*?([^/"]+)", line (\d+) in (\w+)', outcome.output)
+    where = " in {}:{} {}".format(*stacks[-1]) if outcome.how == "hangs" and stacks else ""
     return f"{outcome.how} {last}{where} {outcome.error.splitlines()[0][:300] if outcome.error else ''}".strip()
 
 
@@ -506,7 +506,8 @@ def _acts_in(program: Program, hook: str) -> bool:
 
 
 def _compare(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=0, atol=tolerance):
+    is_alike = actual.shape == expected.shape and actual.dtype == expected.dtype
+    if not is_alike or not torch.allclose(actual, expected, rtol=0, atol=tolerance):
         raise WrongAnswer(f"{what}: {actual.tolist()} instead of {expected.tolist()}")
 
 
