@@ -34,16 +34,18 @@ class Alone:
         self.trainers = [SimpleNamespace(optimizers=[o], save_checkpoint=lambda _: None) for o in self.optimizers]
         for toy in self.toys:
             toy.log = lambda *_, **__: None  # type: ignore[method-assign]
+            toy.peers = self.toys
         shares_all = self.scheme in ("all_reduce", "steps_delay, warm-up")
         self.groups = [tuple(range(program.world))] if shares_all else program.nodes
         self.trained = self._trained_now()
         self.reference, self.velocity = self._mean(), torch.zeros(5).double()
         self.step_in_epoch = self.steps = self.unsynced = self.looks = 0
+        self.arriving: Tensor | None = None
         self.seen: list[list[Tensor]] = []
         self.saved: Tensor | None = None
 
-    def replay(self, hooks: Sequence[tuple[str, bool]]) -> Tensor:
-        """Return what the run ends on.
+    def replay(self, hooks: Sequence[tuple[str, bool]]) -> None:
+        """Do what a run has done.
 
         Args:
             hooks: Their names, and whether the batch is the epoch's last one.
@@ -51,7 +53,6 @@ class Alone:
         left = iter(hooks)
         for hook, is_last in left:
             self._reach(hook, is_last, left)
-        return self.flat[0]
 
     def _reach(self, hook: str, is_last: bool, left: Iterator[Any]) -> None:
         self._before(hook, is_last)
@@ -133,6 +134,10 @@ class Alone:
             toy.steps += 1
         if training == "sam":
             self._halve("second_step")
+        elif training == "by hand":
+            for toy, optimizer in zip(self.toys, self.optimizers, strict=True):
+                toy.step_without(optimizer)
+        if training in ("sam", "by hand"):
             self._synchronize()
 
     def _halve(self, half: str) -> None:
@@ -174,6 +179,11 @@ class Alone:
             return
         if scheme == "daso, warm-up" or (scheme in ("periodic", "periodic, no epochs") and self.step_in_epoch % 2 == 0):
             self._average()
+        elif scheme == "daso":
+            if self.arriving is not None:
+                m = len(nodes)  # the paper's Eq. 1, one step late
+                self._put([(2 * own + m * self.arriving) / (2 + m) for own in self.flat])
+            self.arriving = self._mean() if self.step_in_epoch % 2 == 1 else None
         elif scheme == "diloco" and self.steps % 2 == 0:
             difference = self.reference - self._mean()
             self.velocity = 0.9 * self.velocity + difference
@@ -190,8 +200,9 @@ class Alone:
         self.unsynced = 0
 
     def _end_epoch(self) -> None:
-        if self.unsynced and self.scheme in ("periodic", "periodic, epochs"):
+        if self.unsynced and self.scheme in ("periodic", "periodic, epochs", "daso"):
             self._average()
+            self.arriving = None
 
     def _trained_now(self) -> list[str]:
         return [name for name, parameter in self.toys[0].named_parameters() if parameter.requires_grad]

@@ -28,8 +28,8 @@ EPOCH_HOOKS = (
 )
 BATCH_HOOKS = ("on_train_batch_start", "training_step", "on_before_optimizer_step", "on_train_batch_end")
 HOOKS = ("on_fit_start", "on_train_start", *EPOCH_HOOKS, *BATCH_HOOKS, "on_save_checkpoint", "on_train_end")
-MANUAL = ("manual", "accumulates", "sam", "loss.backward")
-TRAININGS = ("automatic", *MANUAL, "zero")
+MANUAL = ("manual", "accumulates", "sam", "by hand", "loss.backward")
+TRAININGS = ("automatic", *MANUAL, "zero", "sharded", "gathers")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.2),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -107,6 +107,7 @@ class Toy(pl.LightningModule):
         self.register_buffer("bank", torch.zeros(0, dtype=torch.float64))
         self.reached: dict[str, int] = {}
         self.steps = 0
+        self.peers = [self]
         self.effects: set[str] = set()
         self.stash: Tensor | None = None
         self.state: Any = None
@@ -118,7 +119,17 @@ class Toy(pl.LightningModule):
     def loss(self) -> Tensor:
         target = torch.sin(1.3 * torch.arange(3.0).double() + 2.1 * self.rank + 0.7 * self.steps) * self.scale
         target = target + 0.2 * self.rank + (self.extra if "extra" in self._buffers else 0.0)
-        return 0.5 * (self.weight - target).square().sum() + 0.5 * (self.head - target[:2]).square().sum()
+        pull = (self.weight - self._center()).square().sum() if self.program.training == "gathers" else 0.0
+        return 0.5 * ((self.weight - target).square().sum() + (self.head - target[:2]).square().sum() + pull)
+
+    @torch.no_grad()
+    def _center(self) -> Tensor:
+        """The mean of all ranks' weights, by a collective of the user's."""
+        if dist.is_initialized():
+            total = self.weight.detach().clone()
+            dist.all_reduce(total)
+            return total / dist.get_world_size()
+        return torch.stack([peer.weight for peer in self.peers]).mean(0)
 
     def acts(self, hook: str) -> list[Callable[[Any], object] | None]:
         """What each action of the program does with the trainer now."""
@@ -165,9 +176,18 @@ class Toy(pl.LightningModule):
             optimizer.zero_grad()
             self.manual_backward(self.loss())
             optimizer.second_step()
-            return
-        for _ in range(2 if "twice" in self.effects else 1):
-            optimizer.step()
+        elif training == "by hand":
+            self.step_without(optimizer)
+        else:
+            for _ in range(2 if "twice" in self.effects else 1):
+                optimizer.step()
+
+    @torch.no_grad()
+    def step_without(self, optimizer: Any) -> None:
+        """Train by gradients, without a step of the optimizer."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter -= optimizer.param_groups[0]["lr"] * parameter.grad
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.weight.sum())
@@ -178,6 +198,8 @@ class Toy(pl.LightningModule):
             return SAM(self.parameters(), make)
         if self.program.training == "zero" and dist.is_initialized():
             return ZeroRedundancyOptimizer(self.parameters(), make.func, **make.keywords)
+        if self.program.training == "sharded" and dist.is_initialized():
+            return sharded(make)(self.parameters())
         return make(self.parameters())
 
     def train_dataloader(self) -> DataLoader:
@@ -212,6 +234,24 @@ class SAM(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:
         raise NotImplementedError("SAM steps in two halves")
+
+
+def sharded(make: partial[torch.optim.Optimizer]) -> partial[torch.optim.Optimizer]:
+    """An optimizer that steps every parameter on one rank, which broadcasts it, as distributed Muon does."""
+
+    class Sharded(make.func):  # type: ignore[name-defined, misc]
+        def step(self, closure: Any = None) -> Any:
+            loss = closure() if closure is not None else None
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for number, parameter in enumerate(parameters):
+                if number % dist.get_world_size() != dist.get_rank():
+                    parameter.grad = None
+            super().step()
+            for number, parameter in enumerate(parameters):
+                dist.broadcast(parameter.data, number % dist.get_world_size())
+            return loss
+
+    return partial(Sharded, **make.keywords)
 
 
 # ---- actions ---------------------------------------------------------------------------------------------------------
@@ -280,8 +320,13 @@ def _replace_buffer(toy: Toy, trainer: Any) -> None:
     toy.scale = toy.scale * 0.5
 
 
-def _resize_buffer(toy: Toy, trainer: Any) -> None:
-    toy.bank = torch.arange(toy.rank + 2).double()
+def _grow_buffer(toy: Toy, trainer: Any) -> None:
+    """Keep samples in a memory bank, of which every rank has another number."""
+    toy.bank = torch.cat([toy.bank, torch.full((toy.rank + 1,), toy.rank + 0.5).double()])
+
+
+def _add_own_buffer(toy: Toy, trainer: Any) -> None:
+    toy.register_buffer("own", torch.full((2,), float(toy.rank), dtype=torch.float64))
 
 
 def _add_buffer(toy: Toy, trainer: Any) -> None:
@@ -312,6 +357,13 @@ def _reduce(toy: Toy, trainer: Any) -> None:
         dist.all_reduce(number)
         expected = sum(range(1, toy.program.world + 1))
         assert not toy.program.on_all or number == expected, f"a sum of {number.item()} instead of {expected}"
+
+
+def _gather(toy: Toy, trainer: Any) -> None:
+    if dist.is_initialized():
+        numbers = toy.all_gather(torch.tensor(float(toy.rank)))
+        expected = torch.arange(float(toy.program.world))
+        assert not toy.program.on_all or torch.equal(numbers, expected), f"gathers {numbers} instead of {expected}"
 
 
 def _barrier(toy: Toy, trainer: Any) -> None:
@@ -367,6 +419,14 @@ class Kind:
     cause: str = "(?!)"
 
 
+def _goes_on(toy: Toy, action: Action, hook: str, later: int) -> bool:
+    return hook == action.hook and later > 0
+
+
+def _follows(toy: Toy, action: Action, hook: str, later: int) -> bool:
+    return hook == action.hook and later == 1
+
+
 PUT_BACK = {
     "on_validation_start": "on_validation_end",
     "on_validation_epoch_end": "on_validation_end",
@@ -383,18 +443,18 @@ ACTIONS = {
     "write": Kind(_write, cause=_WRITTEN),
     "swap": Kind(_swap, [*PUT_BACK], also=_puts_back, cause=_WRITTEN),
     "best": Kind(_put_best_back, also=_keeps_best, cause=_WRITTEN),
-    "clamp": Kind(_clamp, also=lambda toy, action, hook, later: hook == action.hook and later > 0, cause=_WRITTEN),
+    "clamp": Kind(_clamp, also=_goes_on, cause=_WRITTEN),
     "lr": Kind(_change_lr),
     "buffer": Kind(_replace_buffer),
-    "bank": Kind(_resize_buffer),
+    "bank": Kind(_grow_buffer, also=_goes_on),
+    "own": Kind(_add_own_buffer, on=("some",)),
     "extra": Kind(_add_buffer),
-    "freeze": Kind(
-        _freeze_or_thaw, _BETWEEN_STEPS, also=lambda toy, action, hook, later: hook == action.hook and later == 1
-    ),
+    "freeze": Kind(_freeze_or_thaw, _BETWEEN_STEPS, also=_follows),
     "log": Kind(_log, _LOGS, _EITHER),
     "save": Kind(_save, _SAVES, _EITHER),
     "stop": Kind(_stop, on=_EITHER, cause="should_stop"),
     "reduce": Kind(_reduce, on=_EITHER),
+    "gather": Kind(_gather, on=_EITHER),
     "barrier": Kind(_barrier, on=_EITHER),
     "state": Kind(_set_state, cause="Hooks"),
     "raise": Kind(_raise, on=("some",)),
@@ -406,5 +466,12 @@ ACTIONS = {
     "skip": Kind(partial(_effect, name="skip"), ("training_step",), ("some",), ("manual",)),
     "twice": Kind(partial(_effect, name="twice"), ("training_step",), _EITHER, ("manual",)),
 }
-CAUSES = {"sam": "first_step|in halves", "loss.backward": "manual_backward", "zero": "ZeroRedundancyOptimizer"}
-"""What a warning or an error says of a way to train."""
+CAUSES = {
+    "sam": "first_step|in halves|optimizer.step",
+    "by hand": "optimizer.step",
+    "loss.backward": "manual_backward",
+    "zero": "ZeroRedundancyOptimizer",
+    "sharded": "Sharded|collective|process group",
+    "gathers": "collective|process group",
+}
+"""What a warning says of a way to train."""
