@@ -364,7 +364,7 @@ class Watched(Ranks):
         outcomes: dict[int, Outcome] = {}
         are_as_before = True
         while waiting := {world[rank][1]: rank for rank in range(ranks) if rank not in outcomes}:
-            progress = max((path.stat().st_mtime for path in self._folder.glob("events-*")), default=starts_until)
+            progress = max((path.stat().st_mtime for path in self._folder.rglob("events-*")), default=starts_until)
             for ready in multiprocessing.connection.wait([*waiting], timeout=0.1):
                 rank = waiting[ready]  # type: ignore[index]
                 try:

@@ -77,7 +77,7 @@ class Alone:
             self._show_mean()
         elif hook == "on_train_end":
             self._put(self._mean())
-        elif hook == "training_step" and self.toys[0].automatic_optimization:
+        elif hook == ("training_step" if self.toys[0].automatic_optimization else "on_before_optimizer_step"):
             self._follow()
 
     def _after(self, hook: str) -> None:
@@ -158,8 +158,6 @@ class Alone:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        if not self.toys[0].automatic_optimization:
-            self._follow()
         before = self.flat
         for optimizer in self.optimizers:
             optimizer.step()
@@ -210,6 +208,8 @@ class Alone:
     def _follow(self) -> None:
         """Synchronize if other parameters are trained than before."""
         if (now := self._trained_now()) != self.trained:
-            self.trained = now
+            self.trained, self.arriving = now, None
             self._average()
             self.reference = self._mean()
+            if "head" not in now:
+                self.velocity[3:] = 0.0
