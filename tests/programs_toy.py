@@ -94,12 +94,12 @@ class Toy(pl.LightningModule):
         program: What it trains by.
         rank: Its rank.
         folder: Of its files.
-        sleep: Seconds of a wait.
+        hang_timeout: The strategy's.
     """
 
-    def __init__(self, program: Program, rank: int, folder: Path = Path(), sleep: float = 0.0) -> None:
+    def __init__(self, program: Program, rank: int, folder: Path = Path(), hang_timeout: float = 0.0) -> None:
         super().__init__()
-        self.program, self.rank, self.folder, self.sleep = program, rank, folder, sleep
+        self.program, self.rank, self.folder, self.hang_timeout = program, rank, folder, hang_timeout
         self.automatic_optimization = program.training not in MANUAL
         self.weight = nn.Parameter(torch.tensor([0.5, -0.2, 0.1], dtype=torch.float64))
         self.head = nn.Parameter(torch.tensor([0.3, -0.4], dtype=torch.float64))
@@ -386,7 +386,12 @@ def _exit(toy: Toy, trainer: Any) -> None:
 
 
 def _sleep(toy: Toy, trainer: Any) -> None:
-    time.sleep(toy.sleep)
+    time.sleep(0.6 * toy.hang_timeout)
+
+
+def _sleep_long(toy: Toy, trainer: Any) -> None:
+    """On all ranks, which stand in the same place, this is a long step and no hang."""
+    time.sleep(1.3 * toy.hang_timeout)
 
 
 def _loop(toy: Toy, trainer: Any) -> None:
@@ -460,6 +465,7 @@ ACTIONS = {
     "raise": Kind(_raise, on=("some",)),
     "exit": Kind(_exit, on=("some",)),
     "sleep": Kind(_sleep, on=_EITHER),
+    "long": Kind(_sleep_long),
     "loop": Kind(_loop, on=("some",)),
     "none": Kind(partial(_effect, name="none"), ("training_step",), _EITHER),
     "leave": Kind(partial(_effect, name="leave"), ("on_train_batch_start",), _EITHER),
