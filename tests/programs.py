@@ -138,8 +138,8 @@ def _action(draw: random.Random, program: Program) -> Action:
 
 def goes_together(program: Program) -> bool:
     """Whether no documented rule forbids it."""
-    if program.scheme.startswith("steps_delay") and (program.optimizer != "sgd" or program.training == "sam"):
-        return False  # its local rule is for SGD
+    if program.scheme.startswith("steps_delay") and (program.optimizer, program.wire) != ("sgd", None):
+        return False  # refused: its local rule is for SGD, and its wire casts
     if program.has("swap") and program.has("best"):
         return False  # they share what they remember
     if program.has("state") and program.has("bank", "extra"):
@@ -426,8 +426,9 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
     if hows == {"ended"}:
         _judge_ended(program, outcomes)
         return
+    culprits = {rank for action in program.actions if len(action.ranks) < program.world for rank in action.ranks}
     for outcome in outcomes:
-        _judge_error(outcome.error or outcome.output, ends)
+        _judge_error(outcome.error or outcome.output, culprits, ends)
     if not _may_end(program):
         raise Refusal(ends)
 
@@ -441,10 +442,13 @@ def _end(outcome: Outcome) -> str:
     return f"{outcome.how} {last}{where} {outcome.error.splitlines()[0][:300] if outcome.error else ''}".strip()
 
 
-def _judge_error(text: str, ends: str) -> None:
+def _judge_error(text: str, culprits: set[int], ends: str) -> None:
     if re.match("(Type|Attribute|Name|Assertion|Key|Index)Error", text):
         raise Refusal(ends)
     if "lightning_hiercomm" not in text and re.search("gloo|Connection|peer", text):
+        raise Unexplained(ends)
+    named = {int(rank) for ranks in re.findall(r"[Rr]anks? ([\d, ]+)", text) for rank in re.findall(r"\d+", ranks)}
+    if culprits and not culprits & named and not re.match("OnPurpose|SystemExit", text):
         raise Unexplained(ends)
 
 
