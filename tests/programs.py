@@ -427,8 +427,9 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
         _judge_ended(program, outcomes)
         return
     culprits = {rank for action in program.actions if len(action.ranks) < program.world for rank in action.ranks}
-    for outcome in outcomes:
-        _judge_error(outcome.error or outcome.output, culprits, ends)
+    output = "".join(outcome.output for outcome in outcomes)
+    for outcome in outcomes:  # where a process is ended, the table of all ranks is in the output of one
+        _judge_error(outcome.error or output, culprits, ends)
     if not _may_end(program):
         raise Refusal(ends)
 
