@@ -429,7 +429,9 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
     culprits = {rank for action in program.actions if len(action.ranks) < program.world for rank in action.ranks}
     output = "".join(outcome.output for outcome in outcomes)
     for outcome in outcomes:  # where a process is ended, the table of all ranks is in the output of one
-        _judge_error(outcome.error or output, culprits, ends)
+        said = outcome.error or output
+        is_unsupported = _may_be_unsupported(program) and re.search(CAUSES[program.training], said)
+        _judge_error(said, set() if is_unsupported else culprits, ends)
     if not _may_end(program):
         raise Refusal(ends)
 

@@ -137,7 +137,7 @@ class Alone:
         elif training == "by hand":
             for toy, optimizer in zip(self.toys, self.optimizers, strict=True):
                 toy.step_without(optimizer)
-        if training in ("sam", "by hand"):
+        if training in ("sam", "by hand") and not all("none" in toy.effects for toy in self.toys):
             self._synchronize()
 
     def _halve(self, half: str) -> None:

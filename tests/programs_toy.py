@@ -443,6 +443,7 @@ _SAVES = [hook for hook in _LATER if hook != "on_save_checkpoint"]
 _LOGS = [hook for hook in _LATER if hook not in ("on_validation_end", "on_save_checkpoint", "on_train_end")]
 _BETWEEN_STEPS = ("on_train_start", *EPOCH_HOOKS, "on_train_batch_start", "on_train_batch_end")
 _EITHER = ("all", "some")
+_STEPS = [training for training in TRAININGS if training not in ("sam", "by hand")]
 _WRITTEN = r"(?i)wr(ite|ote|itten)|overw|undone|put back"
 ACTIONS = {
     "write": Kind(_write, cause=_WRITTEN),
@@ -454,7 +455,7 @@ ACTIONS = {
     "bank": Kind(_grow_buffer, also=_goes_on),
     "own": Kind(_add_own_buffer, on=("some",)),
     "extra": Kind(_add_buffer),
-    "freeze": Kind(_freeze_or_thaw, _BETWEEN_STEPS, also=_follows),
+    "freeze": Kind(_freeze_or_thaw, _BETWEEN_STEPS, needs=_STEPS, also=_follows),
     "log": Kind(_log, _LOGS, _EITHER),
     "save": Kind(_save, _SAVES, _EITHER),
     "stop": Kind(_stop, on=_EITHER, cause="should_stop"),
@@ -474,7 +475,7 @@ ACTIONS = {
 }
 CAUSES = {
     "sam": "first_step|in halves|optimizer.step",
-    "by hand": "optimizer.step",
+    "by hand": r"optimizer.step|step\(\)",
     "loss.backward": "manual_backward",
     "zero": "ZeroRedundancyOptimizer",
     "sharded": "Sharded|collective|process group",
