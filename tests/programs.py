@@ -426,12 +426,14 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
     if hows == {"ended"}:
         _judge_ended(program, outcomes)
         return
+    said = "\n".join(f"{outcome.error}\n{outcome.output}" for outcome in outcomes)
+    for outcome in outcomes:
+        _judge_error(outcome.error or outcome.output, ends)
     culprits = {rank for action in program.actions if len(action.ranks) < program.world for rank in action.ranks}
-    output = "".join(outcome.output for outcome in outcomes)
-    for outcome in outcomes:  # where a process is ended, the table of all ranks is in the output of one
-        said = outcome.error or output
-        is_unsupported = _may_be_unsupported(program) and re.search(CAUSES[program.training], said)
-        _judge_error(said, set() if is_unsupported else culprits, ends)
+    named = {int(rank) for ranks in re.findall(r"[Rr]anks? ([\d, ]+)", said) for rank in re.findall(r"\d+", ranks)}
+    is_unsupported = _may_be_unsupported(program) and re.search(CAUSES[program.training], said)
+    if culprits and not culprits & named and not is_unsupported:
+        raise Unexplained(ends)
     if not _may_end(program):
         raise Refusal(ends)
 
@@ -445,13 +447,10 @@ def _end(outcome: Outcome) -> str:
     return f"{outcome.how} {last}{where} {outcome.error.splitlines()[0][:300] if outcome.error else ''}".strip()
 
 
-def _judge_error(text: str, culprits: set[int], ends: str) -> None:
+def _judge_error(text: str, ends: str) -> None:
     if re.match("(Type|Attribute|Name|Assertion|Key|Index)Error", text):
         raise Refusal(ends)
     if "lightning_hiercomm" not in text and re.search("gloo|Connection|peer", text):
-        raise Unexplained(ends)
-    named = {int(rank) for ranks in re.findall(r"[Rr]anks? ([\d, ]+)", text) for rank in re.findall(r"\d+", ranks)}
-    if culprits and not culprits & named and not re.match("OnPurpose|SystemExit", text):
         raise Unexplained(ends)
 
 
