@@ -462,7 +462,7 @@ ACTIONS = {
     "reduce": Kind(_reduce, on=_EITHER),
     "gather": Kind(_gather, on=_EITHER),
     "barrier": Kind(_barrier, on=_EITHER),
-    "state": Kind(_set_state, cause="Hooks"),
+    "state": Kind(_set_state, needs=_STEPS, cause="Hooks"),
     "raise": Kind(_raise, on=("some",)),
     "exit": Kind(_exit, on=("some",)),
     "sleep": Kind(_sleep, on=_EITHER),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from programs import (
+    PATIENCE,
     Death,
     Hang,
     Outcome,
