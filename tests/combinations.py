@@ -1300,7 +1300,7 @@ def _close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> 
 # ---- the smallest that fails, and all of them ------------------------------------------------------------------------
 
 
-C = TypeVar("C", bound=Combination)
+C = TypeVar("C")
 
 
 def failure(c: C, check: Callable[[C], None]) -> str | None:
@@ -1314,14 +1314,20 @@ def failure(c: C, check: Callable[[C], None]) -> str | None:
     return None
 
 
-def smallest(c: C, check: Callable[[C], None], goes_together: Callable[[C], bool], seconds: float = 60.0) -> C:
+def smallest(
+    c: C,
+    check: Callable[[C], None],
+    goes_together: Callable[[C], bool],
+    seconds: float = 60.0,
+    simpler: Callable[[C], Iterator[C]] | None = None,
+) -> C:
     """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
     deadline = time.monotonic() + seconds
     kind = (failure(c, check) or "").partition(":")[0]
     goes_on = True
     while goes_on:
         goes_on = False
-        for each in _simpler(c):
+        for each in (simpler or _simpler)(c):
             if time.monotonic() > deadline:
                 return c
             # and is not just refused
@@ -1357,6 +1363,7 @@ def tell(
     goes_together: Callable[[C], bool],
     among: int = 200,
     places: Mapping[str, Callable[[], AbstractContextManager[object]]] = {"cpu": nullcontext},
+    simpler: Callable[[C], Iterator[C]] | None = None,
 ) -> int:
     """A command line that checks drawn combinations and tells what fails.
 
@@ -1368,6 +1375,7 @@ def tell(
         goes_together: Whether no stated rule forbids one.
         among: How many are drawn if nothing is said.
         places: Where ranks can compute, by name.
+        simpler: Yields combinations with one feature less. Default: those of a :class:`Combination`.
 
     Returns:
         The exit status: whether any failed.
@@ -1397,7 +1405,7 @@ def tell(
             message = failure(combination, check)
             if message is not None:
                 failed += 1
-                small = smallest(combination, check, goes_together, arguments.shrink)
+                small = smallest(combination, check, goes_together, arguments.shrink, simpler)
                 again = f"python -m {module} --device {arguments.device} --only {number}"
                 print(f"{number}: {small}\n    {failure(small, check)}\n    {again}", flush=True)
     print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
