@@ -191,7 +191,7 @@ class SavesAlone(Validated):
 
     def _save(self, hook):
         if hook == self.hook and self.trainer.is_global_zero:
-            self.trainer.save_checkpoint("alone.ckpt")
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/alone.ckpt")
 
     def on_train_batch_end(self, *_):
         if self.trainer.global_step == 2:
