@@ -147,6 +147,7 @@ class ElasticNode:
                 if state is None:
                     continue
                 self._checkpoints.take(take_state(trainer, state), None, None)
+                run.replicas.slots = state["slots"]
                 self._healed_by = state
                 self._is_in_epoch = state["moment"] == "batch"
                 self._recorder.take(state["record"])
@@ -272,7 +273,7 @@ class ElasticNode:
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
             assert self._recorder is not None
-            return {**whole, "record": self._recorder.give(), "random": random_state()}
+            return {**whole, "record": self._recorder.give(), "random": random_state(), "slots": run.replicas.slots}
 
         membership.give_state(state)
 
