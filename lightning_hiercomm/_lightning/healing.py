@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hiercomm._lightning import require_attribute
-from lightning_hiercomm._lightning.saves import model_checkpoints, with_plain_numbers
+from lightning_hiercomm._lightning.saves import model_checkpoints, taking_shapes, with_plain_numbers
 
 _FIT = "fit_loop"
 _EPOCH = "epoch_loop"
@@ -84,7 +84,8 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     require_attribute(connector, "_loaded_checkpoint")
     checkpoint: dict[str, Any] = dict(state["checkpoint"])
     connector._loaded_checkpoint = checkpoint
-    connector.restore_model()
+    with taking_shapes(trainer.lightning_module):  # buffers may have grown since the run began
+        connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
     for name, buffer in trainer.lightning_module.named_buffers():  # also those that checkpoints do not hold

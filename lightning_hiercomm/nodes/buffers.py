@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -139,6 +139,15 @@ class Buffers:
             for place in places:
                 self.tensors[place] = self.tensors[place].new_zeros(self._shapes[place])
                 self._homes[place], self.replaced[place] = None, False
+
+    def undo_point(self) -> Callable[[], None]:
+        """Remember where the buffers are; what is returned undoes :meth:`give_up`."""
+        tensors, homes, replaced = self.tensors, self._homes, self.replaced
+
+        def undo() -> None:
+            self.tensors, self._homes, self.replaced = tensors, homes, replaced
+
+        return undo
 
 
 def _present(before: Tensor, home: Home | None) -> Tensor | None:

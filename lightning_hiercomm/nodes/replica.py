@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -162,6 +162,18 @@ class Replica:
         before = self.buffers
         self._buffers.give_up(places)
         self._hold_present_buffers(before)
+
+    def undo_point(self) -> Callable[[], None]:
+        """Remember all values, and which buffers are averaged; what is returned restores both."""
+        values, undo_buffers = self.snapshot(), self._buffers.undo_point()
+
+        def undo() -> None:
+            before = self.buffers
+            undo_buffers()
+            self._hold_present_buffers(before)
+            self.restore(values)
+
+        return undo
 
     @torch.no_grad()
     def snapshot(self) -> list[Tensor]:

@@ -25,6 +25,10 @@ _BUFFERS_IN_A_SUM = 2**16
 """Whether something is finite is seen by its sum, of which all buffers may be a part."""
 
 
+Slot = tuple[str, list[int], str]
+"""A buffer's name, shape and dtype."""
+
+
 class Replicas:
     """A module's trainable parameters and float (or complex) buffers, cut into one :class:`Replica` per optimizer.
 
@@ -49,6 +53,9 @@ class Replicas:
 
     Attributes:
         per_rank: As above, and what :meth:`compare_shapes` has found since.
+        slots: Where nodes come and go, the averaged buffers that all of them know: name, shape and dtype. A buffer that
+            is not one of them is never averaged, and zeros take the place of one that this rank does not have. None:
+            buffers are averaged as they are.
         directions: Names of buffers that are unit vectors.
         without_mean: Names of these, and of buffers that had no mean when the run began.
     """
@@ -64,6 +71,7 @@ class Replicas:
     ) -> None:
         self.module = module
         self.per_rank = set(per_rank)
+        self.slots: list[Slot] | None = None
         self.optimizers = list(optimizers)
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
@@ -126,7 +134,7 @@ class Replicas:
 
     def of(self, optimizer: Optimizer) -> Replica:
         """What agrees under an optimizer: its trainable parameters, and the buffers of the layers they belong to."""
-        buffers = self._buffers_by_optimizer()
+        buffers, stand_ins = self._buffers_by_optimizer()
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
         trained = trained_by(optimizer)
         self._check_trained(trained)
@@ -134,7 +142,7 @@ class Replicas:
         names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
         own_buffers = set(map(id, buffers.get(own, ())))
         named_buffers = [(name, local(buffer)) for name, buffer in self.module.named_buffers()]
-        names += [(name, buffer) for name, buffer in named_buffers if id(buffer) in own_buffers]
+        names += [(name, buffer) for name, buffer in (*stand_ins, *named_buffers) if id(buffer) in own_buffers]
         return Replica(
             map(local, trained),
             buffers.get(own, ()),
@@ -264,16 +272,39 @@ class Replicas:
                 held.append(own)
         return held
 
-    def _buffers_by_optimizer(self) -> dict[int, list[Tensor]]:
-        """Float buffers, each under the optimizer that trains the layer it belongs to (else the first)."""
+    def fix_slots(self) -> None:
+        """Average the present buffers from now on, whatever other shapes this rank's may get."""
+        named = dict(self._buffers_that_agree())
+        self.slots = [(name, list(b.shape), str(b.dtype).removeprefix("torch.")) for name, b in named.items()]
+
+    def _buffers_by_optimizer(self) -> tuple[dict[int, list[Tensor]], list[tuple[str, Tensor]]]:
+        """Float buffers, each under the optimizer that trains the layer it belongs to (else the first).
+
+        Returns:
+            The buffers; and, with their names, those that zeros stand for.
+        """
         owner = {id(p): index for index, optimizer in enumerate(self.optimizers) for p in trained_by(optimizer)}
         buffers: dict[int, list[Tensor]] = {}
-        agreeing = {id(buffer) for _, buffer in self._buffers_that_agree()}
-        for layer in self.module.modules():
+        agreeing, stand_ins = self._buffers_that_agree(), list[tuple[str, Tensor]]()
+        if self.slots is not None:
+            agreeing, stand_ins = self._in_slots(dict(agreeing), self.slots)
+        for name, buffer in agreeing:
+            layer = self.module.get_submodule(name.rpartition(".")[0])
             index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
-            own = map(local, layer.buffers(recurse=False))
-            buffers.setdefault(index, []).extend(buffer for buffer in own if id(buffer) in agreeing)
-        return buffers
+            buffers.setdefault(index, []).append(buffer)
+        return buffers, stand_ins
+
+    def _in_slots(
+        self, buffers: Mapping[str, Tensor], slots: Sequence[Slot]
+    ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        agreeing, stand_ins = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
+        for name, shape, dtype in slots:
+            buffer, kind = buffers.get(name), getattr(torch, dtype)
+            if buffer is None or list(buffer.shape) != list(shape) or buffer.dtype != kind:
+                buffer = torch.zeros(shape, dtype=kind, device=self.device)
+                stand_ins.append((name, buffer))
+            agreeing.append((name, buffer))
+        return agreeing, stand_ins
 
     def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
         """Float buffers that have a mean, with their names; of DTensors those of which every rank holds all."""

@@ -93,6 +93,8 @@ class TrainingRun:
             parameters=replicas.module.parameters(),
         )
         policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
+        if topology.may_grow:
+            replicas.fix_slots()  # nodes that come build their buckets alone
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))

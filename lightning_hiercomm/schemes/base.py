@@ -322,11 +322,11 @@ class RunningScheme(Generic[S]):
 
     def undo_point(self) -> Callable[[], None]:
         """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
-        values = self.replica.snapshot()
+        undo_values = self.replica.undo_point()
         unagreed_steps, agreements, nonfinite = self.unagreed_steps, self.agreements, self.care.nonfinite
 
         def undo() -> None:
-            self.replica.restore(values)
+            undo_values()
             self.unagreed_steps, self.agreements, self.care.nonfinite = unagreed_steps, agreements, nonfinite
 
         return undo

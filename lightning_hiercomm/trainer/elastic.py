@@ -141,6 +141,7 @@ class ElasticNode:
                 if state is None:
                     continue
                 self._checkpoints.take(take_state(trainer, state), None, None)
+                run.replicas.slots = state["slots"]
                 self._healed_by = state
                 self._is_in_epoch = state["moment"] == "batch"
             run.begin_from_module()
@@ -242,7 +243,7 @@ class ElasticNode:
             with run.agreed_model.nobody_asked():
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
-            return {**whole, "random": random_state()}
+            return {**whole, "random": random_state(), "slots": run.replicas.slots}
 
         membership.give_state(state)
 

@@ -43,6 +43,7 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
+from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Scheme, SchemeName
@@ -292,10 +293,21 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         # DDP ignores what was frozen, or not there, when it was made
         if any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
-            self._run.agreed_model.compare_shapes()  # because DDP begins with broadcasts
+            self._compare_in_node()
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()
+
+    def _compare_in_node(self) -> None:
+        """Find tensors whose shapes differ between the ranks that DDP is about to broadcast to. Collective."""
+        if not self._topology.may_grow:
+            self._run.agreed_model.compare_shapes()
+            return
+        trained = {id(parameter) for optimizer in self._run.optimizers for parameter in trained_by(optimizer)}
+        unequal, _ = unequal_tensors(
+            self._module, self._topology.intra, self.root_device, self._per_rank, lambda each: id(each) in trained
+        )
+        self._per_rank.update(unequal)
 
     def _trains_what_came_later(self) -> bool:
         replicas, seen = [scheme.replica for scheme in self.schemes], self._seen

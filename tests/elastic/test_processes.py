@@ -285,6 +285,33 @@ def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_node_joins_others_whose_buffers_have_grown(cluster, scheme):
+    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, bank=True, validates=True, **LASTING) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.watch(until=lambda: bool(nodes.steps(0)))
+        nodes.start(2)
+        nodes.watch(restarts=False)
+        first = ends_equal(nodes, [0, 1, 2])
+        assert first["communication"]["heals"] == 1
+
+
+@pytest.mark.nightly
+def test_what_elastic_nodes_write_in_a_validation_hook_is_undone(cluster):
+    with cluster(min_nodes=2, scheme="periodic", validates=True) as nodes:
+        for node in (0, 1):
+            nodes.start(node)
+        nodes.watch(restarts=False)
+        expected = ends_equal(nodes, [0, 1])["parameters"]
+    with cluster(min_nodes=2, scheme="periodic", validates=True, writes=True) as nodes:
+        for node in (0, 1):
+            nodes.start(node)
+        nodes.watch(restarts=False)
+        assert ends_equal(nodes, [0, 1])["parameters"] == expected
+
+
+@pytest.mark.nightly
 def test_a_node_that_joins_at_the_last_agreement_ends_with_the_others(cluster):
     with cluster(min_nodes=2, scheme="periodic", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
         nodes.start(0)

@@ -87,6 +87,8 @@ class Node:
         estimates: Let the schedule be as long as Lightning estimates the run.
         width: Of the model, which has fifteen parameters for each of it.
         accelerator: ``"cpu"``, or ``"gpu"`` for nodes of one rank.
+        bank: Fill a buffer whose length is another one on every node and after every step.
+        writes: Write to the parameters in every validation.
     """
 
     folder: str
@@ -110,6 +112,8 @@ class Node:
     estimates: bool = False
     width: int = 64
     accelerator: str = "cpu"
+    bank: bool = False
+    writes: bool = False
 
 
 class Net(pl.LightningModule):
@@ -122,10 +126,13 @@ class Net(pl.LightningModule):
         self.pause = pause
         self.notes: Path | None = None
         self.estimates = False
+        self.writes = False
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         time.sleep(self.pause)
         x, y, samples = batch
+        if hasattr(self, "bank"):
+            self.bank = torch.ones(3 + self.global_step + 5 * int(os.environ["HIERCOMM_NODE"]))
         if self.notes is not None:
             with self.notes.with_name(f"{self.notes.name}.samples.{self.global_rank}").open("a") as file:
                 file.write(f"{self.current_epoch} {samples.tolist()}\n")
@@ -138,6 +145,10 @@ class Net(pl.LightningModule):
     def validation_step(self, batch: Any, index: int) -> None:
         x, y, _ = batch
         self.log("val", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        if self.writes:
+            self.net[0].weight.data.add_(1.0)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
@@ -401,9 +412,8 @@ class Looks(pl.Callback):
         if not trainer.is_global_zero:
             return
         strategy, state = trainer.strategy, model.state_dict()
-        values = b"".join(
-            value.cpu().numpy().tobytes() for _, value in sorted(state.items()) if value.is_floating_point()
-        )
+        floats = {name: value for name, value in state.items() if value.is_floating_point() and name != "bank"}
+        values = b"".join(value.cpu().numpy().tobytes() for _, value in sorted(floats.items()))
         progress = trainer.fit_loop.epoch_loop.batch_progress
         scheme = strategy.schemes[0]
         said = {
@@ -465,7 +475,9 @@ def main(node: Node) -> None:
     )
     model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)), node.width)  # nodes begin unequal on purpose
     model.notes = folder / f"{name}.{life()}" if node.notes_samples else None
-    model.estimates = node.estimates
+    model.estimates, model.writes = node.estimates, node.writes
+    if node.bank:
+        model.register_buffer("bank", torch.zeros(4))
     loaders = [DataLoader(data(4096), batch_size=8, shuffle=True)]
     if node.validates:
         loaders.append(DataLoader(data(16), batch_size=8))

@@ -166,3 +166,14 @@ def test_a_replicas_buckets_stay_and_hold_the_buffers_of_now():
     assert [replica.names[id(tensor)] for tensor in replica.tensors] == ["one", "two"]
     replica.restore(before)
     assert [layer.one.tolist(), layer.two.tolist()] == [[1.0] * 3, [2.0] * 3]
+
+
+def test_a_buffer_that_was_given_up_comes_back_when_that_is_undone():
+    layer = Layer()
+    replica = Replica([], [layer.one, layer.two], named=layer.named_buffers(), homes=homes_of_buffers(layer))
+    undo = replica.undo_point()
+    replica.give_up_buffers([0])
+    layer.two.fill_(5.0)
+    undo()
+    assert replica.buffers[0] is layer.one
+    assert [bucket.pack().tolist() for bucket in replica.buckets_of_buffers] == [[1.0] * 3 + [2.0] * 3]

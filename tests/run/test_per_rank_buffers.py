@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from elastic_threads import ElasticRank, play
 from harness import on_ranks, place
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
@@ -558,3 +559,39 @@ def test_banks_of_other_lengths_stay_each_ranks_own_on_fabric(borrow, ranks_per_
             assert bank == [float(rank)] * 6 * (rank + 1)
             assert saved == [0.0] * 6
             assert parameters == ranks[0][name][2]
+
+
+def test_elastic_nodes_average_the_buffers_that_they_began_with():
+    """Whatever shapes a node's own have got, when parameters are unfrozen, or when it joins others."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.register_buffer("bank", torch.ones(4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    replicas = Replicas(module, [optimizer])
+    replicas.fix_slots()
+    before = replicas.of(optimizer)
+    module.bank = torch.ones(7)
+    module.register_buffer("late", torch.ones(3))
+    after = replicas.of(optimizer)
+    assert after.layout == before.layout
+    assert [buffer.tolist() for buffer in before.buffers if len(buffer) == 4] == [[1.0] * 4]
+    assert [buffer.tolist() for buffer in after.buffers if len(buffer) == 4] == [[0.0] * 4]
+    assert any(buffer is module[1].running_mean for buffer in after.buffers)
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(1), DiLoCo(1)], ids=repr)
+def test_elastic_nodes_give_up_a_buffer_that_one_of_them_has_replaced(scheme):
+    def work(elastic: ElasticRank) -> list[float]:
+        elastic.join()
+        module, seen = elastic.rank.module, []
+        for step in range(3):
+            module.buffer.fill_(step + float(elastic.node))
+            if step == 1 and elastic.node == "1":
+                module.buffer = torch.full((5,), 9.0)
+            elastic.scheme.replica.find_buffers()
+            elastic.step()
+            seen.append(module.buffer.mean().item())
+        return seen
+
+    results = play(scheme, work, buffer=torch.zeros(3), targets=(0.0, 0.0))
+    assert results["0", 0] == [0.5, 1.0, 2.0]
+    assert results["1", 0] == [0.5, 9.0, 3.0]

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -361,3 +362,21 @@ def test_training_goes_on_after_a_write_in_inference_mode(scheme):
         one, other = on_ranks(work, [[0], [1]])
     assert one == other
     assert one[0] > 105.0
+
+
+def test_elastic_nodes_undo_what_is_written_and_warn():
+    def work(own: Topology) -> float:
+        topology, module = ElasticTopology(own), nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        run = TrainingRun(PeriodicAveraging(2), Replicas(module, [optimizer]), topology)
+        try:
+            before = module.weight.item()
+            run.begin_validation()
+            module.weight.data.fill_(100.0)
+            with pytest.warns(UserWarning, match=r"written to parameters in a validation hook \(weight\) is undone"):
+                run.end_validation(lambda tensors: None)
+            return module.weight.item() - before
+        finally:
+            run.close(timeout=5.0)
+
+    assert on_ranks(work, [[0]]) == [0.0]
