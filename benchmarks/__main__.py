@@ -134,6 +134,12 @@ def make_parser() -> argparse.ArgumentParser:
     both.add_argument("--out", type=Path, default=OUT / "tuned", help="the folder with the results")
     both.set_defaults(command=tuned_command)
 
+    sooner = commands.add_parser("front", help="time to all-reduce's accuracy, by method, where all sides are tuned")
+    sooner.add_argument("names", nargs="*", metavar="NAME", help="of settings, such as 8-sgd-short-cnn; default: all")
+    sooner.add_argument("--minutes", type=float, default=math.inf, help="begin nothing afterwards; what is known is kept")
+    sooner.add_argument("--out", type=Path, default=OUT / "front", help="the folder with the results")
+    sooner.set_defaults(command=front_command)
+
     pages = commands.add_parser("documents", help="write what is stored in benchmarks/results into the documentation")
     pages.set_defaults(command=documents_command)
 
@@ -420,6 +426,19 @@ def tuned_command(arguments: argparse.Namespace) -> None:
         comparison = tuned.COMPARISONS[name]
         tuned.climb(comparison, arguments.out, until)
         pictures.ladders(comparison, tuned.load(comparison, arguments.out), arguments.out / f"{name}.png")
+
+
+def front_command(arguments: argparse.Namespace) -> None:
+    """Tune and judge what is not known yet; print the table of what is."""
+    from benchmarks.papers import front, tuned
+
+    if unknown := [name for name in arguments.names if name not in front.SETTINGS]:
+        sys.exit(f"there is no setting {', '.join(unknown)}: choose from {', '.join(front.SETTINGS)}")
+    until = time.time() + 60 * arguments.minutes
+    for name in arguments.names or front.SETTINGS:
+        comparison = front.SETTINGS[name]
+        tuned.climb(comparison, arguments.out, until)
+        print(f"{front.title(comparison)}\n\n{front.table(comparison, tuned.load(comparison, arguments.out))}\n", flush=True)
 
 
 def documents_command(_: argparse.Namespace) -> None:

@@ -41,7 +41,7 @@ _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's AdamW
 _MUON, _NEWTON_SCHULZ = 0.95, (3.4445, -4.775, 2.0315)  # torch's Muon: its momentum, and its polynomial's coefficients
 _HIDDEN, _KERNEL = (slice(150, 2025), slice(2050, 3925)), (25, 75)  # the CNN's second and third kernel, as matrices
 _FRESH, _TUNING = 6000, 2000
-_JUDGED_AT_ONCE = 8
+_JUDGED_AT_ONCE = 2  # what lies between two layers then stays in a cache
 
 
 def data(model: str = "cnn") -> tuple[Examples, Examples, Examples]:
