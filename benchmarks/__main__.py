@@ -136,7 +136,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     sooner = commands.add_parser("front", help="time to all-reduce's accuracy, by method, where all sides are tuned")
     sooner.add_argument("names", nargs="*", metavar="NAME", help="of settings, such as 8-sgd-short-cnn; default: all")
-    sooner.add_argument("--minutes", type=float, default=math.inf, help="begin nothing afterwards; what is known is kept")
+    sooner.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin nothing afterwards; what is known is kept"
+    )
     sooner.add_argument("--out", type=Path, default=OUT / "front", help="the folder with the results")
     sooner.set_defaults(command=front_command)
 
@@ -438,7 +440,10 @@ def front_command(arguments: argparse.Namespace) -> None:
     for name in arguments.names or front.SETTINGS:
         comparison = front.SETTINGS[name]
         tuned.climb(comparison, arguments.out, until)
-        print(f"{front.title(comparison)}\n\n{front.table(comparison, tuned.load(comparison, arguments.out))}\n", flush=True)
+        print(
+            f"{front.title(comparison)}\n\n{front.table(comparison, tuned.load(comparison, arguments.out))}\n",
+            flush=True,
+        )
 
 
 def documents_command(_: argparse.Namespace) -> None:
@@ -461,6 +466,7 @@ def _layout_of(text: str) -> tuple[int, int]:
 def report_command(arguments: argparse.Namespace) -> None:
     """Write the tables of all stored settings, and the plots over bandwidth."""
     from benchmarks import plots
+    from benchmarks.papers import pictures
 
     path = arguments.out / "README.md"
     path.write_text(report.full_report(arguments.out))
@@ -478,6 +484,8 @@ def report_command(arguments: argparse.Namespace) -> None:
         for setting in settings:
             if setting[0].mbit == 500 and len(setting) > 12:
                 plots.rows_of_a_setting(setting, arguments.out / f"rows-{report.setting_name(setting[0])}.png")
+    for written in pictures.fronts(arguments.out / "front"):
+        print(written)
     for stored in sorted(arguments.out.glob("accuracy-*.json")):
         plots.accuracy(
             json.loads(stored.read_text())["curves"], stored.stem.removeprefix("accuracy-"), stored.with_suffix(".png")

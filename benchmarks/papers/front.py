@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +40,7 @@ STORED = Path(__file__).resolve().parents[1] / "results" / "front"
 WORKLOAD = Workload.of_step(25e6, 0.1)
 """25 million float32 parameters, as ResNet-50 has them, and 0.1 s of computation per step and node.
 
-Only the ratio matters for the table: 1 GB of gradients per second of computation.
+Little but the ratio matters for the table: 1 GB of gradients per second of computation.
 """
 RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9}
 LATENCY = 1e-4
@@ -98,7 +98,7 @@ class Way:
     optimizers: tuple[str, ...] = OPTIMIZERS
 
     def contender(self, arena: Arena) -> Contender:
-        """The same for the ladder."""
+        """Return the method as the ladder takes it."""
         starts = _STARTS[arena.model, arena.optimizer] - self.lower
         return Contender(self.name, self.make, self.about, starts)
 
@@ -107,16 +107,16 @@ class Way:
 
 
 def _all_reduce(wire: str) -> Way:
-    about, make = "all-reduce", lambda _: Synchronous()
-    if wire != "float32":
-        about, make = f"all-reduce of {wire} gradients", lambda _: Compressed(wire_named(wire))
-    name = "AllReduce" if wire == "float32" else f"AllReduce, {wire}"
-    return Way(name, "all_reduce", wire, make, lambda *_: AllReduce(), about)
+    def make(_: Arena) -> Method:
+        return Synchronous() if wire == "float32" else Compressed(wire_named(wire))
+
+    about = "all-reduce" if wire == "float32" else f"all-reduce of {wire} gradients"
+    return Way(_named("AllReduce", wire), "all_reduce", wire, make, lambda *_: AllReduce(), about)
 
 
 def _periodic(every: int, wire: str, lower: int) -> Way:
     def scheme_at(arena: Arena, step: int) -> Scheme:
-        """Also averages at the end of an epoch: its last period may be shorter."""
+        # nodes also average at the end of an epoch, so its last period may be shorter
         per_epoch = arena.steps_per_epoch
         rest = per_epoch % every
         return PeriodicAveraging(rest if step % per_epoch >= per_epoch - rest else every)
@@ -133,7 +133,7 @@ def _periodic(every: int, wire: str, lower: int) -> Way:
 
 
 def _daso_phases(arena: Arena) -> float:
-    """Epochs of warm-up and of cool-down, by default: 4, or a quarter of a short run."""
+    """Return the default epochs of warm-up and of cool-down: 4, or a quarter of a short run."""
     return float(min(4, arena.epochs // 4)) or arena.epochs / 4
 
 
@@ -254,34 +254,27 @@ def ways_of(comparison: Comparison) -> Mapping[str, Way]:
 
 
 @cache
-def _predicted(scheme: str, wire: str, nodes: int, rate: float, workload: Workload) -> Prediction:
+def _predicted(scheme: Scheme | None, wire: str, nodes: int, rate: float, workload: Workload) -> Prediction:
     inter = Link(rate / 8, LATENCY)
     cluster = Cluster(nodes, 1, Link(1e12), inter, memory_bandwidth=MEMORY_BANDWIDTH)
-    return predict(_SCHEMES[scheme], cluster, workload, None if wire == "float32" else wire)
-
-
-_SCHEMES: dict[str, Scheme | None] = {"DDP": None}  # by what they print: equal ones are predicted once
+    return predict(scheme, cluster, workload, None if wire == "float32" else wire)
 
 
 def _of_steps(way: Way | None, arena: Arena, rate: float, workload: Workload) -> list[Prediction]:
-    """Of every step of a run; of Lightning's ``DDPStrategy`` without a method."""
+    """The prediction for every step of a run."""
     if way is None:
-        return [_predicted("DDP", "float32", arena.nodes, rate, workload)] * arena.steps
-    found = []
-    for step in range(arena.steps):
-        scheme = way.scheme_at(arena, step)
-        _SCHEMES.setdefault(repr(scheme), scheme)
-        found.append(_predicted(repr(scheme), way.wire, arena.nodes, rate, workload))
-    return found
+        return [_predicted(None, "float32", arena.nodes, rate, workload)] * arena.steps
+    schemes = [way.scheme_at(arena, step) for step in range(arena.steps)]
+    return [_predicted(scheme, way.wire, arena.nodes, rate, workload) for scheme in schemes]
 
 
 def bytes_per_step(way: Way, arena: Arena, workload: Workload = WORKLOAD) -> float:
-    """What a node sends to others per step, the mean over a run."""
-    return fmean(prediction.inter_bytes for prediction in _of_steps(way, arena, 1e9, workload))
+    """Return the bytes that a node sends to others per step, the mean over a run."""
+    return fmean(prediction.inter_bytes for prediction in _of_steps(way, arena, min(RATES.values()), workload))
 
 
 def seconds_by_step(way: Way | None, arena: Arena, rate: float, workload: Workload = WORKLOAD) -> list[float]:
-    """Seconds from the beginning of a run to the end of every step, by the cost model.
+    """Predict the seconds from the beginning of a run to the end of every step.
 
     Args:
         way: The method; None is Lightning's ``DDPStrategy``, which overlaps float32 gradients with backward.
@@ -292,32 +285,32 @@ def seconds_by_step(way: Way | None, arena: Arena, rate: float, workload: Worklo
     return list(accumulate(prediction.seconds for prediction in _of_steps(way, arena, rate, workload)))
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def mean_curve(climb: Climb) -> list[float]:
-    """Accuracy at every evaluation, the mean over the seeds; a run that diverged has none right."""
+    """Return the accuracy at every evaluation, the mean over the seeds; that of a run that diverged is 0."""
     by_look = zip(*climb.judged_curves.values(), strict=True)
     return [fmean(value or 0.0 for value in values) for values in by_look]
 
 
 def first_step(curve: Sequence[float], looks: Sequence[int], target: float) -> int | None:
-    """After how many steps an accuracy is first reached; None if it never is."""
+    """Return the number of steps after which an accuracy is first reached; None if it never is."""
     return next((step for step, value in zip(looks, curve, strict=True) if value >= target), None)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a method in a setting.
+    """Results of a method in a setting.
 
     Attributes:
         way: The method.
         climb: Its runs.
-        apart: From float32 all-reduce, in points.
-        megabytes: That a node sends per step.
-        share: Of what float32 all-reduce sends.
-        step: After which the target is first reached, by the mean over the seeds; None: never.
-        times: By link rate, the time to the target, where that of DDP is 1; empty if it is never reached.
+        apart: Its difference from float32 all-reduce, in points; None of all-reduce itself.
+        megabytes: Sent by a node per step.
+        share: The same as a share of what float32 all-reduce sends.
+        step: Number of steps after which the mean over the seeds first reaches the target; None if it never does.
+        times: Time to the target by link rate, where that of DDP is 1; empty if the target is never reached.
     """
 
     way: Way
@@ -330,12 +323,12 @@ class Row:
 
 
 def target_of(comparison: Comparison, known: Mapping[str, Climb]) -> float:
-    """All-reduce's final accuracy less the margin."""
+    """Return all-reduce's final accuracy less the margin."""
     return mean_curve(known[comparison.contenders[0].name])[-1] - MARGIN
 
 
 def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload = WORKLOAD) -> list[Row]:
-    """A row per method that was judged; none before all-reduce was."""
+    """Return a row per method that was judged; none before all-reduce was."""
     arena, looks, ways = comparison.arena, comparison.steps_of_looks, ways_of(comparison)
     judged = {name: known[name] for name in ways if name in known and not known[name].lacks(comparison)}
     baseline = judged.get(comparison.contenders[0].name)
@@ -349,9 +342,11 @@ def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload 
     found = []
     for name, climb in judged.items():
         way, step = ways[name], first_step(mean_curve(climb), looks, target)
-        times = {} if step is None else {
-            at: seconds_by_step(way, arena, rate, workload)[step - 1] / of_ddp[at] for at, rate in RATES.items()
-        }
+        times = (
+            {}
+            if step is None
+            else {at: seconds_by_step(way, arena, rate, workload)[step - 1] / of_ddp[at] for at, rate in RATES.items()}
+        )
         sent = bytes_per_step(way, arena, workload)
         apart = None if climb is baseline else difference(climb.judged, baseline.judged)
         found.append(Row(way, climb, apart, sent / 1e6, sent / whole, step, times))
@@ -359,7 +354,7 @@ def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload 
 
 
 def table(comparison: Comparison, known: Mapping[str, Climb]) -> str:
-    """Markdown, with a line before it if methods are missing."""
+    """Return the table in Markdown, with a line before it if methods are missing."""
     found = rows(comparison, known)
     lines = [
         "| | MB per node and step | of float32 | best rate | accuracy, % | against float32 all-reduce, 95 % | "
@@ -385,18 +380,18 @@ def table(comparison: Comparison, known: Mapping[str, Climb]) -> str:
 
 
 def title(comparison: Comparison) -> str:
-    """The setting in words."""
+    """Return the setting in words."""
     arena = comparison.arena
-    steps = f"{arena.steps:,} steps"
-    return f"{arena.nodes} nodes, {_WORDS[arena.optimizer]}, {_WORDS[arena.model]}, {steps}"
+    return f"{arena.nodes} nodes, {_WORDS[arena.optimizer]}, {_WORDS[arena.model]}, {arena.steps:,} steps"
+
+
+_SIZE = f"{WORKLOAD.parameters / 1e6:.0f} million float32 parameters, {WORKLOAD.model_bytes / 1e6:.0f} MB of gradients"
 
 
 def page(folder: Path) -> str:
-    """All stored settings, as one document."""
+    """Return all stored settings as one document."""
     parts = [PREFACE]
     for name, comparison in SETTINGS.items():
-        if not (folder / f"{name}.json").exists():
-            continue
         known = load(comparison, folder)
         if not rows(comparison, known):
             continue
@@ -404,8 +399,8 @@ def page(folder: Path) -> str:
         minutes = sum(climb.seconds for climb in known.values()) / 60
         parts += [
             f"## {title(comparison)}",
-            f"`{name}`: batches of {arena.batch} per node, {len(comparison.seeds)} seeds, {minutes:.0f} processor minutes."
-            f" The target is {target_of(comparison, known):.1f} %.",
+            f"`{name}`: batches of {arena.batch} per node, {len(comparison.seeds)} seeds, {minutes:.0f} processor"
+            f" minutes. The target is {target_of(comparison, known):.1f} %.",
             table(comparison, known),
             f"![accuracy against bytes and time]({name}.png)",
         ]
@@ -414,25 +409,25 @@ def page(folder: Path) -> str:
 
 PREFACE = f"""# Accuracy and time
 
-How much sooner does a method reach the accuracy that float32 all-reduce ends with? `python -m benchmarks front` measures
-(one setting: `python -m benchmarks front 8-sgd-short-cnn`; if it is interrupted, the same command continues), `python -m
-benchmarks report` writes this page.
+How much sooner does a method reach the accuracy that float32 all-reduce ends with? `python -m benchmarks front`
+measures (one setting: `python -m benchmarks front 8-sgd-short-cnn`; if it is interrupted, the same command continues),
+`python -m benchmarks report` writes this page.
 
 **Accuracy is measured.** Every method has its own best learning rate, from the ladder of
-[the tuned comparisons](../tuned/README.md): four seeds on tuning data choose it, other seeds on other data judge it. The
-difference from float32 all-reduce is over runs with the same seed, with its 95 % interval; **bold** where 0 lies outside.
-Learning rates rise over the first tenth of a run and then follow a cosine to zero. Nodes are of one rank; a test compares
-every method with the scheme's own code. `DASO` has a fixed period here.
+[the tuned comparisons](../tuned/README.md): four seeds on tuning data choose it, other seeds on other data judge it.
+The difference from float32 all-reduce is over runs with the same seed, with its 95 % interval; **bold** where 0 lies
+outside. Learning rates rise over the first tenth of a run and then follow a cosine to zero. Nodes are of one rank; a
+test compares every method with the scheme's own code. `DASO` has a fixed period here.
 
-**Time is a model's.** The tasks are tiny, so the table assumes another size: a network of
-{WORKLOAD.parameters / 1e6:.0f} million float32 parameters ({WORKLOAD.model_bytes / 1e6:.0f} MB of gradients, about a ResNet-50)
-that computes {1e3 * WORKLOAD.seconds:.0f} ms per step on every node, a third of it forward; links with {1e3 * LATENCY:g} ms of
-latency; encoding at {MEMORY_BANDWIDTH / 1e9:.0f} GB/s of memory. The cost model of `python -m lightning_hiercomm plan` says what a
-step takes then. With twice the parameters and twice the computation all ratios stay the same.
+**Time is predicted by a cost model.** The tasks are tiny, so the table assumes a larger network: {_SIZE} (about a
+ResNet-50) that computes {1e3 * WORKLOAD.seconds:.0f} ms per step on every node, a third of it forward; links with
+{1e3 * LATENCY:g} ms of latency; encoding at {MEMORY_BANDWIDTH / 1e9:.0f} GB/s of memory. The cost model of
+`python -m lightning_hiercomm plan` predicts a step of that. With twice the parameters and twice the computation the
+ratios stay nearly the same.
 
 - **MB per node and step**: sent to other nodes, the mean over the run, for the assumed network.
 - **time to target**: until the mean curve over the seeds first reaches the final accuracy of float32 all-reduce less
-  {MARGIN:g} point, where the time of float32 DDP, which overlaps gradients with backward, is 1. **never**: the method does not
-  reach it in as many steps. A run is evaluated {LOOKS} times. All runs of a setting have the same number of steps and the same
-  schedule; in most of them accuracy rises until the end, because the learning rate falls until the end.
+  {MARGIN:g} point, where the time of float32 DDP, which overlaps gradients with backward, is 1. **never**: the method
+  does not reach it in as many steps. A run is evaluated {LOOKS} times. All runs of a setting have the same number of
+  steps and the same schedule, in which accuracy often rises until the end.
 """

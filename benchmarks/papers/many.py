@@ -27,6 +27,8 @@ from benchmarks.papers.networks import (
     character_scores,
     character_split,
     normalized_scores,
+    perceptron_scores,
+    scores,
 )
 from benchmarks.papers.perceptron import PERCEPTRON
 from benchmarks.papers.wires import NodeMean, ParameterMean, decoded
@@ -62,45 +64,6 @@ def _mnist1d() -> tuple[Examples, Examples, Examples]:
     return train, (inputs[:_TUNING], targets[:_TUNING]), (inputs[_TUNING:], targets[_TUNING:])
 
 
-def perceptron_scores(parameters: Tensor, inputs: Tensor) -> Tensor:
-    """Of many perceptrons, as :func:`scores`."""
-    shapes = [(128, 40), (128,), (10, 128), (10,)]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    first, bias, last, end = (
-        part.unflatten(1, shape) for part, shape in zip(parameters.split(sizes, 1), shapes, strict=True)
-    )
-    hidden = torch.baddbmm(bias.unsqueeze(1), inputs, first.transpose(1, 2)).relu()
-    return torch.baddbmm(end.unsqueeze(1), hidden, last.transpose(1, 2))
-
-
-def scores(parameters: Tensor, inputs: Tensor) -> Tensor:
-    """Of many of MNIST-1D's CNNs, each on examples of its own.
-
-    Args:
-        parameters: Models x parameters, in the order of the module's.
-        inputs: Models x examples x 40.
-
-    Returns:
-        Models x examples x classes.
-    """
-    models, examples = inputs.shape[:2]
-    shapes = [(25, 1, 5), (25,), (25, 25, 3), (25,), (25, 25, 3), (25,), (10, 125), (10,)]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    parts = [part.unflatten(1, shape) for part, shape in zip(parameters.split(sizes, 1), shapes, strict=True)]
-    hidden = inputs.unsqueeze(-1)  # models x examples x length x channels
-    for weight, bias in ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5])):
-        kernel = weight.shape[-1]
-        hidden = functional.pad(hidden, (0, 0, 1, 1))
-        length = (hidden.shape[2] - kernel) // 2 + 1
-        windows = torch.cat([hidden[:, :, shift : shift + 2 * length - 1 : 2] for shift in range(kernel)], 3)
-        matrix = weight.permute(0, 3, 2, 1).flatten(1, 2)  # kernel and input channels x output channels
-        hidden = torch.baddbmm(bias.unsqueeze(1), windows.flatten(1, 2), matrix).relu().unflatten(1, (examples, length))
-    features = hidden.transpose(2, 3).flatten(2)
-    result: Tensor = torch.baddbmm(parts[7].unsqueeze(1), features, parts[6].transpose(1, 2))
-    assert len(result) == models
-    return result
-
-
 NETWORKS = {
     "cnn": Network(TASKS["mnist1d"], _mnist1d, scores),
     "perceptron": Network(PERCEPTRON, _mnist1d, perceptron_scores),
@@ -126,8 +89,8 @@ class Arena:
         batch: Examples that a node takes per step.
         epochs: Of all nodes together.
         optimizer: Momentum SGD, AdamW with torch's defaults, or Muon of the CNN's hidden kernels and AdamW of the rest.
-        model: A name of :data:`NETWORKS`: MNIST-1D's own CNN, a perceptron on the same data, the CNN with BatchNorm, or a
-            character model.
+        model: A name of :data:`NETWORKS`: MNIST-1D's own CNN, a perceptron on the same data, the CNN with BatchNorm, or
+            a character model.
     """
 
     name: str

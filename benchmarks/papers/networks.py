@@ -57,10 +57,35 @@ def convolved(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     length = (hidden.shape[2] - kernel) // 2 + 1
     windows = torch.cat([hidden[:, :, shift : shift + 2 * length - 1 : 2] for shift in range(kernel)], 3)
     matrix = weight.permute(0, 3, 2, 1).flatten(1, 2)  # kernel and input channels x output channels
-    return torch.baddbmm(bias.unsqueeze(1), windows.flatten(1, 2), matrix).unflatten(1, (examples, length))
+    result: Tensor = torch.baddbmm(bias.unsqueeze(1), windows.flatten(1, 2), matrix).unflatten(1, (examples, length))
+    return result
 
 
-# ---- the CNN of MNIST-1D with BatchNorm ------------------------------------------------------------------------------
+# ---- MNIST-1D: its CNN, a perceptron, and the CNN with BatchNorm ----------------------------------------------------
+
+_SHAPES: list[tuple[int, ...]] = [(25, 1, 5), (25,), (25, 25, 3), (25,), (25, 25, 3), (25,), (10, 125), (10,)]
+
+
+def scores(parameters: Tensor, inputs: Tensor) -> Tensor:
+    """Return the scores of many CNNs, each on examples of its own.
+
+    Args:
+        parameters: Models x parameters.
+        inputs: Models x examples x 40.
+    """
+    *kernels, last, end = split_as(parameters, _SHAPES)
+    hidden = inputs.unsqueeze(-1)  # models x examples x length x channels
+    for weight, bias in zip(kernels[::2], kernels[1::2], strict=True):
+        hidden = convolved(hidden, weight, bias).relu()
+    return torch.baddbmm(end.unsqueeze(1), hidden.transpose(2, 3).flatten(2), last.transpose(1, 2))
+
+
+def perceptron_scores(parameters: Tensor, inputs: Tensor) -> Tensor:
+    """Return the scores of many perceptrons, as :func:`scores`."""
+    first, bias, last, end = split_as(parameters, [(128, 40), (128,), (10, 128), (10,)])
+    hidden = torch.baddbmm(bias.unsqueeze(1), inputs, first.transpose(1, 2)).relu()
+    return torch.baddbmm(end.unsqueeze(1), hidden, last.transpose(1, 2))
+
 
 _CHANNELS = 25
 _NORMALIZED_SHAPES: list[tuple[int, ...]] = [
@@ -87,7 +112,7 @@ NORMALIZED = replace(TASKS["mnist1d"], name="mnist1d, BatchNorm", build=_build_n
 
 
 def normalized_scores(parameters: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores of many CNNs with BatchNorm, each on examples of its own, and the statistics that a module would keep.
+    """Return the scores of many CNNs with BatchNorm, and the statistics of their batches as a module would keep them.
 
     Args:
         parameters: Models x parameters; followed by running statistics, which are then used in place of the batch's.
@@ -134,7 +159,7 @@ CHARACTERS = replace(TASKS["characters"], name="characters, small", build=_build
 
 @cache
 def character_split() -> Split:
-    """The task's windows to train on; those of the first half of its held-out text to tune by, of the rest to judge by."""
+    """Return the task's windows to train on, and those of either half of its held-out text to tune and to judge by."""
     train, (inputs, targets) = CHARACTERS.load()
     text = torch.cat([inputs.flatten(), targets[-1:]])  # the task's held-out windows follow each other
     windows = text.unfold(0, _WINDOW + 1, 1)[::_EVERY_HELD_OUT]
@@ -144,7 +169,7 @@ def character_split() -> Split:
 
 
 def character_scores(parameters: Tensor, inputs: Tensor) -> Tensor:
-    """Scores of many character models, each on windows of its own (models x examples x 16)."""
+    """Return the scores of many character models, each on windows of its own (models x examples x 16)."""
     models, classes = len(parameters), _classes()
     shapes = [(classes, _WIDTH), (_HIDDEN_UNITS, _WIDTH * _WINDOW), (_HIDDEN_UNITS,), (classes, _HIDDEN_UNITS)]
     table, first, bias, last, end = split_as(parameters, [*shapes, (classes,)])
