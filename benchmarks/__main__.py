@@ -340,8 +340,9 @@ def accuracy_command(arguments: argparse.Namespace) -> None:
         path = arguments.out / f"accuracy-{setting}.json"
         arguments.out.mkdir(parents=True, exist_ok=True)
         about = report.about_this_run(shlex.join(sys.argv), note)
-        path.write_text(json.dumps({"target": target, "errors": errors, "curves": curves, **about}, indent=1) + "\n")
-        print(report.accuracy_table(curves, errors, target), path, sep="\n")
+        stored = {"target": target, "errors": errors, "curves": curves, "runs": runs, **about}
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+        print(report.accuracy_table(curves, errors, target), report.sooner_table(runs, target), path, sep="\n")
         from benchmarks import plots
 
         plots.accuracy(curves, setting, path.with_suffix(".png"))

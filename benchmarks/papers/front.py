@@ -321,6 +321,14 @@ class Row:
     step: int | None
     times: Mapping[str, float]
 
+    def share_text(self) -> str:
+        """Return ``1/7.88`` for a share."""
+        return f"1/{1 / self.share:.3g}" if self.share < 0.995 else f"{self.share:.2g}"
+
+    def time_text(self, rate: str) -> str:
+        """Return the time to the target at a link rate, or ``never``."""
+        return f"{self.times[rate]:.2g}" if self.times else "never"
+
 
 def target_of(comparison: Comparison, known: Mapping[str, Climb]) -> float:
     """Return all-reduce's final accuracy less the margin."""
@@ -367,11 +375,11 @@ def table(comparison: Comparison, known: Mapping[str, Climb]) -> str:
         cells = [
             row.way.name,
             f"{row.megabytes:.3g}",
-            f"1/{1 / row.share:.3g}" if row.share < 0.995 else f"{row.share:.2g}",
+            row.share_text(),
             f"{rate_of(row.climb.peak):g}",
             row.climb.text(),
             "" if row.apart is None else row.apart.text(),
-            *(f"{row.times[rate]:.2g}" if row.times else "never" for rate in RATES),
+            *map(row.time_text, RATES),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     missing = len(comparison.contenders) - len(found)
