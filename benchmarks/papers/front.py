@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 from benchmarks.papers.many import (
     Arena,
@@ -288,10 +288,13 @@ def seconds_by_step(way: Way | None, arena: Arena, rate: float, workload: Worklo
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def mean_curve(climb: Climb) -> list[float]:
-    """Return the accuracy at every evaluation, the mean over the seeds; that of a run that diverged is 0."""
+def median_curve(climb: Climb) -> list[float]:
+    """Return the accuracy at every evaluation, the median over the seeds; that of a run that diverged is 0.
+
+    A median, because one run that nearly diverged would move the target by a point.
+    """
     by_look = zip(*climb.judged_curves.values(), strict=True)
-    return [fmean(value or 0.0 for value in values) for values in by_look]
+    return [median(value or 0.0 for value in values) for values in by_look]
 
 
 def first_step(curve: Sequence[float], looks: Sequence[int], target: float) -> int | None:
@@ -309,7 +312,7 @@ class Row:
         apart: Its difference from float32 all-reduce, in points; None of all-reduce itself.
         megabytes: Sent by a node per step.
         share: The same as a share of what float32 all-reduce sends.
-        step: Number of steps after which the mean over the seeds first reaches the target; None if it never does.
+        step: Number of steps after which the median over the seeds first reaches the target; None if it never does.
         times: Time to the target by link rate, where that of DDP is 1; empty if the target is never reached.
     """
 
@@ -332,7 +335,7 @@ class Row:
 
 def target_of(comparison: Comparison, known: Mapping[str, Climb]) -> float:
     """Return all-reduce's final accuracy less the margin."""
-    return mean_curve(known[comparison.contenders[0].name])[-1] - MARGIN
+    return median_curve(known[comparison.contenders[0].name])[-1] - MARGIN
 
 
 def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload = WORKLOAD) -> list[Row]:
@@ -343,13 +346,13 @@ def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload 
     if baseline is None:
         return []
     target = target_of(comparison, known)
-    reached = first_step(mean_curve(baseline), looks, target)
+    reached = first_step(median_curve(baseline), looks, target)
     assert reached is not None
     of_ddp = {name: seconds_by_step(None, arena, rate, workload)[reached - 1] for name, rate in RATES.items()}
     whole = bytes_per_step(ways[comparison.contenders[0].name], arena, workload)
     found = []
     for name, climb in judged.items():
-        way, step = ways[name], first_step(mean_curve(climb), looks, target)
+        way, step = ways[name], first_step(median_curve(climb), looks, target)
         times = (
             {}
             if step is None
@@ -434,8 +437,9 @@ ResNet-50) that computes {1e3 * WORKLOAD.seconds:.0f} ms per step on every node,
 ratios stay nearly the same.
 
 - **MB per node and step**: sent to other nodes, the mean over the run, for the assumed network.
-- **time to target**: until the mean curve over the seeds first reaches the final accuracy of float32 all-reduce less
+- **time to target**: until the median accuracy over the seeds first reaches the final one of float32 all-reduce less
   {MARGIN:g} point, where the time of float32 DDP, which overlaps gradients with backward, is 1. **never**: the method
   does not reach it in as many steps. A run is evaluated {LOOKS} times. All runs of a setting have the same number of
-  steps and the same schedule, in which accuracy often rises until the end.
+  steps and the same schedule, in which accuracy often rises until the end. The accuracy column has the mean and the
+  standard deviation; a run that nearly diverges moves these, and hardly the median.
 """

@@ -108,12 +108,20 @@ def accuracy_and_time(rows: Sequence[Row], path: Path, title: str) -> None:
         for axis, x in places:
             axis.errorbar([x], [apart.mean], yerr=[half], **drawn)
             axis.annotate(note, (x, apart.mean), textcoords="offset points", xytext=(5, 3), fontsize=7)
-    lowest = min((row.apart.mean for row in rows if row.apart is not None), default=0.0)
     for axis in (by_bytes, by_time):
         axis.axhline(0.0, color="black", linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", ylim=(max(-15.0, lowest - 3), 4.0))
-    by_bytes.set(xlabel="bytes per node and step, of float32 all-reduce's", ylabel="points above float32 all-reduce")
-    by_time.set(xlabel=f"predicted time to the target at {_AT}, of DDP's (only methods that reach it)")
+        axis.set(xscale="log")
+        axis.set_yscale("symlog", linthresh=4)
+        axis.set(ylim=(-60, 6))
+        axis.set_yticks(ticks := (4, 2, 0, -2, -4, -10, -20, -50), [f"{tick:+d}" if tick else "0" for tick in ticks])
+        axis.minorticks_off()
+    by_bytes.set(xlabel="bytes per node and step, float32 all-reduce = 1", ylabel="points above float32 all-reduce")
+    by_time.set(xlabel=f"predicted time to target at {_AT}, DDP = 1")
+    times = [row.times[_AT] for row in rows if row.times]
+    by_time.set_xlim(min(times) / 1.3, 1.3)
+    by_time.set_xticks(
+        marks := [x for x in (0.05, 0.1, 0.2, 0.5, 1) if x > min(times) / 1.3], [f"{x:g}" for x in marks]
+    )
     families = dict.fromkeys(row.way.family for row in rows)
     wires = dict.fromkeys(row.way.wire for row in rows)
     shown = [by_bytes.plot([], [], "s", color=COLOURS[family], label=family)[0] for family in families]

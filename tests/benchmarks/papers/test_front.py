@@ -104,7 +104,13 @@ def test_the_time_to_the_target_is_relative_to_ddp():
 def test_a_run_that_diverged_counts_as_none_right_on_the_way():
     found = climb_of(50.0, 80.0, seeds=(0, 1))
     found.curves[-5][1] = [None, None]
-    assert front.mean_curve(found) == [25.0, 40.0]
+    assert front.median_curve(found) == [25.0, 40.0]
+
+
+def test_one_bad_run_does_not_move_the_target():
+    known = {"AllReduce": climb_of(*straight(90.0))}
+    known["AllReduce"].curves[-5] = {**known["AllReduce"].curves[-5], 3: straight(60.0)}
+    assert front.target_of(SHORT, known) == 89.0
 
 
 def test_nothing_is_said_before_all_reduce_is_judged():
