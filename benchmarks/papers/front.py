@@ -84,7 +84,7 @@ class Way:
         make: Makes the method that trains.
         scheme_at: The scheme whose cost a step of the run has, by the step's number from 0.
         about: Changes when the method does; what is stored of other words is forgotten.
-        lower: Rungs by which its ladder begins below all-reduce's.
+        lower: Rungs by which its ladder begins below all-reduce's, with momentum SGD.
         optimizers: With which it is tried.
     """
 
@@ -99,7 +99,7 @@ class Way:
 
     def contender(self, arena: Arena) -> Contender:
         """Return the method as the ladder takes it."""
-        starts = _STARTS[arena.model, arena.optimizer] - self.lower
+        starts = _STARTS[arena.model, arena.optimizer] - (self.lower if arena.optimizer == "sgd" else 0)
         return Contender(self.name, self.make, self.about, starts)
 
 
@@ -211,7 +211,7 @@ WAYS = (
         for wire in ("float32", "int4")
     ),
     *(_daso(4, 1, "delta", wire) for wire in ("float32", "int4")),
-    *(_diloco(every, wire, lower) for every, lower in ((16, 3), (64, 4)) for wire in ("float32", "int4")),
+    *(_diloco(every, wire, lower) for every, lower in ((16, 5), (64, 6)) for wire in ("float32", "int4")),
     *map(_gossip, ("float32", "int4")),
     _steps_delay(4, 0.8),
 )
