@@ -87,6 +87,14 @@ def make_parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--seeds", type=int, default=1, help="runs of every row, each with other batches")
     accuracy.add_argument("--every", type=int, default=16, help="steps between evaluations")
     accuracy.add_argument("--target", type=float, help="report the time to this accuracy; default: 98 %% of DDP's best")
+    accuracy.add_argument(
+        "--learning-rates",
+        nargs="+",
+        type=_rate_of_row,
+        default=[],
+        metavar="ROW=RATE",
+        help="in place of the workload's",
+    )
     accuracy.set_defaults(command=accuracy_command)
 
     timeline = commands.add_parser("timeline", help="when each rank computes and each link is used")
@@ -313,6 +321,9 @@ def _measure(
 
 def accuracy_command(arguments: argparse.Namespace) -> None:
     """Train every row for the same number of steps, and compare what that took."""
+    rates = dict(arguments.learning_rates)
+    if unknown := set(rates) - set(arguments.rows):
+        sys.exit(f"--learning-rates names {', '.join(sorted(unknown))}, which --rows does not")
     jobs = [
         Job(
             f"{key}.{seed}",
@@ -323,6 +334,7 @@ def accuracy_command(arguments: argparse.Namespace) -> None:
             arguments.every,
             seed=seed,
             timeout=arguments.timeout,
+            learning_rate=rates.get(key),
         )
         for seed in range(arguments.seeds)
         for key in arguments.rows
@@ -340,7 +352,7 @@ def accuracy_command(arguments: argparse.Namespace) -> None:
         path = arguments.out / f"accuracy-{setting}.json"
         arguments.out.mkdir(parents=True, exist_ok=True)
         about = report.about_this_run(shlex.join(sys.argv), note)
-        stored = {"target": target, "errors": errors, "curves": curves, "runs": runs, **about}
+        stored = {"target": target, "errors": errors, "curves": curves, "runs": runs, "learning_rates": rates, **about}
         path.write_text(json.dumps(stored, indent=1) + "\n")
         print(report.accuracy_table(curves, errors, target), report.sooner_table(runs, target), path, sep="\n")
         from benchmarks import plots
@@ -457,6 +469,11 @@ def documents_command(_: argparse.Namespace) -> None:
         if after != before:
             page.write_text(after)
             print(page)
+
+
+def _rate_of_row(text: str) -> tuple[str, float]:
+    row, _, rate = text.partition("=")
+    return row, float(rate)
 
 
 def _layout_of(text: str) -> tuple[int, int]:

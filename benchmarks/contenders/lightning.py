@@ -96,7 +96,7 @@ class Module(L.LightningModule):
         self.judged = judged(self.model, batch)
 
     def configure_optimizers(self) -> Optimizer:
-        return self._recorder.workload.optimizer(self.model)
+        return self._recorder.optimizer(self.model)
 
 
 class StepTimes(Callback):
