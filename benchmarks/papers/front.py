@@ -63,7 +63,7 @@ _STARTS = {
     ("characters", "sgd"): -2,
     ("characters", "adamw"): -11,
 }
-_SEEDS = {"short": 20, "long": 10}
+_SEEDS, _SEEDS_OF_UNSTEADY = 10, 20
 _WORDS = {
     "cnn": "the CNN of MNIST-1D",
     "batchnorm": "the CNN of MNIST-1D with BatchNorm",
@@ -231,7 +231,9 @@ def _comparison(nodes: int, optimizer: str, length: str, model: str) -> Comparis
         model,  # type: ignore[arg-type]
     )
     contenders = tuple(way.contender(arena) for way in WAYS if optimizer in way.optimizers)
-    return Comparison(arena, contenders, tuple(range(_SEEDS[length])), LOOKS)
+    # at the best rates of momentum SGD one run in twenty of this network nearly diverges
+    is_unsteady = (model, optimizer, length) == ("cnn", "sgd", "short")
+    return Comparison(arena, contenders, tuple(range(_SEEDS_OF_UNSTEADY if is_unsteady else _SEEDS)), LOOKS)
 
 
 SETTINGS = {
