@@ -94,6 +94,14 @@ def make_parser() -> argparse.ArgumentParser:
     accuracy.add_argument("--seeds", type=int, default=1, help="runs of every row, each with other batches")
     accuracy.add_argument("--every", type=int, default=16, help="steps between evaluations")
     accuracy.add_argument("--target", type=float, help="report the time to this accuracy; default: 98 %% of DDP's best")
+    accuracy.add_argument(
+        "--learning-rates",
+        nargs="+",
+        type=_rate_of_row,
+        default=[],
+        metavar="ROW=RATE",
+        help="in place of the workload's",
+    )
     accuracy.set_defaults(command=accuracy_command)
 
     timeline = commands.add_parser("timeline", help="when each rank computes and each link is used")
@@ -140,6 +148,14 @@ def make_parser() -> argparse.ArgumentParser:
     both.add_argument("--minutes", type=float, default=math.inf, help="begin nothing afterwards; what is known is kept")
     both.add_argument("--out", type=Path, default=OUT / "tuned", help="the folder with the results")
     both.set_defaults(command=tuned_command)
+
+    sooner = commands.add_parser("front", help="time to all-reduce's accuracy, by method, where all sides are tuned")
+    sooner.add_argument("names", nargs="*", metavar="NAME", help="of settings, such as 8-sgd-short-cnn; default: all")
+    sooner.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin nothing afterwards; what is known is kept"
+    )
+    sooner.add_argument("--out", type=Path, default=OUT / "front", help="the folder with the results")
+    sooner.set_defaults(command=front_command)
 
     pages = commands.add_parser("documents", help="write what is stored in benchmarks/results into the documentation")
     pages.set_defaults(command=documents_command)
@@ -320,6 +336,9 @@ def _measure(
 
 def accuracy_command(arguments: argparse.Namespace) -> None:
     """Train every row for the same number of steps, and compare what that took."""
+    rates = dict(arguments.learning_rates)
+    if unknown := set(rates) - set(arguments.rows):
+        sys.exit(f"--learning-rates names {', '.join(sorted(unknown))}, which --rows does not")
     jobs = [
         Job(
             f"{key}.{seed}",
@@ -330,6 +349,7 @@ def accuracy_command(arguments: argparse.Namespace) -> None:
             arguments.every,
             seed=seed,
             timeout=arguments.timeout,
+            learning_rate=rates.get(key),
         )
         for seed in range(arguments.seeds)
         for key in arguments.rows
@@ -347,8 +367,9 @@ def accuracy_command(arguments: argparse.Namespace) -> None:
         path = arguments.out / f"accuracy-{setting}.json"
         arguments.out.mkdir(parents=True, exist_ok=True)
         about = report.about_this_run(shlex.join(sys.argv), note)
-        path.write_text(json.dumps({"target": target, "errors": errors, "curves": curves, **about}, indent=1) + "\n")
-        print(report.accuracy_table(curves, errors, target), path, sep="\n")
+        stored = {"target": target, "errors": errors, "curves": curves, "runs": runs, "learning_rates": rates, **about}
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+        print(report.accuracy_table(curves, errors, target), report.sooner_table(runs, target), path, sep="\n")
         from benchmarks import plots
 
         plots.accuracy(curves, setting, path.with_suffix(".png"))
@@ -437,6 +458,22 @@ def tuned_command(arguments: argparse.Namespace) -> None:
         pictures.ladders(comparison, tuned.load(comparison, arguments.out), arguments.out / f"{name}.png")
 
 
+def front_command(arguments: argparse.Namespace) -> None:
+    """Tune and judge what is not known yet; print the table of what is."""
+    from benchmarks.papers import front, tuned
+
+    if unknown := [name for name in arguments.names if name not in front.SETTINGS]:
+        sys.exit(f"there is no setting {', '.join(unknown)}: choose from {', '.join(front.SETTINGS)}")
+    until = time.time() + 60 * arguments.minutes
+    for name in arguments.names or front.SETTINGS:
+        comparison = front.SETTINGS[name]
+        tuned.climb(comparison, arguments.out, until)
+        print(
+            f"{front.title(comparison)}\n\n{front.table(comparison, tuned.load(comparison, arguments.out))}\n",
+            flush=True,
+        )
+
+
 def documents_command(_: argparse.Namespace) -> None:
     """Write the pages whose numbers have changed."""
     from benchmarks import documents
@@ -449,6 +486,11 @@ def documents_command(_: argparse.Namespace) -> None:
             print(page)
 
 
+def _rate_of_row(text: str) -> tuple[str, float]:
+    row, _, rate = text.partition("=")
+    return row, float(rate)
+
+
 def _layout_of(text: str) -> tuple[int, int]:
     nodes, _, ranks = text.partition("x")
     return int(nodes), int(ranks)
@@ -457,6 +499,7 @@ def _layout_of(text: str) -> tuple[int, int]:
 def report_command(arguments: argparse.Namespace) -> None:
     """Write the tables of all stored settings, and the plots over bandwidth."""
     from benchmarks import plots
+    from benchmarks.papers import pictures
 
     path = arguments.out / "README.md"
     path.write_text(report.full_report(arguments.out))
@@ -474,6 +517,8 @@ def report_command(arguments: argparse.Namespace) -> None:
         for setting in settings:
             if setting[0].mbit == 500 and len(setting) > 12:
                 plots.rows_of_a_setting(setting, arguments.out / f"rows-{report.setting_name(setting[0])}.png")
+    for written in pictures.fronts(arguments.out / "front"):
+        print(written)
     for stored in sorted(arguments.out.glob("accuracy-*.json")):
         plots.accuracy(
             json.loads(stored.read_text())["curves"], stored.stem.removeprefix("accuracy-"), stored.with_suffix(".png")

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import prediction, report
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.measure import Cell, first_to_reach
-from benchmarks.papers import tuned
+from benchmarks.papers import front, tuned
 from benchmarks.papers.paired import difference
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results, known_results
@@ -36,7 +36,7 @@ PAGES = tuple(
     CHECKOUT / name
     for name in (
         "README.md",
-        *(f"docs/{name}.md" for name in ("papers", "choosing", "comparison", "planning", "unequal-machines")),
+        *(f"docs/{name}.md" for name in ("front", "papers", "choosing", "comparison", "planning", "unequal-machines")),
         *(f"docs/schemes/{name}.md" for name in ("daso", "diloco", "gossip", "periodic", "steps_delay")),
         "benchmarks/results/tuned/README.md",
     )
@@ -115,6 +115,25 @@ def table_of(comparison: tuned.Comparison, known: dict[str, tuned.Climb]) -> str
         *("| " + " | ".join(row) + " |" for row in tuned.table(comparison, known)),
     ]
     return "\n".join(lines)
+
+
+@cache
+def _front_rows(setting: str) -> dict[str, front.Row]:
+    comparison = front.SETTINGS[setting]
+    return {row.way.name: row for row in front.rows(comparison, tuned.load(comparison, RESULTS / "front"))}
+
+
+def _front(setting: str, *what: str) -> str:
+    """Return a setting's table; of one method its difference from all-reduce, its share of bytes, or its time."""
+    if not what:
+        comparison = front.SETTINGS[setting]
+        return front.table(comparison, tuned.load(comparison, RESULTS / "front"))
+    method, *rest = what
+    row = _front_rows(setting)[method]
+    if rest:
+        return row.share_text() if rest == ["bytes"] else row.time_text(rest[0])
+    assert row.apart is not None
+    return row.apart.text()
 
 
 @cache
@@ -253,6 +272,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "tuned": _tuned,
     "across": _across,
     "diverged": _diverged,
+    "front": _front,
     "papers": _papers,
     "model": _model,
     "speed": _speed,

@@ -30,6 +30,7 @@ class Job:
         trace: Whether to also record the timeline of compute and network traffic.
         seed: Seeds the data; the model is the same for all.
         timeout: Seconds after which the job counts as hung.
+        learning_rate: Of the workload's optimizer; None is the workload's own.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Job:
     trace: bool = False
     seed: int = 0
     timeout: float = 120.0
+    learning_rate: float | None = None
 
     @property
     def total_steps(self) -> int:
@@ -158,6 +160,13 @@ class Recorder:
                 self.record.window_busy_share = busy_since(self._machine_at_start)
             return False
         return True
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Make the workload's optimizer, with the job's learning rate if it has one."""
+        optimizer = self.workload.optimizer(model)
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] if self.job.learning_rate is None else self.job.learning_rate
+        return optimizer
 
     def evaluation_due(self) -> bool:
         every = self.job.evaluate_every

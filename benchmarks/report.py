@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from benchmarks.bounds import limit, transfer_seconds
 from benchmarks.contenders import BOUNDS, ROWS, is_ours, same_method
 from benchmarks.measure import Cell, first_to_reach
+from benchmarks.papers.paired import difference
 from benchmarks.workloads import WORKLOADS
 
 
@@ -234,6 +237,41 @@ def accuracy_table(curves: dict[str, list[dict[str, float]]], errors: dict[str, 
         loss = f"{last['loss']:.3f} | {last['loss_spread']:.3f}"
         lines.append(f"| {ROWS[row].title} | {loss} | {last['accuracy']:.3f} | {best:.3f} | {spent} | {reached} |")
     lines += [f"| {ROWS[row].title} | {one_line(error)} |{' |' * 7}" for row, error in errors.items()]
+    return "\n".join(lines) + "\n"
+
+
+def sooner_table(runs: Mapping[str, Sequence[list[dict[str, float]]]], target: float, baseline: str = "ddp") -> str:
+    """Return how many times sooner than the baseline each row first reaches an accuracy.
+
+    Args:
+        runs: Learning curves by row, in the order of seeds.
+        target: The accuracy.
+        baseline: The row that is compared with.
+    """
+
+    def first(curve: list[dict[str, float]]) -> float | None:
+        there = first_to_reach(curve, target)
+        return there["seconds"] if there else None
+
+    seconds = {row: dict(enumerate(map(first, curves))) for row, curves in runs.items()}
+    logarithms = {
+        row: {seed: None if value is None else math.log(value) for seed, value in by_seed.items()}
+        for row, by_seed in seconds.items()
+    }
+    lines = [
+        f"| | seeds that reach {target:.3f} | seconds until then | times sooner than {ROWS[baseline].title}, 95 % |",
+        "|---|--:|--:|--:|",
+    ]
+    for row, by_seed in seconds.items():
+        reached = [value for value in by_seed.values() if value is not None]
+        mean = f"{statistics.mean(reached):.2f}" if reached else "never"
+        ratio = ""
+        apart = difference(logarithms.get(baseline, {}), logarithms[row])
+        if row != baseline and apart.pairs:
+            ratio = f"{math.exp(apart.mean):.2f}"
+            if apart.pairs > 1:
+                ratio += f", from {math.exp(apart.low):.2f} to {math.exp(apart.high):.2f}"
+        lines.append(f"| {ROWS[row].title} | {len(reached)} of {len(by_seed)} | {mean} | {ratio} |")
     return "\n".join(lines) + "\n"
 
 

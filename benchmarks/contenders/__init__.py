@@ -103,6 +103,13 @@ def _every_step() -> dict[str, Row]:
             averages_in_node=False,
         ),
         "ddp": Row("Lightning DDPStrategy", "lightning", {"kind": "ddp"}, bound="overlapped"),
+        "ddp_bf16_hook": Row(
+            "Lightning DDPStrategy, bf16_compress_hook registered by hand",
+            "lightning",
+            {"kind": "ddp_bf16_hook"},
+            bound="overlapped",
+            wire_bytes=2,
+        ),
     }
 
 

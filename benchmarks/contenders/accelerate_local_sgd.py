@@ -15,7 +15,7 @@ def train(recorder: Recorder, options: dict[str, Any]) -> None:
     if accelerator.num_processes != recorder.world.size:
         raise RuntimeError(f"accelerate sees {accelerator.num_processes} processes of {recorder.world.size}")
     plain = recorder.model()
-    model, optimizer = accelerator.prepare(plain, recorder.workload.optimizer(plain))
+    model, optimizer = accelerator.prepare(plain, recorder.optimizer(plain))
     period = options["sync_every"]
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=period, enabled=True) as local_sgd:
         last = False

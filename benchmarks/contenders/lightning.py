@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -22,7 +23,7 @@ from benchmarks.workloads import Batch, judged
 
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
-    """``kind``: "ddp", "post_local", "post_local_hook" or "single"."""
+    """``kind``: "ddp", "ddp_bf16_hook", "post_local", "post_local_hook" or "single"."""
     kind = options["kind"]
     if kind == "single":
         with mock.patch.dict(os.environ):
@@ -31,6 +32,8 @@ def train(recorder: Recorder, options: dict[str, Any]) -> None:
             fit(recorder, SingleDeviceStrategy(device="cpu"), devices=1, num_nodes=1)
     elif kind == "ddp":
         fit(recorder, DDPStrategy())
+    elif kind == "ddp_bf16_hook":
+        fit(recorder, HookedDDPStrategy(ddp_comm_hook=bf16_compress_hook))
     else:
         state = PostLocalSGDState(process_group=None, subgroup=node_group(recorder.world), start_localSGD_iter=0)
         strategy = HookedDDPStrategy if kind == "post_local_hook" else DDPStrategy
@@ -93,7 +96,7 @@ class Module(L.LightningModule):
         self.judged = judged(self.model, batch)
 
     def configure_optimizers(self) -> Optimizer:
-        return self._recorder.workload.optimizer(self.model)
+        return self._recorder.optimizer(self.model)
 
 
 class StepTimes(Callback):

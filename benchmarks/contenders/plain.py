@@ -20,7 +20,7 @@ def train(recorder: Recorder, options: dict[str, Any]) -> None:
         exchange_least_bytes(recorder)
         return
     model = recorder.model()
-    optimizer = recorder.workload.optimizer(model)
+    optimizer = recorder.optimizer(model)
     forward: nn.Module = model
     if options["kind"] == "node":
         forward = DistributedDataParallel(model, process_group=node_group(recorder.world))

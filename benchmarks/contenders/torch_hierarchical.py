@@ -15,7 +15,7 @@ from benchmarks.job import Recorder
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
     model = recorder.model()
-    optimizer = recorder.workload.optimizer(model)
+    optimizer = recorder.optimizer(model)
     distributed = DistributedDataParallel(model)
     state = PostLocalSGDState(process_group=None, subgroup=node_group(recorder.world), start_localSGD_iter=0)
     distributed.register_comm_hook(state, post_localSGD_hook)

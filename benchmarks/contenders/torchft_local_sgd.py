@@ -28,7 +28,7 @@ def train(recorder: Recorder, options: dict[str, Any]) -> None:
     dist.broadcast_object_list(address, src=0)
 
     model = recorder.model()
-    optimizer = recorder.workload.optimizer(model)
+    optimizer = recorder.optimizer(model)
     host = "127.0.0.1" if os.environ["GLOO_SOCKET_IFNAME"] == "lo" else socket.gethostname()
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     manager = Manager(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
@@ -19,7 +19,20 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
 
+from benchmarks.papers.networks import (
+    CHARACTERS,
+    NORM_MOMENTUM,
+    NORMALIZED,
+    Network,
+    character_scores,
+    character_split,
+    normalized_scores,
+    perceptron_scores,
+    scores,
+)
 from benchmarks.papers.perceptron import PERCEPTRON
+from benchmarks.papers.wires import NodeMean, ParameterMean, decoded
+from lightning_hiercomm.comm.codec import AsIs, Codec
 from lightning_hiercomm.planning.simulate.simulation import schedule
 from lightning_hiercomm.planning.simulate.tasks import TASKS, Examples, Task, shuffled
 from lightning_hiercomm.schemes.plateau import Plateau
@@ -30,11 +43,16 @@ _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's AdamW
 _MUON, _NEWTON_SCHULZ = 0.95, (3.4445, -4.775, 2.0315)  # torch's Muon: its momentum, and its polynomial's coefficients
 _HIDDEN, _KERNEL = (slice(150, 2025), slice(2050, 3925)), (25, 75)  # the CNN's second and third kernel, as matrices
 _FRESH, _TUNING = 6000, 2000
-_JUDGED_AT_ONCE = 8
+_JUDGED_AT_ONCE = 2  # what lies between two layers then stays in a cache
+
+
+def data(model: str = "cnn") -> tuple[Examples, Examples, Examples]:
+    """What a network of :data:`NETWORKS` is trained on, tuned by and judged by."""
+    return NETWORKS[model].split()
 
 
 @cache
-def data() -> tuple[Examples, Examples, Examples]:
+def _mnist1d() -> tuple[Examples, Examples, Examples]:
     """MNIST-1D's own 4,000 examples to train on; 2,000 fresh ones to choose learning rates by; 4,000 to judge by."""
     from mnist1d.data import get_dataset_args, make_dataset
 
@@ -46,43 +64,19 @@ def data() -> tuple[Examples, Examples, Examples]:
     return train, (inputs[:_TUNING], targets[:_TUNING]), (inputs[_TUNING:], targets[_TUNING:])
 
 
-def perceptron_scores(parameters: Tensor, inputs: Tensor) -> Tensor:
-    """Of many perceptrons, as :func:`scores`."""
-    shapes = [(128, 40), (128,), (10, 128), (10,)]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    first, bias, last, end = (
-        part.unflatten(1, shape) for part, shape in zip(parameters.split(sizes, 1), shapes, strict=True)
-    )
-    hidden = torch.baddbmm(bias.unsqueeze(1), inputs, first.transpose(1, 2)).relu()
-    return torch.baddbmm(end.unsqueeze(1), hidden, last.transpose(1, 2))
-
-
-def scores(parameters: Tensor, inputs: Tensor) -> Tensor:
-    """Of many of MNIST-1D's CNNs, each on examples of its own.
-
-    Args:
-        parameters: Models x parameters, in the order of the module's.
-        inputs: Models x examples x 40.
-
-    Returns:
-        Models x examples x classes.
-    """
-    models, examples = inputs.shape[:2]
-    shapes = [(25, 1, 5), (25,), (25, 25, 3), (25,), (25, 25, 3), (25,), (10, 125), (10,)]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    parts = [part.unflatten(1, shape) for part, shape in zip(parameters.split(sizes, 1), shapes, strict=True)]
-    hidden = inputs.unsqueeze(-1)  # models x examples x length x channels
-    for weight, bias in ((parts[0], parts[1]), (parts[2], parts[3]), (parts[4], parts[5])):
-        kernel = weight.shape[-1]
-        hidden = functional.pad(hidden, (0, 0, 1, 1))
-        length = (hidden.shape[2] - kernel) // 2 + 1
-        windows = torch.cat([hidden[:, :, shift : shift + 2 * length - 1 : 2] for shift in range(kernel)], 3)
-        matrix = weight.permute(0, 3, 2, 1).flatten(1, 2)  # kernel and input channels x output channels
-        hidden = torch.baddbmm(bias.unsqueeze(1), windows.flatten(1, 2), matrix).relu().unflatten(1, (examples, length))
-    features = hidden.transpose(2, 3).flatten(2)
-    result: Tensor = torch.baddbmm(parts[7].unsqueeze(1), features, parts[6].transpose(1, 2))
-    assert len(result) == models
-    return result
+NETWORKS = {
+    "cnn": Network(TASKS["mnist1d"], _mnist1d, scores),
+    "perceptron": Network(PERCEPTRON, _mnist1d, perceptron_scores),
+    "batchnorm": Network(
+        NORMALIZED,
+        _mnist1d,
+        lambda parameters, inputs: normalized_scores(parameters, inputs)[0],
+        normalized_scores,
+        torch.tensor([0.0, 1.0]).repeat_interleave(25).repeat(3),
+    ),
+    "characters": Network(CHARACTERS, character_split, character_scores),
+}
+"""By the name of an arena's model."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,8 @@ class Arena:
         batch: Examples that a node takes per step.
         epochs: Of all nodes together.
         optimizer: Momentum SGD, AdamW with torch's defaults, or Muon of the CNN's hidden kernels and AdamW of the rest.
-        model: The data set's own CNN, or the perceptron of :mod:`benchmarks.papers.perceptron`.
+        model: A name of :data:`NETWORKS`: MNIST-1D's own CNN, a perceptron on the same data, the CNN with BatchNorm, or
+            a character model.
     """
 
     name: str
@@ -103,23 +98,33 @@ class Arena:
     batch: int
     epochs: int
     optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
-    model: Literal["cnn", "perceptron"] = "cnn"
+    model: Literal["cnn", "perceptron", "batchnorm", "characters"] = "cnn"
+
+    @property
+    def network(self) -> Network:
+        """The model, many at once."""
+        return NETWORKS[self.model]
 
     @property
     def task(self) -> Task:
         """Which makes initial values."""
-        return TASKS["mnist1d"] if self.model == "cnn" else PERCEPTRON
+        return self.network.task
 
     @property
     def scores(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Of many models."""
-        return scores if self.model == "cnn" else perceptron_scores
+        return self.network.scores
 
     @property
     def steps_per_epoch(self) -> int:
         """All nodes see as many examples as there are."""
-        (_, targets), _, _ = data()
+        (_, targets), _, _ = data(self.model)
         return len(targets) // (self.nodes * self.batch)
+
+    @property
+    def steps(self) -> int:
+        """Of a whole run."""
+        return self.steps_per_epoch * self.epochs
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -193,20 +198,17 @@ class State:
         self.weights.mul_(1 - self.rate * _DECAY)
         self.weights.sub_(self.rate / (1 - first ** (self.step + 1)) * self.velocity / size)
 
-    def average(self, runs: Tensor | None = None) -> None:
-        """Every replica becomes the mean of its run's; of all runs, or of those that a mask says."""
-        mean = self.weights.mean(1, keepdim=True).expand_as(self.weights)
-        self.weights.copy_(mean if runs is None else torch.where(runs[:, None, None], mean, self.weights))
-
 
 class Method(ABC):
     """One way to train.
 
     Attributes:
         agrees_on_gradients: One replica stands for all nodes.
+        needs_node_gradients: With one replica, whether it still takes the gradients of every node.
     """
 
     agrees_on_gradients = False
+    needs_node_gradients = False
 
     def begin(self, state: State) -> None:
         """Before the first step."""
@@ -251,16 +253,40 @@ class Synchronous(Method):
         return torch.cat(of_nodes)
 
 
-class Averages(Method):
-    """The mean of parameters every so many steps, and at the end of an epoch; None: only there."""
+class Compressed(Method):
+    """All-reduce of encoded gradients, with error feedback where the codec's payloads do not add.
 
-    def __init__(self, every: int | None) -> None:
-        self._every = every
+    Args:
+        codec: Encodes the gradients.
+    """
+
+    agrees_on_gradients = needs_node_gradients = True
+
+    def __init__(self, codec: Codec) -> None:
+        self._mean = NodeMean(codec)
+
+    def step(self, state: State, gradients: Tensor) -> None:
+        state.descend(self._mean(gradients))
+
+
+class Averages(Method):
+    """The mean of parameters every so many steps, and at the end of an epoch; None: only there.
+
+    Args:
+        every: Steps between two means, counted in the epoch.
+        codec: Encodes the differences from the last mean.
+    """
+
+    def __init__(self, every: int | None, codec: Codec | None = None) -> None:
+        self._every, self._codec = every, codec or AsIs()
+
+    def begin(self, state: State) -> None:
+        self._mean = ParameterMean(self._codec, state.weights)
 
     def step(self, state: State, gradients: Tensor) -> None:
         state.descend(gradients)
         if state.is_last or (self._every is not None and (state.index + 1) % self._every == 0):
-            state.average()
+            state.weights.copy_(self._mean(state.weights).expand_as(state.weights))
 
 
 class Stale(Method):
@@ -269,23 +295,28 @@ class Stale(Method):
     Args:
         every: B.
         staleness: S, at least 1.
-        warm_up: Epochs.
-        cool_down: Epochs.
+        warm_up: Epochs, or a fraction of one.
+        cool_down: Epochs, or a fraction of one.
         merge: Eq. 1, or all local progress kept.
         adapts: B and S follow the loss.
         patience: Epochs that may fail to improve it by 5 % before they do.
+        codec: Encodes the differences from the last mean; B and S must then stay as they are.
     """
 
     def __init__(
         self,
         every: int,
         staleness: int,
-        warm_up: int,
-        cool_down: int,
+        warm_up: float,
+        cool_down: float,
         merge: Literal["eq1", "delta"] = "eq1",
         adapts: bool = True,
         patience: int = 0,
+        codec: Codec | None = None,
     ) -> None:
+        if adapts and codec is not None:
+            raise ValueError("runs whose B and S follow their loss do not send at the same steps: give adapts=False")
+        self._codec = codec or AsIs()
         self._first, self._merge, self._adapts, self._patience = (every, staleness), merge, adapts, patience
         self._warm_up, self._cool_down = warm_up, cool_down
 
@@ -294,21 +325,25 @@ class Stale(Method):
         self._cycles = [self._first] * runs
         self._plateaus = [Plateau(0.05, self._patience) for _ in range(runs)]
         self._due = torch.full((runs,), -1)
+        self._mean = ParameterMean(self._codec, state.weights)
         state.extra["sent"] = torch.zeros_like(state.weights)
+        state.extra["mean"] = torch.zeros_like(state.weights[:, :1])
 
     def _is_blocking(self, state: State) -> bool:
-        return not self._warm_up <= state.epoch < state.arena.epochs - self._cool_down
+        per_epoch = state.arena.steps_per_epoch
+        begins, ends = int(self._warm_up * per_epoch), state.arena.steps - int(self._cool_down * per_epoch)
+        return not begins <= state.step < ends
 
     def step(self, state: State, gradients: Tensor) -> None:
         state.descend(gradients)
         if self._is_blocking(state) or state.is_last:
-            state.average()
+            state.weights.copy_(self._mean(state.weights).expand_as(state.weights))
             self._due.fill_(-1)
             return
-        weights, sent = state.weights, state.extra["sent"]
+        weights, sent, means = state.weights, state.extra["sent"], state.extra["mean"]
         arrived = self._due == state.step
         if arrived.any():
-            mean = sent[arrived].mean(1, keepdim=True)
+            mean = means[arrived]
             if self._merge == "delta":
                 weights[arrived] += mean - sent[arrived]
             else:
@@ -318,6 +353,7 @@ class Stale(Method):
         leaves = torch.tensor([state.index % every == 0 for every, _ in self._cycles])
         if leaves.any():
             sent[leaves] = weights[leaves]
+            means[leaves] = self._mean(weights) if leaves.all() else weights[leaves].mean(1, keepdim=True)
             self._due[leaves] = state.step + torch.tensor([s for _, s in self._cycles])[leaves]
 
     def end_epoch(self, state: State, losses: Tensor) -> None:
@@ -331,10 +367,16 @@ class Stale(Method):
 
 
 class Gossips(Method):
-    """Every node mixes each segment of its parameters in equal shares with what equally many others send."""
+    """Every node mixes each segment of its parameters in equal shares with what equally many others send.
 
-    def __init__(self, graph: Callable[[], Graph], segments: int) -> None:
-        self._graph, self._segments = graph, segments
+    Args:
+        graph: Makes the graph.
+        segments: Number of equal parts.
+        codec: Encodes the share that a node sends, and subtracts from its own value.
+    """
+
+    def __init__(self, graph: Callable[[], Graph], segments: int, codec: Codec | None = None) -> None:
+        self._graph, self._segments, self._codec = graph, segments, codec or AsIs()
 
     def begin(self, state: State) -> None:
         self._drawn = self._graph()
@@ -349,8 +391,12 @@ class Gossips(Method):
             for source, targets in enumerate(self._drawn.send_to(nodes, state.step, segment)):
                 for target in targets:
                     sources[target].append(source)
-            arrived = [part[:, list(each)] for each in zip(*sources, strict=True)]
-            part.copy_(sum(arrived, part) / (1 + len(arrived)))
+            arrived_from = [list(each) for each in zip(*sources, strict=True)]
+            if self._codec.narrows(part.dtype):
+                sent = decoded(part / (1 + len(arrived_from)), self._codec)
+                part.add_(sum(sent[:, each] - sent for each in arrived_from))
+                continue
+            part.copy_(sum((part[:, each] for each in arrived_from), part) / (1 + len(arrived_from)))
 
 
 class Delayed(Method):
@@ -403,13 +449,23 @@ class Outer(Method):
         momentum: The same.
         staleness: Steps before the agreement at which what it is about has left.
         keep_local: Weight of what a node has become by itself, when it arrives.
+        codec: Encodes how far nodes went.
     """
 
-    def __init__(self, every: int, rate: float, momentum: float, staleness: int = 0, keep_local: float = 0.0) -> None:
+    def __init__(
+        self,
+        every: int,
+        rate: float,
+        momentum: float,
+        staleness: int = 0,
+        keep_local: float = 0.0,
+        codec: Codec | None = None,
+    ) -> None:
         self._every, self._rate, self._momentum = every, rate, momentum
-        self._staleness, self._keep_local = staleness, keep_local
+        self._staleness, self._keep_local, self._codec = staleness, keep_local, codec or AsIs()
 
     def begin(self, state: State) -> None:
+        self._mean = NodeMean(self._codec)
         state.extra["agreed"] = state.weights[:, :1].clone()
         state.extra["way"] = torch.zeros_like(state.extra["agreed"])
 
@@ -417,10 +473,10 @@ class Outer(Method):
         state.descend(gradients)
         done = state.step + 1
         if (done + self._staleness) % self._every == 0:
-            state.extra["mean"] = state.weights.mean(1, keepdim=True)
+            state.extra["moved"] = self._mean(state.weights - state.extra["agreed"])
         if done % self._every == 0:
             agreed, way = state.extra["agreed"], state.extra["way"]
-            difference = agreed - state.extra["mean"]
+            difference = -state.extra["moved"]
             way.mul_(self._momentum).add_(difference)
             agreed.sub_(self._rate * (difference + self._momentum * way))
             state.weights.lerp_(agreed.expand_as(state.weights), 1.0 - self._keep_local)
@@ -446,43 +502,70 @@ def ring() -> Gossips:
     return Gossips(Ring, 1)
 
 
-def train(arena: Arena, method: Method, runs: Sequence[tuple[float, int]]) -> Tensor:
-    """Agreed parameters at the end, runs x parameters.
+def train(
+    arena: Arena,
+    method: Method,
+    runs: Sequence[tuple[float, int]],
+    looks: Collection[int] = (),
+    look: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Agreed parameters at the end, runs x parameters; followed by running statistics if the network has them.
 
     Args:
         arena: Of all runs.
         method: Of all runs.
         runs: Learning rate and seed of each.
+        looks: Numbers of steps after which ``look`` gets the agreed parameters of that moment.
+        look: Evaluates them.
     """
-    (inputs, targets), _, _ = data()
+    (inputs, targets), _, _ = data(arena.model)
+    network = arena.network
     seeds = sorted({seed for _, seed in runs})
     of_seed = torch.tensor([seeds.index(seed) for _, seed in runs])
     initial = torch.stack([parameters_to_vector(arena.task.model(seed).parameters()).detach() for seed in seeds])
     replicas = 1 if method.agrees_on_gradients else arena.nodes
+    # BatchNorm takes each node's own statistics
+    parts = arena.nodes if method.needs_node_gradients or network.train_scores is not None else replicas
     weights = initial[of_seed][:, None].repeat(1, replicas, 1)
+    statistics = None if network.statistics is None else network.statistics.repeat(len(runs), 1)
     highest = torch.tensor([rate for rate, _ in runs])[:, None, None]
     state = State(arena, weights, torch.zeros_like(weights), highest)
     method.begin(state)
-    shares, steps = method.shares(arena), arena.steps_per_epoch * arena.epochs
+    steps = arena.steps
+    shares = method.shares(arena) if parts == replicas else torch.full((arena.batch,), 1 / arena.batch)
     losses = torch.zeros(len(runs))
     whole = arena.nodes * arena.batch
+
+    def agreed() -> Tensor:
+        parameters = method.agreed(state)
+        return parameters if statistics is None else torch.cat([parameters, statistics], 1)
+
     for step in range(steps):
         state.step, state.rate = step, highest * schedule(step, steps)
         orders = [shuffled_once(len(targets), seed, state.epoch) for seed in seeds]
         chosen = torch.stack([order[state.index * whole :][:whole] for order in orders])[of_seed]
-        chosen = chosen.unflatten(1, (replicas, -1)).flatten(0, 1)
-        leaves = state.weights.detach().requires_grad_()
-        found = arena.scores(leaves.flatten(0, 1), inputs[chosen])
+        chosen = chosen.unflatten(1, (parts, -1)).flatten(0, 1)
+        leaves = state.weights.detach().expand(-1, parts, -1).requires_grad_()
+        if network.train_scores is None:
+            found = network.scores(leaves.flatten(0, 1), inputs[chosen])
+        else:
+            found, of_batch = network.train_scores(leaves.flatten(0, 1), inputs[chosen])
+            assert statistics is not None
+            statistics.lerp_(of_batch.unflatten(0, (len(runs), parts)).mean(1), NORM_MOMENTUM)  # the nodes' mean
         each = functional.cross_entropy(found.flatten(0, 1), targets[chosen].flatten(), reduction="none")
         loss = each.view(len(chosen), -1) @ shares
         (gradients,) = torch.autograd.grad(loss.sum(), leaves)
         with torch.no_grad():
-            losses += loss.detach().view(len(runs), replicas).mean(1) / arena.steps_per_epoch
+            losses += loss.detach().view(len(runs), parts).mean(1) / arena.steps_per_epoch
+            if parts > replicas and not method.needs_node_gradients:
+                gradients = gradients.mean(1, keepdim=True)
             method.step(state, gradients)
             if state.is_last:
                 method.end_epoch(state, losses)
                 losses = torch.zeros(len(runs))
-    return method.agreed(state)
+            if look is not None and step + 1 in looks:
+                look(agreed())
+    return agreed()
 
 
 shuffled_once = cache(shuffled.__wrapped__)

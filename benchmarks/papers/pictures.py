@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.palette import styles_of
+from benchmarks.palette import COLOURS, styles_of
+from benchmarks.papers import front
+from benchmarks.papers.front import Row
+from benchmarks.papers.paired import Difference
 from benchmarks.papers.study import Sample
-from benchmarks.papers.tuned import Climb, Comparison, rate_of
+from benchmarks.papers.tuned import Climb, Comparison, load, rate_of
 
 
 def panels(count: int, height: float = 4.2) -> tuple[Any, list[Any]]:
@@ -71,6 +76,72 @@ def ladders(comparison: Comparison, known: Mapping[str, Climb], path: Path) -> N
     arena = comparison.arena
     title = f"{comparison.name}: {arena.nodes} nodes, batches of {arena.batch} each, {arena.epochs} epochs"
     save(figure, path, f"{title}, {arena.model}, {arena.optimizer}")
+
+
+_MARKERS = {"float32": "o", "bfloat16": "s", "int8": "^", "int4": "v"}
+_AT = "1 Gbit/s"
+
+
+def accuracy_and_time(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draw the difference in accuracy against the bytes per step, and against the time to the target.
+
+    Args:
+        rows: Results of a setting, float32 all-reduce first.
+        path: Of the picture.
+        title: Of the figure.
+    """
+    figure, (by_bytes, by_time) = panels(2, 4.8)
+    for row in rows:
+        apart, is_reached = row.apart or Difference(0.0, 0.0, 1), bool(row.times)
+        drawn = {
+            "fmt": _MARKERS[row.way.wire],
+            "color": COLOURS[row.way.family],
+            "markerfacecolor": COLOURS[row.way.family] if is_reached else "none",
+            "markersize": 6,
+            "elinewidth": 0.8,
+            "capsize": 2,
+        }
+        number = re.search(r"\((\d+)", row.way.name)
+        note = number[1] if number else ""
+        half = apart.half if math.isfinite(apart.half) else 0.0
+        places = [(by_bytes, row.share), *([(by_time, row.times[_AT])] if is_reached else [])]
+        for axis, x in places:
+            axis.errorbar([x], [apart.mean], yerr=[half], **drawn)
+            axis.annotate(note, (x, apart.mean), textcoords="offset points", xytext=(5, 3), fontsize=7)
+    for axis in (by_bytes, by_time):
+        axis.axhline(0.0, color="black", linewidth=0.8, linestyle=":")
+        axis.set(xscale="log")
+        axis.set_yscale("symlog", linthresh=4)
+        axis.set(ylim=(-60, 6))
+        axis.set_yticks(ticks := (4, 2, 0, -2, -4, -10, -20, -50), [f"{tick:+d}" if tick else "0" for tick in ticks])
+        axis.minorticks_off()
+    by_bytes.set(xlabel="bytes per node and step, float32 all-reduce = 1", ylabel="points above float32 all-reduce")
+    by_time.set(xlabel=f"predicted time to target at {_AT}, DDP = 1")
+    times = [row.times[_AT] for row in rows if row.times]
+    by_time.set_xlim(min(times) / 1.3, 1.3)
+    by_time.set_xticks(
+        marks := [x for x in (0.05, 0.1, 0.2, 0.5, 1) if x > min(times) / 1.3], [f"{x:g}" for x in marks]
+    )
+    families = dict.fromkeys(row.way.family for row in rows)
+    wires = dict.fromkeys(row.way.wire for row in rows)
+    shown = [by_bytes.plot([], [], "s", color=COLOURS[family], label=family)[0] for family in families]
+    shown += [by_bytes.plot([], [], _MARKERS[wire], color="black", label=wire)[0] for wire in wires]
+    shown += [by_bytes.plot([], [], "o", color="black", markerfacecolor="none", label="target never reached")[0]]
+    figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=7.5, frameon=False)
+    save(figure, path, title)
+
+
+def fronts(folder: Path) -> list[Path]:
+    """Draw every stored setting of the front, and write the page; return the paths of what was written."""
+    written = []
+    for name, comparison in front.SETTINGS.items():
+        if found := front.rows(comparison, load(comparison, folder)):
+            written.append(folder / f"{name}.png")
+            accuracy_and_time(found, written[-1], front.title(comparison))
+    if written:
+        written.append(folder / "README.md")
+        written[-1].write_text(front.page(folder))
+    return written
 
 
 def legend(axis: Any) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 
@@ -80,16 +81,24 @@ class Comparison:
         arena: Where.
         contenders: The first one is the baseline.
         seeds: That judge.
+        looks: Number of evaluations, at equal distances, of the runs that judge; the last one at their end. 0: only
+            their end is evaluated, and no curve is stored.
     """
 
     arena: Arena
     contenders: tuple[Contender, ...]
     seeds: tuple[int, ...] = JUDGING_SEEDS
+    looks: int = 0
 
     @property
     def name(self) -> str:
         """Of its file."""
         return self.arena.name
+
+    @property
+    def steps_of_looks(self) -> list[int]:
+        """Numbers of steps after which the runs that judge are evaluated."""
+        return [self.arena.steps * (number + 1) // self.looks for number in range(self.looks)]
 
     def fingerprint(self, contender: Contender) -> str:
         """Another one for another arena or method."""
@@ -108,11 +117,13 @@ class Climb:
         tuning: Accuracy in percent on tuning data, by rung and seed; None where it diverged.
         judging: The same on judging data.
         seconds: Of processor time that it took.
+        curves: Accuracies on judging data on the way, by rung and seed, where a comparison evaluates them.
     """
 
     tuning: dict[int, dict[int, float | None]] = field(default_factory=dict)
     judging: dict[int, dict[int, float | None]] = field(default_factory=dict)
     seconds: float = 0.0
+    curves: dict[int, dict[int, list[float | None]]] = field(default_factory=dict)
 
     def mean(self, rung: int) -> float:
         """On tuning data; a run that diverged counts as none right."""
@@ -134,6 +145,16 @@ class Climb:
         """At the peak, by seed."""
         return {} if self.peak is None else self.judging.get(self.peak, {})
 
+    @property
+    def judged_curves(self) -> Mapping[int, list[float | None]]:
+        """At the peak, by seed."""
+        return {} if self.peak is None else self.curves.get(self.peak, {})
+
+    def lacks(self, comparison: Comparison) -> bool:
+        """Whether seeds of a comparison have not judged the peak yet."""
+        known = set(self.judged_curves if comparison.looks else self.judged)
+        return bool(set(comparison.seeds) - known)
+
     def text(self) -> str:
         """Mean and standard deviation at the peak, and how many diverged."""
         values = [value for value in self.judged.values() if value is not None]
@@ -152,11 +173,13 @@ def load(comparison: Comparison, folder: Path) -> dict[str, Climb]:
     for contender in comparison.contenders:
         found = stored.get(contender.name, {})
         if found.get("fingerprint") == comparison.fingerprint(contender):
-            known[contender.name] = Climb(_rungs(found["tuning"]), _rungs(found["judging"]), found["seconds"])
+            known[contender.name] = Climb(
+                _rungs(found["tuning"]), _rungs(found["judging"]), found["seconds"], _rungs(found.get("curves", {}))
+            )
     return known
 
 
-def _rungs(stored: Mapping[str, Mapping[str, float | None]]) -> dict[int, dict[int, float | None]]:
+def _rungs(stored: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[int, Any]]:
     return {int(rung): {int(seed): value for seed, value in by_seed.items()} for rung, by_seed in stored.items()}
 
 
@@ -169,15 +192,19 @@ def store(comparison: Comparison, known: Mapping[str, Climb], folder: Path) -> N
             "seconds": round(climb.seconds, 1),
             "tuning": climb.tuning,
             "judging": climb.judging,
+            **({"curves": climb.curves} if comparison.looks else {}),
         }
         for contender in comparison.contenders
         if (climb := known.get(contender.name)) is not None
     }
     arena = comparison.arena
     about = {"nodes": arena.nodes, "batch": arena.batch, "epochs": arena.epochs, "torch": torch.__version__}
+    if comparison.looks:
+        about |= {"optimizer": arena.optimizer, "model": arena.model, "looks": comparison.steps_of_looks}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{comparison.name}.json"
-    path.with_suffix(".tmp").write_text(json.dumps({**about, "contenders": contenders}, indent=1) + "\n")
+    text = json.dumps({**about, "contenders": contenders}, indent=None if comparison.looks else 1)
+    path.with_suffix(".tmp").write_text(text.replace('}, "', '},\n"') + "\n")
     os.replace(path.with_suffix(".tmp"), path)
 
 
@@ -194,7 +221,7 @@ def climb(comparison: Comparison, folder: Path, until: float = math.inf) -> None
     for contender in comparison.contenders:
         found = known.setdefault(contender.name, Climb())
         while time.time() < until and (rungs := found.missing(contender.starts)):
-            played = _play(comparison.arena, contender, rungs, TUNING_SEEDS, 1, found)
+            played, _ = _play(comparison.arena, contender, rungs, TUNING_SEEDS, 1, found)
             found.tuning.update(played)
             store(comparison, known, folder)
             _tell(comparison, contender, {rung: found.mean(rung) for rung in rungs})
@@ -202,26 +229,45 @@ def climb(comparison: Comparison, folder: Path, until: float = math.inf) -> None
             continue
         peak = found.peak
         assert peak is not None
-        if set(comparison.seeds) - set(found.judging.get(peak, {})):
-            found.judging.update(_play(comparison.arena, contender, [peak], comparison.seeds, 2, found))
+        if found.lacks(comparison):
+            looks = comparison.steps_of_looks
+            played, curves = _play(comparison.arena, contender, [peak], comparison.seeds, 2, found, looks)
+            found.judging.update(played)
+            found.curves.update(curves)
             store(comparison, known, folder)
             _tell(comparison, contender, {peak: fmean(value or 0.0 for value in found.judged.values())}, "judged")
 
 
 def _play(
-    arena: Arena, contender: Contender, rungs: Sequence[int], seeds: Sequence[int], judge: int, found: Climb
-) -> dict[int, dict[int, float | None]]:
-    """Accuracy by rung and seed, on the examples of this number."""
+    arena: Arena,
+    contender: Contender,
+    rungs: Sequence[int],
+    seeds: Sequence[int],
+    judge: int,
+    found: Climb,
+    looks: Sequence[int] = (),
+) -> tuple[dict[int, dict[int, float | None]], dict[int, dict[int, list[float | None]]]]:
+    """Accuracy at the end by rung and seed, on the examples of this number; and on the way, if that is asked for."""
     began = time.process_time()
     runs = [(rung, seed) for rung in rungs for seed in seeds]
     played_seeds = [(rate_of(rung), seed + contender.other_seeds) for rung, seed in runs]
-    ended = train(arena, contender.make(arena), played_seeds)
-    values = accuracies(arena, ended, data()[judge])
+    examples = data(arena.model)[judge]
+    on_the_way: list[list[float | None]] = []
+    asked = (looks, lambda agreed: on_the_way.append(accuracies(arena, agreed, examples))) if looks else ()
+    ended = train(arena, contender.make(arena), played_seeds, *asked)
+    values = accuracies(arena, ended, examples)
     found.seconds += time.process_time() - began
     played: dict[int, dict[int, float | None]] = {rung: {} for rung in rungs}
-    for (rung, seed), value in zip(runs, values, strict=True):
-        played[rung][seed] = None if value is None else round(value, 3)
-    return played
+    curves: dict[int, dict[int, list[float | None]]] = {rung: {} for rung in rungs} if looks else {}
+    for index, (rung, seed) in enumerate(runs):
+        played[rung][seed] = _rounded(values[index])
+        if looks:
+            curves[rung][seed] = [_rounded(values[index], 2) for values in on_the_way]
+    return played, curves
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def _tell(comparison: Comparison, contender: Contender, means: Mapping[int, float], how: str = "tuning") -> None:

@@ -20,7 +20,8 @@ class AllReduce(Scheme):
     node instead of DDP's ``2 (R - 1) / R``. The three stages of successive pieces of a bucket overlap with each other
     and with the backward pass.
 
-    With ``wire_dtype`` the node's mean gradient is cast for its way between nodes.
+    With ``wire_dtype="bfloat16"`` the node's mean gradient is cast for its way between nodes. ``"int8"`` and ``"int4"``
+    quantize it in blocks, with error feedback: what rounding removes is added to the next gradient.
 
     Float buffers (BatchNorm statistics) are averaged for a validation, a checkpoint and the end of the run.
 

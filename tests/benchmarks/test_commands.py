@@ -102,3 +102,29 @@ def test_predictions_over_a_network_without_rates_are_made_and_stored_once_for_n
     arguments = make_parser().parse_args(argv)
     arguments.command(arguments)
     assert stored == [0.0]
+
+
+def test_accuracy_stores_every_seed_and_gives_rows_their_own_rates(tmp_path, monkeypatch, capsys):
+    jobs_done = []
+
+    def session(arguments, jobs, rates):
+        jobs_done.extend(jobs)
+        records = {}
+        for job in jobs:
+            record = Record(job.id, 0, 0)
+            seconds = 4.0 if job.row == "ddp" else 1.0
+            record.evaluations = [{"step": 8, "seconds": seconds, "bytes": 10, "accuracy": 0.9, "loss": 1.0}]
+            records[job.id] = [record]
+        return [(100.0, records, "a quiet network")]
+
+    monkeypatch.setattr(commands, "_session", session)
+    argv = ["accuracy", "--rows", "ddp", "all_reduce_int4", "--seeds", "2", "--out", str(tmp_path)]
+    arguments = make_parser().parse_args([*argv, "--learning-rates", "all_reduce_int4=0.2"])
+    arguments.command(arguments)
+    assert {job.row: job.learning_rate for job in jobs_done} == {"ddp": None, "all_reduce_int4": 0.2}
+    stored = json.loads((tmp_path / "accuracy-digits-2x2-100mbit.json").read_text())
+    assert [len(curves) for curves in stored["runs"].values()] == [2, 2]
+    assert "| 4.00, from 4.00 to 4.00 |" in capsys.readouterr().out
+    unknown = make_parser().parse_args([*argv, "--learning-rates", "gossip=0.2"])
+    with pytest.raises(SystemExit, match="names gossip, which --rows does not"):
+        unknown.command(unknown)

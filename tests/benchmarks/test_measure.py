@@ -107,6 +107,23 @@ def test_time_to_accuracy_is_the_first_point_that_reaches_it() -> None:
     assert "not reached" in report.accuracy_table({"ddp": measure.mean_curve([curve])}, {}, 0.95)
 
 
+def test_times_sooner_is_the_mean_ratio_of_the_same_seeds() -> None:
+    def curve(seconds: float, accuracy: float = 0.9) -> list[dict[str, float]]:
+        return [{"seconds": seconds / 2, "accuracy": 0.1}, {"seconds": seconds, "accuracy": accuracy}]
+
+    runs = {
+        "ddp": [curve(8.0), curve(4.0), curve(6.0)],
+        "all_reduce_int4": [curve(2.0), curve(1.0), curve(1.5)],
+        "periodic": [curve(2.0), curve(2.0), curve(1.0, accuracy=0.5)],
+        "gossip": [curve(2.0, accuracy=0.5)] * 3,
+    }
+    ddp, int4, periodic, gossip = report.sooner_table(runs, 0.9).splitlines()[2:]
+    assert ddp.endswith("| 3 of 3 | 6.00 |  |")
+    assert int4.endswith("| 3 of 3 | 1.50 | 4.00, from 4.00 to 4.00 |")
+    assert "| 2 of 3 | 2.00 | 2.83, from " in periodic  # the geometric mean of 4 and 2
+    assert gossip.endswith("| 0 of 3 | never |  |")
+
+
 def test_curves_of_several_seeds_are_averaged_point_by_point() -> None:
     curves = [[{"step": 8, "seconds": seconds, "loss": loss}] for seconds, loss in ((1.0, 2.0), (3.0, 2.5))]
     assert measure.mean_curve(curves) == [{"step": 8, "seconds": 2.0, "loss": 2.25, "loss_spread": 0.5}]

@@ -9,9 +9,12 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.papers.many import (
+    NETWORKS,
     Arena,
     Averages,
+    Compressed,
     Delayed,
+    Gossips,
     Outer,
     Stale,
     State,
@@ -23,11 +26,21 @@ from benchmarks.papers.many import (
     ring,
     train,
 )
+from benchmarks.papers.networks import CHARACTERS, NORMALIZED, character_split
+from benchmarks.papers.wires import wire_named
 from benchmarks.tasks import adamw
 from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
 from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
-from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.schemes import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    PeriodicAveraging,
+    RandomPermutation,
+    StepsDelay,
+)
 
 pytest.importorskip("mnist1d")
 
@@ -63,6 +76,73 @@ def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     experiment = Experiment(name, scheme(), 4, 40, 0.02, 100, TASKS["mnist1d"], seed=3, shards=True)
     expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
     torch.testing.assert_close(found[2], expected, atol=3e-4, rtol=0)
+
+
+ENCODED = {
+    "all-reduce": (lambda codec: Compressed(codec), lambda: AllReduce()),
+    "averages": (lambda codec: Averages(4, codec), lambda: PeriodicAveraging(4)),
+    "DASO": (lambda codec: Stale(4, 2, 1, 1, adapts=False, codec=codec), lambda: DASO(4, 2, 1, 1, adapt=False)),
+    "DiLoCo": (lambda codec: Outer(12, 0.7, 0.9, codec=codec), lambda: DiLoCo(12)),
+    "gossip": (lambda codec: Gossips(RandomPermutation, 8, codec), lambda: Gossip(hierarchical=False)),
+}
+
+
+@pytest.mark.parametrize(("name", "wire"), [*((name, "int4") for name in ENCODED), ("all-reduce", "bfloat16")])
+@pytest.mark.parametrize("nodes", [4, pytest.param(2, marks=pytest.mark.nightly)])
+def test_encoded_runs_end_where_the_scheme_does(name, wire, nodes):
+    ours, scheme = ENCODED[name]
+    arena = Arena("small", nodes, 400 // nodes, 3)
+    found = train(arena, ours(wire_named(wire)), [(0.3, 1), (0.02, 3)])
+    experiment = Experiment(
+        name, scheme(), nodes, 30, 0.02, 400 // nodes, TASKS["mnist1d"], seed=3, shards=True, wire_dtype=wire
+    )
+    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    torch.testing.assert_close(found[1], expected, atol=6e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ours", [Synchronous(), Compressed(wire_named("float32")), Averages(1)])
+def test_batchnorm_runs_end_where_the_scheme_does(ours):
+    arena = replace(ARENA, model="batchnorm", epochs=2)
+    found = train(arena, ours, [(0.1, 1), (0.02, 3)])
+    scheme = PeriodicAveraging(1) if isinstance(ours, Averages) else AllReduce()
+    curve = simulate(
+        Experiment("it", scheme, 4, 20, 0.02, 100, NORMALIZED, seed=3, shards=True), PRESETS["000"].site, 1
+    )
+    expected = parameters_to_vector(curve.parameters)
+    torch.testing.assert_close(found[1, : len(expected)], expected, atol=3e-4, rtol=0)
+    (accuracy,) = accuracies(arena, found[1:], NORMALIZED.load()[1])  # with the running statistics
+    assert accuracy == pytest.approx(100 * curve.points[-1].accuracy, abs=0.3)
+
+
+def test_character_runs_end_where_the_scheme_does():
+    arena = Arena("characters", 2, 6000, 1, "adamw", "characters")
+    found = train(arena, Averages(4), [(0.3, 1), (0.01, 3)])
+    experiment = Experiment(
+        "it", PeriodicAveraging(4), 2, arena.steps, 0.01, 6000, CHARACTERS, seed=3, shards=True, optimizer=adamw
+    )
+    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
+
+
+def test_characters_that_tune_and_judge_do_not_overlap():
+    (train_windows, train_next), (tuning, tuning_next), (judging, _) = character_split()
+    assert len(train_windows) == len(train_next)
+    (_, _), (inputs, targets) = CHARACTERS.load()
+    text = torch.cat([inputs.flatten(), targets[-1:]])
+    ends = 4 * (len(tuning) - 1) + 17  # characters that the tuning windows and their targets reach
+    assert torch.equal(tuning[-1], text[ends - 17 : ends - 1])
+    assert tuning_next[-1] == text[ends - 1]
+    first = next(i for i in range(ends - 16, len(text)) if torch.equal(text[i : i + 16], judging[0]))
+    assert first >= ends
+
+
+def test_looks_see_the_agreed_model_on_the_way():
+    seen = []
+    arena = replace(ARENA, epochs=1)
+    end = train(arena, Averages(4), [(0.02, 1)], [5, 10], seen.append)
+    assert len(seen) == 2
+    assert not torch.equal(seen[0], end)
+    assert torch.equal(seen[1], end)
 
 
 def test_adamw_is_torchs():
@@ -119,14 +199,26 @@ def test_unequal_batches_weigh_as_they_are_told():
     torch.testing.assert_close(found[0], expected, atol=3e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model", ["cnn", "perceptron"])
+@pytest.mark.parametrize("model", ["cnn", "perceptron", "batchnorm", "characters"])
 def test_scores_are_those_of_the_module(model):
     arena = replace(ARENA, model=model)
     models = [arena.task.model(seed) for seed in (0, 1)]
-    inputs = torch.randn(2, 3, 40)
+    inputs = torch.randint(0, 100, (2, 3, 16)) if model == "characters" else torch.randn(2, 3, 40)
     flat = torch.stack([parameters_to_vector(model.parameters()) for model in models])
     expected = torch.stack([model(own) for model, own in zip(models, inputs, strict=True)])
     torch.testing.assert_close(arena.scores(flat, inputs), expected)
+
+
+def test_batchnorm_evaluates_with_running_statistics():
+    model = NORMALIZED.model(0)
+    for _ in range(3):
+        model(torch.randn(5, 40))
+    model.eval()
+    layers = [layer for layer in model if isinstance(layer, torch.nn.BatchNorm1d)]
+    statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var)]
+    flat = torch.cat([parameters_to_vector(model.parameters()), *statistics])[None]
+    inputs = torch.randn(1, 7, 40)
+    torch.testing.assert_close(NETWORKS["batchnorm"].scores(flat, inputs)[0], model(inputs[0]))
 
 
 def test_shards_of_an_epoch_share_no_example_and_miss_none():

@@ -30,7 +30,7 @@ def stage(monkeypatch, peaks):
 
     monkeypatch.setattr(tuned, "train", train)
     monkeypatch.setattr(tuned, "accuracies", accuracies)
-    monkeypatch.setattr(tuned, "data", lambda: ("training", "tuning", "judging"))
+    monkeypatch.setattr(tuned, "data", lambda model: ("training", "tuning", "judging"))
     return played
 
 
