@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.codec import AsIs, Cast, Quantized
+from lightning_hiercomm.comm.codec import AsIs, Cast, LargestFour, Quantized
 from lightning_hiercomm.comm.encoded_sum import EncodedSum
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
-CODECS = [Quantized(8), Quantized(4), Quantized(8, block=4), Cast(torch.bfloat16), Cast(torch.float16), AsIs()]
+CODECS = [
+    Quantized(8),
+    Quantized(4),
+    LargestFour(),
+    Quantized(8, block=4),
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+    AsIs(),
+]
 MEMBERS = [2, 3, 4, 5]
 on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
