@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--backend", choices=("nccl", "gloo"), help="whose collectives; default: nccl")
     plan.add_argument("--memory", help="of a rank: 80gbyte; configurations that need more are not recommended")
     plan.add_argument(
-        "--wires", nargs="+", choices=("float32", "bfloat16", "int8", "int4"), help="what may travel between nodes"
+        "--wires",
+        nargs="+",
+        choices=("float32", "bfloat16", "int8", "int4", "top4"),
+        help="what may travel between nodes",
     )
     plan.add_argument("--target", type=float, default=0.05, help="accepted overhead of a step; default: %(default)s")
     plan.add_argument("--mtbf", help="how long one node lives on average: 3h, 2d; also shows what nodes that die cost")
@@ -101,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--scheme-args", metavar="JSON", help="arguments of the one scheme of --scheme")
     simulate.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes, one after another")
     simulate.add_argument("--ranks-per-node", type=int, help="with --scheme: of each node; default: 1")
-    simulate.add_argument("--wire", choices=("bfloat16", "float16", "int8", "int4"), help="what travels between nodes")
+    simulate.add_argument(
+        "--wire", choices=("bfloat16", "float16", "int8", "int4", "top4"), help="what travels between nodes"
+    )
     simulate.add_argument(
         "--task", help="digits (needs scikit-learn), characters, mnist1d, rnn, gru, lstm (need mnist1d), or gan"
     )

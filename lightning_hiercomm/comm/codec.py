@@ -1,4 +1,4 @@
-"""What a tensor looks like between nodes: as it is, in a narrower type, or quantised block by block."""
+"""What a tensor looks like between nodes: as it is, in a narrower type, or in codes of few bits, block by block."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ class Codec(ABC):
     adds: ClassVar[bool]
     """Whether payloads of several nodes may be summed as they are, so that they can ride an all-reduce."""
 
-    @property
-    def block(self) -> int:
-        """Elements that are encoded together: what is cut at multiples of it decodes to the same, fastest."""
-        return 1
+    needs_feedback: ClassVar[bool] = False
+    """Whether most of what is encoded has to be sent later, so that there has to be a residual."""
+
+    block: int = 1
+    """Elements that are encoded together: what is cut at multiples of it decodes to the same, fastest."""
 
     @abstractmethod
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -160,48 +161,17 @@ class Cast(Codec):
         return self.dtype if dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize else dtype
 
 
-@dataclass(frozen=True)
-class Quantized(Codec):
-    """Blocks of elements share a scale and travel as small integers (Dettmers et al. 2022; 4 bits: Streaming DiLoCo).
+class Blockwise(Codec):
+    """Blocks of elements share a scale, and a byte holds the codes of one or several elements.
 
-    With ``top`` = 127 (8 bits) or 7 (4 bits), a block ``v`` becomes::
-
-        scale = bfloat16(max|v| / top)      q = round(v / scale)      decoded: q scale
-
-    Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so
-    ``max|v| / scale`` is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and
-    the largest has the code ``top``, so encoding decoded float32 or float64 values again changes no bit. Scales rounded
-    up would not promise the last; float32 scales would put 4 bits 3.1 % over 1/8 of float32, where bfloat16 ones cost
-    1.6 % (8 bits over 1/4: 0.8 %).
-
-    The smallest scale is 2⁻¹²⁶, float32's smallest normal number: blocks of zeros and of smaller numbers need no case
-    of their own, and no device's way with denormal numbers matters. A NaN or an infinity makes its block's scale one,
-    as does what no bfloat16 can scale, and no element of such a block decodes to a finite value, for 0 times infinity
-    is none. The largest finite values of a type may become infinite.
-
-    A payload is one tensor of bytes: first all scales, then all codes. With 4 bits a byte is ``q_i + 16 q_j`` of
-    elements as far into the first and the second half of a block. Its length is even, so that several may be laid one
-    behind the other.
-
-    References:
-        - Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
-        - Douillard et al., "Streaming DiLoCo with overlapping communication", 2025 (outer gradients of 4 bits).
-
-    Args:
-        bits: 8 or 4.
-        block: Elements that share a scale; an even number.
+    A payload is one tensor of bytes: first the scales of all blocks as bfloat16, then all codes. The elements that
+    share a byte are equally far into equal parts of a block. The length is even, so that several payloads may be laid
+    one behind the other.
     """
-
-    bits: int = 8
-    block: int = 256
 
     adds: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"bits={self.bits!r}: a code has 8 bits or 4")
-        if self.block < 2 or self.block % 2:
-            raise ValueError(f"block={self.block!r}: a block has an even number of elements")
+    block: int
 
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
@@ -278,7 +248,7 @@ class Quantized(Codec):
         return 2 * -(-numel // self.block)
 
     def _used_bytes(self, numel: int) -> int:
-        return self._scale_bytes(numel) - (-numel * self.bits // 8)
+        return self._scale_bytes(numel) - (-numel // self._group) * (self._group // self._per_byte)
 
     def _zero_unused(self, payload: Tensor, numel: int) -> None:
         used = self._used_bytes(numel)
@@ -307,10 +277,10 @@ class Quantized(Codec):
             yield scales, codes, *tensors
             return
         whole = numel - numel % self.block
-        blocks, whole_bytes = whole // self.block, whole * self.bits // 8
+        blocks, whole_bytes = whole // self.block, whole // self._per_byte
         yield from zip(
             scales[..., :blocks, :].split(at_once // self.block, dim=-2),
-            codes[..., :whole_bytes].split(at_once * self.bits // 8, dim=-1),
+            codes[..., :whole_bytes].split(at_once // self._per_byte, dim=-1),
             *(tensor[..., :whole].split(at_once, dim=-1) for tensor in tensors),
             strict=True,
         )
@@ -348,15 +318,12 @@ class Quantized(Codec):
         scales.copy_((peaks / top).clamp_min_(_SMALLEST_SCALE))
         multipliers = scales.to(values.dtype)
         torch.div(values, multipliers, out=quotients).round_()
-        if self.bits == 8 and numel % self.block == 0:
+        if self._per_byte == 1 and numel % self.block == 0:
             single = codes.view(values.shape).copy_(quotients)
         else:
             single = _scratch_like("codes", values, torch.int8).copy_(quotients)
-            if self.bits == 8:
-                codes.copy_(_unpadded(single, numel))
-            else:
-                for packed, low, high in self._halves(single, codes, numel):
-                    torch.add(low, high, alpha=16, out=packed)
+            for packed, elements in self._bytes(codes, single, numel):
+                self._pack(elements, packed)
         return peaks, multipliers, single
 
     def _dequantize(self, scales: Tensor, codes: Tensor, numel: int, out: Tensor) -> None:
@@ -368,38 +335,209 @@ class Quantized(Codec):
             numel: Elements of a row.
             out: Blocks, in an :func:`arithmetic_dtype`.
         """
-        if self.bits == 8 and numel % self.block == 0:
+        if self._per_byte == 1 and numel % self.block == 0:
             single = codes.view(out.shape)
         else:
             single = _scratch_like("codes", out, torch.int8)
-            if self.bits == 8:
-                _unpadded(single, numel).copy_(codes)
-            else:
-                for packed, low, high in self._halves(single, codes, numel):
-                    torch.bitwise_right_shift(packed + 8, 4, out=high)
-                    torch.sub(packed, high, alpha=16, out=low)
+            for packed, elements in self._bytes(codes, single, numel):
+                self._unpack(packed, elements)
         out.copy_(single).mul_(scales.to(out.dtype))
 
-    def _halves(self, single: Tensor, codes: Tensor, numel: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Bytes of 4-bit codes, and the elements whose codes they hold: of whole blocks, then of a short one.
+    def _bytes(self, codes: Tensor, single: Tensor, numel: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of whole blocks, then of a short one, and the elements of each byte, in one more dimension.
 
         Args:
+            codes: Bytes, in rows.
             single: A code for every element, in blocks.
-            codes: A byte for two elements, in rows.
             numel: Elements of a row.
         """
-        whole, rest, half = numel // self.block, numel % self.block, self.block // 2
+        whole, rest = numel // self.block, numel % self.block
         if whole:
             blocks = single[..., :whole, :] if rest else single
-            packed = codes[..., : whole * half] if rest else codes
-            yield packed.view(*blocks.shape[:-1], half), blocks[..., :half], blocks[..., half:]
+            packed = codes[..., : whole * self.block // self._per_byte] if rest else codes
+            yield packed.view(*blocks.shape[:-1], -1), blocks.unflatten(-1, (self._group, -1))
         if rest:
-            last, half = single[..., whole, :], (rest + 1) // 2
-            yield codes[..., -half:], last[..., :half], last[..., half : 2 * half]
+            groups = -(-rest // self._group)
+            last = single[..., whole, : groups * self._group]
+            yield codes[..., -groups * (self._group // self._per_byte) :], last.unflatten(-1, (self._group, -1))
+
+    @property
+    @abstractmethod
+    def _per_byte(self) -> int:
+        """Elements for each byte."""
+
+    @property
+    def _group(self) -> int:
+        """Elements that are packed together; a block has a multiple of so many."""
+        return self._per_byte
+
+    @property
+    @abstractmethod
+    def _top(self) -> int:
+        """The largest code."""
+
+    @abstractmethod
+    def _pack(self, elements: Tensor, packed: Tensor) -> None:
+        """Write codes to bytes.
+
+        Args:
+            elements: Codes as int8, with the elements of a group in the last dimension but one. Replaced by what the
+                bytes unpack to.
+            packed: The bytes, as int8.
+        """
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor, elements: Tensor) -> None:
+        """Write the codes of all elements."""
+
+
+@dataclass(frozen=True)
+class Quantized(Blockwise):
+    """Blocks of elements share a scale and travel as small integers (Dettmers et al. 2022; 4 bits: Streaming DiLoCo).
+
+    With ``top`` = 127 (8 bits) or 7 (4 bits), a block ``v`` becomes::
+
+        scale = bfloat16(max|v| / top)      q = round(v / scale)      decoded: q scale
+
+    Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so
+    ``max|v| / scale`` is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and
+    the largest has the code ``top``, so encoding decoded float32 or float64 values again changes no bit. Scales rounded
+    up would not promise the last; float32 scales would put 4 bits 3.1 % over 1/8 of float32, where bfloat16 ones cost
+    1.6 % (8 bits over 1/4: 0.8 %).
+
+    The smallest scale is 2⁻¹²⁶, float32's smallest normal number: blocks of zeros and of smaller numbers need no case
+    of their own, and no device's way with denormal numbers matters. A NaN or an infinity makes its block's scale one,
+    as does what no bfloat16 can scale, and no element of such a block decodes to a finite value, for 0 times infinity
+    is none. The largest finite values of a type may become infinite.
+
+    With 4 bits a byte is ``q_i + 16 q_j`` of elements as far into the first and the second half of a block.
+
+    References:
+        - Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
+        - Douillard et al., "Streaming DiLoCo with overlapping communication", 2025 (outer gradients of 4 bits).
+
+    Args:
+        bits: 8 or 4.
+        block: Elements that share a scale; an even number.
+    """
+
+    bits: int = 8
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.bits not in (8, 4):
+            raise ValueError(f"bits={self.bits!r}: a code has 8 bits or 4")
+        if self.block < 2 or self.block % 2:
+            raise ValueError(f"block={self.block!r}: a block has an even number of elements")
+
+    @property
+    def _per_byte(self) -> int:
+        return 8 // self.bits
 
     @property
     def _top(self) -> int:
         return 127 if self.bits == 8 else 7
+
+    def _pack(self, elements: Tensor, packed: Tensor) -> None:
+        low = elements.select(-2, 0)
+        if self.bits == 8:
+            packed.copy_(low)
+        else:
+            torch.add(low, elements.select(-2, 1), alpha=16, out=packed)
+
+    def _unpack(self, packed: Tensor, elements: Tensor) -> None:
+        low = elements.select(-2, 0)
+        if self.bits == 8:
+            low.copy_(packed)
+        else:
+            high = elements.select(-2, 1)
+            torch.bitwise_right_shift(packed + 8, 4, out=high)
+            torch.sub(packed, high, alpha=16, out=low)
+
+
+@dataclass(frozen=True)
+class LargestFour(Blockwise):
+    """Of every 16 elements the 4 largest travel, each as a sign and a power of two; the others wait in the residual.
+
+    Scales and rounding are those of :class:`Quantized` with ``top`` = 64. The magnitude of a code that travels is then
+    rounded to a power of two::
+
+        |q|       0    1    2    3..5    6..11    12..22    23..45    46..64
+        level     0    1    2    3       4        5         6         7
+        decoded   0    1    2    4       8        16        32        64        times the sign and the scale
+
+    A byte is ``16 * level + place``, with the sign of ``q`` at the level, and the place of the element in its group. A
+    block of ``n`` elements has ``n / 16`` groups; group ``j`` has elements ``j``, ``j + n / 16``, and so on. The bytes
+    of the largest of all groups come first, then those of the second largest. Of equal magnitudes, that at the lower
+    place is the larger one. These are 2 bits for each element: a sixteenth of float32.
+
+    Large gradients arrive at once, small ones later and all the more. Of quantizers with 2 bits for each element, those
+    that also clip large gradients or delay them trained worse or not at all (``benchmarks/studies/two_bits.py``). So
+    this needs error feedback, and something to encode that may arrive late: parameters themselves may not.
+
+    References:
+        - Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (the largest gradients;
+          the others are kept).
+        - Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (why keeping them converges).
+        - Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706 (the largest
+          of every chunk, with values of few bits, under error feedback).
+
+    Args:
+        block: Elements that share a scale; a multiple of 16.
+    """
+
+    block: int = 512
+
+    needs_feedback: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.block < self._group or self.block % self._group:
+            raise ValueError(f"block={self.block!r}: a block has a multiple of {self._group} elements")
+
+    @property
+    def _per_byte(self) -> int:
+        return 4
+
+    @property
+    def _group(self) -> int:
+        return 16
+
+    @property
+    def _top(self) -> int:
+        return 64
+
+    def _pack(self, elements: Tensor, packed: Tensor) -> None:
+        magnitudes, places = elements.abs(), _places(elements)
+        keys = magnitudes.to(torch.int16).mul_(16).add_(15 - places)
+        levels = torch.zeros_like(magnitudes)
+        for least in (1, 2, 3, 6, 12, 23, 46):
+            levels.add_(magnitudes >= least)
+        levels.mul_(elements.sign())
+        bytes_ = torch.add(places, levels, alpha=16)
+        is_sent = torch.zeros_like(levels, dtype=torch.bool)
+        for row in packed.unflatten(-1, (4, -1)).unbind(-2):
+            is_next = keys == keys.amax(-2, keepdim=True)
+            row.copy_((bytes_ * is_next).sum(-2, dtype=torch.int8))
+            keys.masked_fill_(is_next, -1)
+            is_sent |= is_next
+        elements.copy_(_powers(levels.mul_(is_sent)))
+
+    def _unpack(self, packed: Tensor, elements: Tensor) -> None:
+        places = _places(elements)
+        elements.zero_()
+        for row in packed.unflatten(-1, (4, -1)).unbind(-2):
+            elements.add_(_powers(row >> 4).unsqueeze(-2) * ((row & 15).unsqueeze(-2) == places))
+
+
+def _places(elements: Tensor) -> Tensor:
+    """The numbers of a group's elements, as a column."""
+    return torch.arange(elements.shape[-2], dtype=torch.int8, device=elements.device).unsqueeze(-1)
+
+
+def _powers(levels: Tensor) -> Tensor:
+    """0 at level 0, 1 at 1, 2 at 2, 4 at 3 and so on, with the sign of the level."""
+    powers = torch.bitwise_left_shift(torch.ones_like(levels), levels.abs()).bitwise_right_shift_(1)
+    return powers.abs_().mul_(levels.sign())  # 1 << 7 is -128, and -64 after the shift to the right
 
 
 _NAMED: dict[str, Codec] = {
@@ -408,6 +546,7 @@ _NAMED: dict[str, Codec] = {
     "float16": Cast(torch.float16),
     "int8": Quantized(8),
     "int4": Quantized(4),
+    "top4": LargestFour(),
 }
 
 
@@ -415,8 +554,8 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
     """The codec that a person names in the argument ``wire_dtype``.
 
     Args:
-        name: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, a torch dtype of such a name, or
-            None for tensors as they are.
+        name: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, ``"top4"``, a torch
+            dtype of such a name, or None for tensors as they are.
 
     Raises:
         ValueError: For any other name.

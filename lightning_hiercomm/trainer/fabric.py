@@ -131,7 +131,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         scheme: Scheme | SchemeName = "periodic",
         ranks_per_node: int | list[int] | None = None,
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,

@@ -200,7 +200,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         save_distributed_checkpoint: bool = True,
         ranks_per_node: int | None = None,
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool | list[str] = True,
         evaluate: Literal["consensus", "replica"] = "consensus",

@@ -37,7 +37,7 @@ ARGUMENTS_OF_SCHEMES = {
 """Names of what schemes take, with the first scheme that does."""
 
 
-_WIRES = ("float32", "bfloat16", "float16", "int8", "int4")
+_WIRES = ("float32", "bfloat16", "float16", "int8", "int4", "top4")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Settings:
         batches: HeterogeneousBatches | None = None,
         ranks_per_node: int | list[int] | None,
         inter_node: Literal["torch", "gloo", "mpi"],
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None,
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None,
         wire_raw: bool,
         average_buffers: bool | list[str],
         average_optimizer_state: bool = False,
@@ -133,6 +133,11 @@ class Settings:
             raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
         if wire_raw and wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
+        if wire_raw and codec_named(wire_dtype).needs_feedback:
+            raise ValueError(
+                f"wire_raw=True sends parameters themselves, of which wire_dtype={wire_dtype!r} would drop most: leave"
+                " wire_raw out, or use 'bfloat16'"
+            )
         if average_optimizer_state and not scheme.profile.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"

@@ -69,8 +69,9 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             GPUs, whose tensors pass through pinned memory beside training; nccl stays inside the nodes) or ``"mpi"``
             (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
         wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
-            quantised in blocks, whose rounding errors are sent later; None is the tensors' own. Parameters then travel
-            as differences from the last agreed ones.
+            quantised in blocks, whose rounding errors are sent later; or ``"top4"``, a sixteenth of the bytes, which
+            sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters then
+            travel as differences from the last agreed ones.
         wire_raw: Cast the parameters themselves instead, as DASO's paper does. It saves a copy of this rank's part of
             the model, but updates smaller than half a unit in the last place of ``wire_dtype`` are lost.
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
@@ -127,7 +128,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         batches: HeterogeneousBatches | None = None,
         ranks_per_node: int | list[int] | None = None,
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None,
+        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,
         wire_raw: bool = False,
         average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,

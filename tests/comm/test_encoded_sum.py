@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.codec import AsIs, Cast, Quantized
+from lightning_hiercomm.comm.codec import AsIs, Cast, LargestFour, Quantized
 from lightning_hiercomm.comm.encoded_sum import EncodedSum
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
-CODECS = [Quantized(8), Quantized(4), Quantized(8, block=4), Cast(torch.bfloat16), Cast(torch.float16), AsIs()]
+CODECS = [
+    Quantized(8),
+    Quantized(4),
+    LargestFour(),
+    Quantized(8, block=4),
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+    AsIs(),
+]
 MEMBERS = [2, 3, 4, 5]
 on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -313,6 +321,31 @@ def test_the_running_mean_of_what_arrives_tends_to_what_is_sent(members, codec):
     for n, mean in enumerate(results[0][1], start=1):
         assert (mean - exact).abs().max() <= bound / n + 1e-6, n
     assert (results[0][1][0] - exact).abs().max() > 2 * bound / rounds  # the first alone is not that close
+
+
+@on_both
+@pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), LargestFour(), Cast(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("members", MEMBERS)
+def test_what_arrived_and_the_residuals_are_together_what_was_sent(members, codec):
+    rounds, numel = 20, 1003
+
+    def work(rank, encoded_sum, meter):
+        feedback = encoded_sum.feedback(torch.empty(numel, device=harness.place.device))
+        sent, arrived = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        for n in range(rounds):
+            part = torch.randn(numel, generator=torch.Generator().manual_seed(100 * n + rank))
+            sent += part
+            part = part.to(harness.place.device)
+            encoded_sum.launch(part, feedback)()
+            arrived += part.cpu()
+        return sent, arrived, feedback.sender.cpu(), feedback.reducer.cpu()
+
+    results = on_members(members, codec, work)
+    of_sums = torch.cat([reducer for *_, reducer in results]) if members > 2 else 0.0
+    kept_back = sum(sender.double() for _, _, sender, _ in results) + of_sums
+    sent = sum(each for each, *_ in results)
+    torch.testing.assert_close(results[0][1] + kept_back, sent, rtol=0, atol=1e-4)
+    assert kept_back.abs().max() > 1e-3
 
 
 @on_both

@@ -182,6 +182,26 @@ def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, scheme, wire, nod
     assert (arrived - exact).abs().max() <= 2 * a_round / (127 if wire == "int8" else 7)
 
 
+@pytest.mark.parametrize("scheme", [Gossip(), Agreement(4, through=Ring())], ids=["gossip", "ring"])
+def test_peers_that_send_parameters_refuse_a_wire_that_drops_most(on_nodes, scheme):
+    with pytest.raises(ValueError, match="parameters themselves, of which wire_dtype='top4' would drop most"):
+        on_nodes(training, scheme, TWO_OF_TWO, shapes=SEVENS, wire="top4")
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "periodic", "daso, sharded delta", "diloco"])
+def test_the_largest_of_each_group_end_on_the_same_bits_everywhere(on_nodes, name):
+    def work(rank):
+        training(rank, epochs=3)
+        rank.scheme.finish()
+        return rank.values
+
+    arguments = {"shapes": SEVENS, "bucket_bytes": 40}
+    narrow = on_nodes(work, SCHEMES[name], UNEQUAL, wire="top4", **arguments)
+    exact = on_nodes(work, SCHEMES[name], UNEQUAL, **arguments)
+    assert all(torch.equal(values, narrow[0]) for values in narrow)
+    assert 0 < (narrow[0] - exact[0]).abs().max() < exact[0].abs().max()
+
+
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("scheme", ["periodic", "daso, waiting", "diloco", "gossip"])
 def test_float_buffers_travel_as_they_are(on_nodes, scheme, wire):

@@ -298,6 +298,7 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
+        ({"wire_raw": True, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
         ({"bucket_mb": 0}, "bucket_mb=0"),
         ({"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
         ({"scheme": "all_reduce", "on_nonfinite": "skip"}, "AllReduce averages every gradient over all nodes"),

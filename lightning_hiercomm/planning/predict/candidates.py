@@ -21,7 +21,7 @@ from lightning_hiercomm.schemes import (
 )
 from lightning_hiercomm.schemes.profile import Profile
 
-WIRES = ("float32", "bfloat16", "int8", "int4")
+WIRES = ("float32", "bfloat16", "int8", "int4", "top4")
 """What may travel between nodes, the most exact first."""
 
 
@@ -129,11 +129,12 @@ def candidates(
             for SGD.
         wires: What may travel between nodes.
     """
+    refused = {*((StepsDelay, wire) for wire in ("int8", "int4", "top4")), (Gossip, "top4")}
     yield Candidate(None)
     # what would not be narrower than the parameters is what travels as it is
     for wire in dict.fromkeys(wire if Payload.named(wire, workload).narrows else None for wire in wires):
         for kind, arguments in _settings(cluster, workload):
-            if kind is not StepsDelay or wire not in ("int8", "int4"):
+            if (kind, wire) not in refused:
                 yield Candidate(kind, arguments, wire)
 
 
@@ -253,7 +254,7 @@ def _reason(chosen: Row, rows: Sequence[Row], target: float) -> str:
 def _unknown_accuracy(chosen: Row) -> str:
     """Of what nobody has measured, that this is so."""
     wire = chosen.candidate.wire_dtype
-    if wire not in ("int8", "int4"):
+    if wire not in ("int8", "int4", "top4"):
         return ""
     return f" No table of the documentation has the accuracy of that with {wire}: compare it with a wider wire first."
 

@@ -52,6 +52,11 @@ class Peers:
         wire: Wire,
         push_sum: bool = True,
     ) -> None:
+        if wire.codec.needs_feedback:
+            raise ValueError(
+                "peers send each other the parameters themselves, of which wire_dtype='top4' would drop most: use"
+                " 'int8' or 'bfloat16'"
+            )
         self.segments = segments
         self.graph = graph
         self.disagreement = Disagreement((topology.num_nodes - 1) / (2 * topology.num_nodes))
