@@ -63,6 +63,7 @@ from lightning_hiercomm._lightning.saves import (
     holds_averaged_weights,
     number_names_as_ever,
     number_names_by_own_files,
+    taking_shapes,
 )
 from lightning_hiercomm._lightning.trainer import (
     accumulates,
@@ -934,3 +935,27 @@ def test_batches_in_which_lightning_accumulates_gradients_are_known(tmp_path, au
     arguments.update(limit_train_batches=5, limit_val_batches=0, max_epochs=1)
     one_trainer(tmp_path, callbacks=[seen], **arguments).fit(module)
     assert seen.seen == ([True, False, True, False, False] if automatic else [False] * 5)
+
+
+def test_a_module_takes_the_shapes_of_buffers_that_it_loads():
+    module = nn.Sequential(nn.Linear(1, 1), nn.Module())
+    module[1].register_buffer("bank", torch.zeros(2))
+    module[1].register_buffer("other", torch.zeros(2))
+    module[1].frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    saved = module.state_dict()
+    larger = {name: torch.ones(3) for name in ("1.bank", "1.frozen")}
+    with taking_shapes(module, ["1.bank", "1.frozen"]):
+        module.load_state_dict({**saved, **larger})
+    assert module[1].bank.tolist() == module[1].frozen.tolist() == [1.0] * 3
+    assert not module[1].frozen.requires_grad
+    with taking_shapes(module, ["1.bank"]), pytest.raises(RuntimeError, match=r"size mismatch for 1\.other"):
+        module.load_state_dict({**module.state_dict(), "1.other": torch.ones(3)})
+    with taking_shapes(module), pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        module.load_state_dict({**module.state_dict(), "1.other": torch.ones(3), "0.weight": torch.ones(2, 1)})
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.bank"):
+        module.load_state_dict({**module.state_dict(), "1.bank": torch.ones(5)})
+
+
+def test_lightnings_launcher_loads_the_weights_of_rank_0_where_we_let_shapes_differ():
+    source = inspect.getsource(_MultiProcessingLauncher._recover_results_in_main_process)
+    assert "lightning_module.load_state_dict(" in source
