@@ -36,6 +36,7 @@ from lightning_hiercomm.control import rendezvous
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
 from lightning_hiercomm.control.plane import start_control_plane
 from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.hosts import Place
 
 STARTING = ("meeting", "group", "topology", "twin")
 PHASES = (*STARTING, "agreements")
@@ -280,7 +281,7 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
         dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
-        topology = connect_world(rank, size, (node, rank % ranks_per_node), timeout=_LIMIT)
+        topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("twin"):
         twin = topology.twin()
     with phase("agreements"):

@@ -24,6 +24,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from benchmarks.workloads import WORKLOADS, Workload, loss_of, parameter_count
 from lightning_hiercomm.control.plane import start_control_plane
 from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.hosts import Place
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme, base
@@ -96,7 +97,7 @@ def side_by_side(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds a step, by who watches and round, and those of them that were spent in looks."""
     looks = Looks()
-    topology = connect_world(rank, RANKS, (rank // 2, rank % 2))
+    topology = connect_world(rank, RANKS, Place(rank // 2, rank % 2))
     model, batches = workload.model(), workload.batches(rank, RANKS, 0)
     optimizer = workload.optimizer(model)
     replicas = Replicas(model, [optimizer])

@@ -36,7 +36,8 @@ AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
 ACCEPTED_AT_ONCE = 64
 _STOP_ON_ALL_RANKS = (
-    "If trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
+    "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches. If"
+    " trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
     " trainer.strategy.reduce_boolean_decision(...)"
 )
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"

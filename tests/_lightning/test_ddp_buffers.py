@@ -130,8 +130,8 @@ def _stepped(changes: dict[str, Change], folder: Path) -> dict[tuple[str, str], 
 
 
 @pytest.fixture(scope="module")
-def ranks(borrow: Any) -> list[dict[tuple[str, str], list[Any]]]:
-    return borrow(partial(_stepped, {**SAME_AS_DDP, **DIFFERENT}), 2)
+def ranks(launch: Any) -> list[dict[tuple[str, str], list[Any]]]:
+    return launch(partial(_stepped, {**SAME_AS_DDP, **DIFFERENT}), 2)
 
 
 @pytest.mark.parametrize("name", SAME_AS_DDP)
@@ -179,8 +179,8 @@ def _ignored(folder: Path) -> list[Any]:
     return seen
 
 
-def test_ignored_buffers_are_never_broadcast(borrow):
-    for rank, seen in enumerate(borrow(_ignored, 2)):
+def test_ignored_buffers_are_never_broadcast(launch):
+    for rank, seen in enumerate(launch(_ignored, 2)):
         bank, mean, named, other, counts, other_later, counts_later = seen
         assert bank == [float(rank)] * (3 + rank)
         assert mean == [0.0] * 2
