@@ -539,7 +539,7 @@ def _purpose(arrival: Message) -> tuple[str, str]:
         return "ended its training", _STOP_ON_ALL_RANKS
     if arrival["is_saving"]:
         return "saves a checkpoint", _SAVE_ON_ALL_RANKS
-    return "waits for all ranks", "All ranks must come there alike"
+    return "waits for all ranks", "All ranks must come there after equally many steps"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -413,9 +414,10 @@ def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_a
         def val_dataloader(self):
             return DataLoader(torch.ones(4, 1))
 
-    with pytest.raises(Exception, match=r"exit code 1|All ranks must take equally many steps"):
+    with pytest.raises(Exception, match=r"exit code 1|equally many steps"):
         fit(Uneven(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
-    assert "rank 0 (node 0) ended an epoch after 5 batches of the run, and rank 1" in capfd.readouterr().err
+    said = capfd.readouterr().err  # what is found first, depends on when ranks report
+    assert re.search(r"rank 0 \(node 0\) ended (an epoch|its training) after 5 batches of the run, and rank 1", said)
 
 
 @pytest.mark.long("whoever waits for the rank that has stopped is ended after a while")
@@ -433,9 +435,11 @@ def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit
             return DataLoader(torch.ones(4, 1))
 
     strategy = {"scheme": PeriodicAveraging(50, at_epoch_end=False), "ranks_per_node": 1}
-    with pytest.raises(Exception, match=r"exit code 1|All ranks must take equally many steps"):
+    with pytest.raises(Exception, match=r"exit code 1|equally many steps"):
         fit(Stopping(100_000), strategy, devices=2, forked=True)  # or the other comes to its validation, too
-    assert "rank 0 (node 0) ended an epoch after 3 batches of the run, and rank 1" in capfd.readouterr().err
+    said = capfd.readouterr().err  # what is found first, depends on when ranks report
+    found = r"rank 0 \(node 0\) (ended an epoch|waits for all ranks) after 3 batches of the run.*, and rank 1"
+    assert re.search(found, said)
 
 
 def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
