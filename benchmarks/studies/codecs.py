@@ -45,7 +45,7 @@ def operations(numel: int, buckets: int) -> dict[str, Callable[[int], object]]:
         _MEMCPY: lambda i: others[i].copy_(values[i]),
         _CAST: lambda i: narrow[i].copy_(values[i]),
     }
-    for name in ("int8", "int4"):
+    for name in ("int8", "int4", "top4"):
         codec = codec_named(name)
         payloads = [codec.encode(each) for each in values]
         found |= {

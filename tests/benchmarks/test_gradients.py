@@ -38,7 +38,7 @@ def test_codecs_are_compared_with_a_copy_of_memory():
     assert [row.split(" | ")[0] for row in rows[2:5]] == ["| memcpy", "| cast to bfloat16", "| int8, encode"]
     (row,) = (row for row in rows if "int4, encode with feedback" in row)
     assert row.startswith("| int4, encode with feedback | 4.00 | 1.0 | 2.00 | ")
-    assert len(rows) == 12
+    assert len(rows) == 16
 
 
 @pytest.mark.parametrize("row", gradients.ROWS)
