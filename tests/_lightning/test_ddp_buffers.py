@@ -105,10 +105,16 @@ DIFFERENT = {
 }
 
 
+def _joined() -> int:
+    """The rank, in a process group that a test before may have made."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    return dist.get_rank()
+
+
 def _stepped(changes: dict[str, Change], folder: Path) -> dict[tuple[str, str], list[Any]]:
     """What buffers hold after the broadcast of every step, and what ``change`` has left."""
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-    rank = dist.get_rank()
+    rank = _joined()
     seen: dict[tuple[str, str], list[Any]] = {}
     for name, change in changes.items():
         for kind in (CopiedDDP, DistributedDataParallel):
@@ -125,7 +131,6 @@ def _stepped(changes: dict[str, Change], folder: Path) -> dict[tuple[str, str], 
                 held = {key: value.clone() for key, value in layer.state_dict().items()}
                 steps.append((own, held))
             seen[name, kind.__name__] = steps
-    dist.destroy_process_group()
     return seen
 
 
@@ -160,8 +165,7 @@ def test_buffers_beside_one_of_another_shape_are_broadcast(ranks, name):
 
 
 def _ignored(folder: Path) -> list[Any]:
-    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-    rank = dist.get_rank()
+    rank = _joined()
     layer = Layer()
     layer.bank = torch.full((3 + rank,), float(rank))
     layer.norm.running_mean.fill_(rank)
@@ -175,7 +179,6 @@ def _ignored(folder: Path) -> list[Any]:
         seen += [layer.other.tolist(), layer.counts.tolist()]
         if step == 0:
             ignore_in_ddp(model, {"other"})
-    dist.destroy_process_group()
     return seen
 
 
