@@ -288,6 +288,7 @@ def _print_to(path: Path) -> None:
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     warnings.simplefilter("always")
+    warnings.showwarning = lambda *warning: print(warnings.formatwarning(*warning[:4]), file=sys.stderr)  # not pytest's
 
 
 def _fit(program: Program, rank: int, folder: Path, hang_timeout: float) -> Outcome:
