@@ -26,6 +26,8 @@ _COLLECTIVES = (
     "/torch/nn/parallel/distributed.py",
 )
 _BACKWARD = "/torch/autograd/graph.py"
+_WAITING = tuple(f"{_PACKAGE}/{folder}/" for folder in ("comm", "control"))
+_CALLING = tuple(f"{_PACKAGE}/{folder}/" for folder in ("_lightning", "nodes", "run", "schemes", "trainer"))
 _THROUGH = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")  # frames that say nothing of what waits
 _IDLE = 0.2  # of a core
 
@@ -57,7 +59,8 @@ class MainThread:
     """Watches the main thread of this process.
 
     A thread waits for other ranks if the innermost function of its stack is a collective of ``torch.distributed`` or of
-    this package; or if it is a backward pass, in which DDP waits in C++, and the process computes nothing meanwhile.
+    this package. It also does if that function calls collectives in C++, as DDP's backward pass and the broadcast of
+    its buffers do, and the process computes nothing meanwhile.
     Anything else that lasts long (a computation, a download, a debugger, ``time.sleep``) is no such wait.
 
     Args:
@@ -82,7 +85,7 @@ class MainThread:
         if position != self._position:
             self._position, self._since, self._processor_time = position, now, time.process_time()
         seconds = now - self._since
-        if kind is None or (kind == "backward" and not self._is_idle(seconds)):
+        if kind is None or (kind != "collective" and not self._is_idle(seconds)):
             return None
         is_saving = _is_saving(frames)
         call = "trainer.save_checkpoint" if is_saving else _call(frames, kind)
@@ -127,14 +130,16 @@ def _is_passed_over(file: str) -> bool:
 
 
 def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
-    """``"collective"`` or ``"backward"``; None if the innermost function is something else."""
+    """One of "collective", "collective if idle", "backward"; None if the innermost function is something else."""
     for frame in frames:
         file = frame.f_code.co_filename
         if _is_passed_over(file):
             continue
-        if file.endswith(_COLLECTIVES) or file.startswith((f"{_PACKAGE}/comm/", f"{_PACKAGE}/control/")):
+        if file.endswith(_COLLECTIVES) or file.startswith(_WAITING):
             return "collective"
-        return "backward" if file.endswith(_BACKWARD) else None
+        if file.endswith(_BACKWARD):
+            return "backward"
+        return "collective if idle" if file.startswith(_CALLING) else None
     return None
 
 

@@ -85,13 +85,22 @@ def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
     assert wait_in(hook, backward).call == "backward"
 
 
+def test_a_broadcast_of_buffers_in_cpp_is_a_wait(wait_in):
+    broadcast = function("_broadcast", f"{PACKAGE}/_lightning/ddp_buffers.py")
+    assert wait_in(hook, broadcast).call == "_broadcast (lightning_hiercomm)"
+
+
+def test_writing_a_checkpoint_is_no_wait(wait_in):
+    assert wait_in(hook, save, function("write", f"{PACKAGE}/checkpoints/durable.py")) is None
+
+
 def test_a_backward_pass_that_computes_is_no_wait(wait_in, monkeypatch):
     clock = iter([0.0, 0.0, 0.9, 0.9])  # processor seconds when it begins, and 0.5 s later
     monkeypatch.setattr(waiting.time, "process_time", lambda: next(clock))
     assert wait_in(hook, backward, seconds=0.5) is None
 
 
-@pytest.mark.parametrize("functions", [(hook,), (save,), (step,), (backward, hook), (barrier, hook)])
+@pytest.mark.parametrize("functions", [(hook,), (save,), (backward, hook), (barrier, hook)])
 def test_other_calls_that_last_long_are_no_waits(wait_in, functions):
     assert wait_in(*functions) is None
 
