@@ -146,14 +146,14 @@ def _exit_code(process: Any) -> int | None:
 def place_of(environment: ClusterEnvironment, node: int, local_rank: int, starts_ranks: bool) -> Place:
     """Return where this rank is, as its cluster environment reports it.
 
-    Torchrun's agents are started one per node, as Lightning's launcher is, so several on one host are meant to be
-    nodes. MPI's nodes are found by host name already. What sets other variables gives every process a node of its own
-    (Kubeflow), or may be told so by mistake.
+    Torchrun's agents and Lightning's launcher are started once per node, so several of them on one host are deliberate.
+    MPI's nodes are found by host name already. Kubeflow gives every process a node of its own, and variables that are
+    set by hand or by a scheduler may do so by mistake.
 
     Args:
         environment: Of the Trainer.
-        node: As the strategy has it.
-        local_rank: Likewise.
+        node: This rank's node, as the strategy has it.
+        local_rank: Its place on that node.
         starts_ranks: Whether the strategy's launcher starts the ranks.
     """
     names_nodes = isinstance(environment, (TorchElasticEnvironment, MPIEnvironment)) or (

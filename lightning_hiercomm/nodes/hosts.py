@@ -57,7 +57,7 @@ def nodes_by_default(places: Sequence[Place]) -> tuple[list[list[int]], str | No
                                                            user's own
     =====================================================  =========================  ===================
 
-    Host names decide for all ranks or for none. With ``ranks_per_node`` nobody asks.
+    Host names decide for all ranks or for none. ``ranks_per_node`` overrides both.
 
     Args:
         places: Of every rank.

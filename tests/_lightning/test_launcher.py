@@ -40,7 +40,7 @@ def test_a_forked_rank_has_its_threads_before_a_backward_pass_asks_for_them(monk
         (KubeflowEnvironment, False, False),
     ],
 )
-def test_several_nodes_on_a_host_are_meant_where_each_was_started(kind, by_launcher, by_others):
+def test_environments_with_a_launcher_per_node_may_share_a_host(kind, by_launcher, by_others):
     environment = object.__new__(kind)  # most ask for variables
     assert issubclass(kind, ClusterEnvironment)
     for starts_ranks, expected in ((True, by_launcher), (False, by_others)):

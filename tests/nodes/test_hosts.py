@@ -9,7 +9,7 @@ import pytest
 from lightning_hiercomm.nodes import hosts
 from lightning_hiercomm.nodes.hosts import Place, nodes_by_default, this_host, warn_once
 
-MEANT, UNSAID = True, False
+DELIBERATE, ASSUMED = True, False
 
 
 def places(kind: bool, *of_ranks: tuple[int, int, str]) -> list[Place]:
@@ -28,9 +28,9 @@ AGREES = {
 }
 
 
-@pytest.mark.parametrize("kind", [MEANT, UNSAID])
+@pytest.mark.parametrize("kind", [DELIBERATE, ASSUMED])
 @pytest.mark.parametrize("name", AGREES)
-def test_the_environment_decides_where_nothing_contradicts_it(name, kind):
+def test_the_environment_decides_unless_host_names_contradict_it(name, kind):
     nodes, warning = nodes_by_default(places(kind, *AGREES[name]))
     reported: dict[int, list[int]] = {}
     for rank, (node, _, _) in enumerate(AGREES[name]):
@@ -39,24 +39,24 @@ def test_the_environment_decides_where_nothing_contradicts_it(name, kind):
     assert warning is None
 
 
-def test_several_nodes_of_one_rank_on_a_host_are_kept_where_they_are_meant():
-    assert nodes_by_default(places(MEANT, (0, 0, "a"), (1, 0, "a"))) == ([[0], [1]], None)
+def test_deliberate_nodes_of_one_rank_on_one_host_are_kept():
+    assert nodes_by_default(places(DELIBERATE, (0, 0, "a"), (1, 0, "a"))) == ([[0], [1]], None)
 
 
-def test_several_nodes_of_one_rank_on_a_host_are_one_where_nobody_said_so():
+def test_nodes_of_one_rank_on_one_host_are_merged_with_a_warning():
     own = ((0, 0, "a"), (1, 0, "a"), (2, 0, "b"), (3, 0, "b"))
-    nodes, warning = nodes_by_default(places(UNSAID, *own))
+    nodes, warning = nodes_by_default(places(ASSUMED, *own))
     assert nodes == [[0, 1], [2, 3]]
     assert warning == (
         "Env reports the nodes [0] [1] [2] [3], but by host name they are [0, 1] [2, 3] (on a, b). The host names are"
         " used. Set ranks_per_node to choose the nodes, such as ranks_per_node=1 for those of the environment."
     )
-    nodes, warning = nodes_by_default(places(UNSAID, *own[:3]))
+    nodes, warning = nodes_by_default(places(ASSUMED, *own[:3]))
     assert nodes == [[0, 1], [2]]
     assert warning is not None
 
 
-@pytest.mark.parametrize("kind", [MEANT, UNSAID])
+@pytest.mark.parametrize("kind", [DELIBERATE, ASSUMED])
 def test_a_node_on_several_hosts_is_one_node_on_each(kind):
     nodes, warning = nodes_by_default(places(kind, (0, 0, "a"), (0, 1, "b"), (0, 2, "a"), (0, 3, "b")))
     assert nodes == [[0, 2], [1, 3]]
@@ -66,14 +66,14 @@ def test_a_node_on_several_hosts_is_one_node_on_each(kind):
 
 
 def test_long_lists_of_nodes_and_hosts_are_cut():
-    _, warning = nodes_by_default(places(UNSAID, *[(rank, 0, f"h{rank // 2}") for rank in range(64)]))
+    _, warning = nodes_by_default(places(ASSUMED, *[(rank, 0, f"h{rank // 2}") for rank in range(64)]))
     assert warning is not None
     assert "[7] ...," in warning
     assert "[14, 15] ... (on h0, h1, h2, h3, h4, h5, h6, h7, ...)" in warning
 
 
 def test_machines_that_share_a_name_are_several_hosts():
-    own = [Place(rank, 0, "Env", UNSAID, ("localhost", f"boot {rank}")) for rank in range(2)]
+    own = [Place(rank, 0, "Env", ASSUMED, ("localhost", f"boot {rank}")) for rank in range(2)]
     assert nodes_by_default(own) == ([[0], [1]], None)
 
 
@@ -83,7 +83,7 @@ def test_a_place_has_the_name_of_its_host(monkeypatch):
     assert this_host()[0] == "here"
 
 
-def test_a_contradiction_is_warned_of_once_in_a_process():
+def test_a_contradiction_is_reported_once_per_process():
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

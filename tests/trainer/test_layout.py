@@ -83,7 +83,7 @@ def _on_ranks(borrow: Any, *arguments: Any) -> Any:
     ("kind", "trainer"),
     [("kubeflow", "trainer"), ("kubeflow", "fabric"), ("slurm", "trainer"), ("lightning", "trainer")],
 )
-def test_ranks_of_one_host_are_one_node_unless_an_agent_says_otherwise(borrow, kind, trainer):
+def test_ranks_of_one_host_form_one_node_with_a_warning(borrow, kind, trainer):
     (nodes, told, device), other = _on_ranks(borrow, kind, None, ["a", "a"], trainer)
     assert nodes == other[0] == [[0, 1]]
     assert device == other[2] == "cpu"
@@ -105,7 +105,7 @@ def test_ranks_of_one_host_are_one_node_unless_an_agent_says_otherwise(borrow, k
         ("launcher", None, ["a", "a"]),
     ],
 )
-def test_nodes_of_one_rank_stay_nodes_where_nothing_contradicts_them(borrow, kind, sizes, names):
+def test_nodes_of_one_rank_are_kept_without_a_contradiction(borrow, kind, sizes, names):
     for nodes, told, device in _on_ranks(borrow, kind, sizes, names):
         assert nodes == [[0], [1]]
         assert told == []

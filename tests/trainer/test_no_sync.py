@@ -96,7 +96,7 @@ def _as_ddp(folder):
     return found
 
 
-def test_gradients_accumulated_under_no_sync_are_reduced_as_ddp_reduces_them(borrow):
+def test_no_sync_gradients_are_reduced_as_ddp_reduces_them(borrow):
     for ours, ddp in borrow(_as_ddp, ranks=2):
         assert ours == ddp
 
