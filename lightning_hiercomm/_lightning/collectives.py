@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -93,11 +94,24 @@ def process_groups() -> Iterable[Any]:
 
 
 def collectives_begun() -> int:
-    """Return how many collectives this process has begun, in all process groups together."""
-    if not dist.is_initialized():
-        return 0
-    backends = (backend for group in [*process_groups()] for backend in counting_backends(group))
-    return sum(backend._get_sequence_number_for_group() for backend in backends)
+    """Return how many collectives this process has begun, in all process groups together. For any thread."""
+    count = 0
+    for group in [*process_groups()] if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeError):  # another thread may destroy a group meanwhile
+            count += sum(backend._get_sequence_number_for_group() for backend in counting_backends(group))
+    return count
+
+
+def gpu_is_busy() -> bool:
+    """Return whether a default stream of a GPU that this process uses has work to do. For any thread.
+
+    torch has no public way to ask which GPUs those are, and asking another one would take memory there.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    is_used: Callable[[int], bool] = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    used = filter(is_used, range(torch.cuda.device_count()))
+    return any(not torch.cuda.default_stream(index).query() for index in used)
 
 
 def counting_backends(group: Any) -> list[Any]:

@@ -179,7 +179,7 @@ class Hub:
         self._progress: dict[int, int] = {}
         self._standstill_told = False
         self._released = 0  # the number of the last barrier that all ranks have passed
-        self._left: dict[int, str] = {}  # ranks that have ended their run, and how they are called
+        self._left = {rank: f"rank {rank}" for rank in gone}  # ranks that have ended their run, and their names
         self._holds: dict[int, dict[int, int]] = {}  # by round: of requeues, which count from 1, or 0, the stop
         self._proposals: dict[int, Message] = {}
         self._failure: Message | None = None
@@ -379,10 +379,11 @@ class Hub:
             self._drop(channel)
         if self._failure is None and self._missing and now > self._give_up_at:
             self._fail_of_itself(f"{names_of_ranks(self._missing)} did not come back")
+        if self._failure is None:
+            self._look_for_broken_barrier()
         if self._failure is None and self._hang_timeout is not None:
             self._look_for_frozen(now, self._hang_timeout)
             self._look_for_unequal_epochs()
-            self._look_for_broken_barrier()
             self._look_for_deadlock(self._hang_timeout)
             self._look_for_standstill(now, self._hang_timeout)
 
@@ -471,7 +472,7 @@ class Hub:
         rows = [("rank", "waits in", "during", "line of the program")]
         for member, wait in zip(members, waits, strict=True):
             rows.append((member.place, wait["call"][:80], member.doing[:80], wait["line"][:80] or "-"))
-        rows += [(rank_and_place, "has ended its run", "-", "-") for rank_and_place in self._left.values()]
+        rows += [(place, "has ended its run", "-", "-") for place in self._left.values()]
         self._fail_of_itself(
             f"no rank made progress for {timeout:g} s (hang_timeout): the ranks wait for each other in different"
             f" places\n{_table(rows[:33])}\n{self._likely_cause(members, waits)}",

@@ -79,7 +79,7 @@ class ControlPlane:
         place: How to name this rank to people, such as ``"rank 3 (node 1)"``.
         grace: Seconds from learning of a failure until this process is ended, unless it ended by itself.
         hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
-        count_collectives: Returns how many collectives this process has begun.
+        main_thread: Watches the main thread of this process. Default: by its Python stack alone.
 
     Attributes:
         processes: The identities of those ranks' processes that share this rank's machine, as far as they are known:
@@ -93,7 +93,7 @@ class ControlPlane:
         place: str,
         grace: float = 4.0,
         hang_timeout: float | None = None,
-        count_collectives: Callable[[], int] = lambda: 0,
+        main_thread: MainThread | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -108,7 +108,7 @@ class ControlPlane:
         self._changed = threading.Condition()
         self._batch = 0
         self._ended = 0, 0
-        self._main_thread = MainThread(count_collectives)
+        self._main_thread = main_thread or MainThread()
         self._hold_at: int | None = None
         self._stop_at: int | None = None
         self._stops_next = False
@@ -345,7 +345,8 @@ class ControlPlane:
             )
             self.check()
             if self._released < number and 0 in self._gone:
-                raise RankFailure(f"rank 0 has ended its run, and {self.place} waits for it in {caller['line']}")
+                where = f" in {caller['line']}" if caller["line"] else ""
+                raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{where} for it")
 
     def close(self) -> None:
         """Leave; the others do not take it for a failure."""
@@ -582,7 +583,7 @@ def start_control_plane(
     hang_timeout: float | None,
     broadcast: Callable[[Any], Any],
     gather: Callable[..., list[Any]],
-    count_collectives: Callable[[], int] = lambda: 0,
+    main_thread: MainThread | None = None,
 ) -> ControlPlane | None:
     """Start the star, or agree to do without; collective.
 
@@ -599,12 +600,12 @@ def start_control_plane(
         broadcast: Gives all ranks what rank 0 says.
         gather: Gives all ranks what all say; if it can, only what those say that name the same ``among``, or say it
             ``aloud``. Calls ``alarm``, if it can, while it waits.
-        count_collectives: Returns how many collectives this process has begun.
+        main_thread: Watches the main thread of this process. Default: by its Python stack alone.
 
     Returns:
         The plane, joined; None, and a warning on rank 0, if some rank could not join.
     """
-    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, count_collectives=count_collectives)
+    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread)
     said, trouble = None, None
     try:
         if rank == 0:

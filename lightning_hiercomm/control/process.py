@@ -22,11 +22,17 @@ _STANDARD_ERROR = 2
 
 def dump_stacks(why: str) -> None:
     """Write the Python stacks of all threads to standard error, in one piece: other ranks may write there, too."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        stacks = file.read()
-    os.write(_STANDARD_ERROR, f"lightning_hiercomm: {why}\n".encode() + stacks)
+    head = f"lightning_hiercomm: {why}\n".encode()
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = head + file.read()
+    except OSError:  # a full disk, for instance
+        os.write(_STANDARD_ERROR, head)
+        faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
+    else:
+        os.write(_STANDARD_ERROR, text)
 
 
 def end_on_urgent_data(connection: socket.socket) -> None:

@@ -66,10 +66,14 @@ class MainThread:
     Args:
         count_collectives: Returns how many collectives this process has begun. A thread that begins more of them in the
             same place is not waiting in one.
+        gpu_is_busy: Returns whether a GPU of this process has work to do.
     """
 
-    def __init__(self, count_collectives: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, count_collectives: Callable[[], int] = lambda: 0, gpu_is_busy: Callable[[], bool] = lambda: False
+    ) -> None:
         self._count_collectives = count_collectives
+        self._gpu_is_busy = gpu_is_busy
         self._position: object = None
         self._since = 0.0
         self._processor_time = 0.0
@@ -95,11 +99,7 @@ class MainThread:
         """Whether the process has computed next to nothing in the last seconds, or waits for its GPU."""
         if time.process_time() - self._processor_time < _IDLE * max(seconds, 1.0):
             return True
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return False
-        # only after a while: in the capture of a CUDA graph no stream may be asked
-        return seconds > 5.0 and not torch.cuda.current_stream().query()
+        return seconds > 5.0 and self._gpu_is_busy()  # later than the capture of a CUDA graph, which allows no queries
 
 
 def describe_caller() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hiercomm._lightning.collectives import collectives_begun
+from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
@@ -19,6 +19,7 @@ from lightning_hiercomm._lightning.trainer import (
     restore_sigterm_broadcast,
 )
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
+from lightning_hiercomm.control.waiting import MainThread
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +96,8 @@ class RunControl:
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
         if size > 1:
             place = f"rank {rank} (node {node})"
-            self.plane = start_control_plane(
-                rank, size, place, *address, hang_timeout, broadcast, gather, collectives_begun
-            )
+            main_thread = MainThread(collectives_begun, gpu_is_busy)
+            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather, main_thread)
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on.

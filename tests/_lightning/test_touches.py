@@ -35,7 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
-from lightning_hiercomm._lightning.collectives import collectives_begun
+from lightning_hiercomm._lightning import collectives
+from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
 from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
@@ -913,6 +914,23 @@ def test_torch_counts_the_collectives_of_all_groups(process_group):
     dist.all_reduce(torch.ones(1))
     dist.broadcast(torch.ones(1), src=0, group=dist.new_group([0]))
     assert collectives_begun() >= before + 2
+
+
+def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkeypatch):
+    class Destroyed:
+        @property
+        def _device_types(self):
+            raise RuntimeError("the process group is gone")
+
+    before = collectives_begun()
+    groups = [*collectives.process_groups()]
+    monkeypatch.setattr(collectives, "process_groups", lambda: [Destroyed(), *groups])
+    assert collectives_begun() == before
+
+
+def test_torch_tells_which_gpus_a_process_uses():
+    assert callable(torch._C._cuda_hasPrimaryContext) or not torch.backends.cuda.is_built()
+    assert not gpu_is_busy() or torch.cuda.is_initialized()
 
 
 def test_without_process_groups_no_collective_has_begun():

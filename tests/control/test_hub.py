@@ -477,12 +477,19 @@ def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
     )
 
 
-def test_a_rank_that_leaves_before_a_barrier_ends_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+@pytest.mark.parametrize("hang_timeout", [60.0, None])
+def test_a_rank_that_leaves_before_a_barrier_ends_the_run(serve, hang_timeout):
+    ranks = Beating(serve(size=2, hang_timeout=hang_timeout), ranks=2)
     ranks._channels[0].send(ARRIVAL)
     ranks._channels[1].send({"kind": "bye"})
     assert read(ranks.members[0]) == {"kind": "left", "rank": 1}
     assert "rank 0 waits for all ranks after 4 batches of the run" in read(ranks.members[0])["message"]
+
+
+def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0, gone=[1]), ranks=1)
+    ranks._channels[0].send(ARRIVAL)
+    assert "and rank 1 has ended its run" in read(ranks.members[0])["message"]
 
 
 def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):

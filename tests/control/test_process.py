@@ -54,6 +54,19 @@ def test_no_other_process_is(stopped, other):
     assert state_of(child) == "T"
 
 
+def test_stacks_are_written_where_no_file_can_be_made(monkeypatch, capfd):
+    """A full disk must not look like a lost connection to the thread that writes them."""
+
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(process.tempfile, "TemporaryFile", full)
+    process.dump_stacks("what rank 0 does:")
+    said = capfd.readouterr().err
+    assert said.startswith("lightning_hiercomm: what rank 0 does:")
+    assert "test_stacks_are_written_where_no_file_can_be_made" in said
+
+
 def test_a_stuck_worker_is_told_from_one_that_waits(stopped, monkeypatch):
     child, _ = stopped
     reader, writer = os.pipe()
