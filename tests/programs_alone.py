@@ -67,7 +67,7 @@ class Alone:
                     do(trainer)
             if action.name == "save" and any(does):
                 self._reach(*next(left, ("on_save_checkpoint", False)), left)
-                self.saved = self.seen[-1][0]
+                self.saved = self.last_saved
         self._after(hook)
 
     def _before(self, hook: str, is_last: bool) -> None:
@@ -92,6 +92,7 @@ class Alone:
         elif hook == "on_train_batch_start" and {*self._trained_now()} - {*self.trained}:
             self._follow()
         elif hook in ("on_validation_end", "on_save_checkpoint"):
+            self.last_saved = self.flat[0]  # a file holds what hooks write to the tensors that Lightning has collected
             self._hide_mean()
 
     # ---- values --------------------------------------------------------------------------------------------------
