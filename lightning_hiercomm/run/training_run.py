@@ -205,9 +205,7 @@ class TrainingRun:
         trained = {id(parameter) for scheme in self.schemes for parameter in scheme.replica.with_empty}
         return any(id(local(parameter)) in trained for parameter in written)
 
-    def _keep_written(
-        self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None], hook: str
-    ) -> None:
+    def _keep_written(self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None], hook: str) -> None:
         before = [int(print_of(local(parameter))) for parameter in written]
         share(written)
         self.replicas.have_written()
@@ -223,6 +221,8 @@ class TrainingRun:
         self.agreed_model.drop_own()
         self.begin_from_module()
         self.remember_values()
+        if self._uncounted is not None:
+            self._uncounted.begin(self._known)
 
     def _warn_of_undone(self, written: Sequence[Tensor], hook: str) -> None:
         if written and self.topology.local_rank == 0:

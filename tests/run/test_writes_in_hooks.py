@@ -342,7 +342,9 @@ class Saves(pl.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Written, batch: torch.Tensor, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Written, batch: torch.Tensor, batch_idx: int
+    ) -> None:
         if batch_idx % 2 == 0 and batch_idx > 0:
             pl_module.validations += 1
             trainer.save_checkpoint(self.folder / f"{pl_module.validations}.ckpt")
