@@ -50,6 +50,7 @@ def test_random_programs_are_right_or_end_with_a_clear_error(first):
     [
         Action("log", "on_train_epoch_start", 0, (1,)),
         Action("loop", "on_save_checkpoint", 0, (0,)),
+        Action("reduce", "on_validation_epoch_end", 0, (0,)),
     ],
     ids=lambda action: action.name,
 )

@@ -476,7 +476,8 @@ class Hub:
         waits = [member.wait for member in members if member.wait is not None and member.wait["seconds"] >= timeout]
         if not members or len(waits) < len(members) or self._missing:
             return
-        places = {(m.batches, m.ended, wait["place"]) for m, wait in zip(members, waits, strict=True)}
+        pairs = zip(members, waits, strict=True)
+        places = {(m.batches, m.ended, wait["place"], wait["collectives"]) for m, wait in pairs}
         if len(places) == 1 and not self._left:
             return
         rows = [("rank", "waits in", "during", "line of the program")]
@@ -498,6 +499,13 @@ class Hub:
             )
         if self._left or any(member.arrival is not None and member.arrival["purpose"] == "end" for member in members):
             return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
+        counts = [wait["collectives"] for wait in waits]
+        more = [member.rank for member, count in zip(members, counts, strict=True) if count > min(counts)]
+        if more:
+            return (
+                f"Likely cause: {names_of_ranks(more)} called more collectives (barrier, all_gather, all_reduce,"
+                " self.log(..., sync_dist=True)) than other ranks. Call them on all ranks alike"
+            )
         return (
             "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
             " some ranks only, or more often. Call it on all ranks alike"
@@ -511,7 +519,10 @@ class Hub:
             return
         last_beats = 2 * seconds_between_beats(self._size, timeout)  # which may show that the ranks are deadlocked
         is_short = now - self._moved_at <= timeout + last_beats
-        if self._failure is not None or self._standstill_told or is_short or not all(progress.values()):
+        has_begun = all(progress.values()) or any(
+            m.wait and m.wait["seconds"] > timeout for m in self._members.values()
+        )
+        if self._failure is not None or self._standstill_told or is_short or not has_begun:
             return
         members = sorted(self._members.values(), key=lambda member: member.rank)
         if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # nobody is frozen

@@ -10,7 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
+from lightning_hiercomm._lightning.collectives import (
+    collectives_begun,
+    collectives_of_default_group,
+    gpu_is_busy,
+)
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
@@ -99,7 +103,7 @@ class RunControl:
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
         if size > 1:
             place = f"rank {rank} (node {node})"
-            main_thread = MainThread(collectives_begun, gpu_is_busy)
+            main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
             self.plane = start_control_plane(
                 rank, size, place, *address, hang_timeout, broadcast, gather, main_thread, timeout
             )
