@@ -40,6 +40,7 @@ _STOP_ON_ALL_RANKS = (
     " trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
     " trainer.strategy.reduce_boolean_decision(...)"
 )
+_EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
 
 
@@ -323,12 +324,22 @@ class Hub:
             return
         arrivals = [(m, m.arrival) for m in self._members.values() if m.barriers == number and m.arrival is not None]
         saving = [member.rank for member, arrival in arrivals if arrival["is_saving"]]
+        lines = [arrival["line"] for _, arrival in arrivals if arrival["is_saving"] and arrival["line"]]
         others = [(member, arrival) for member, arrival in arrivals if not arrival["is_saving"]]
         if saving and others:
             member, arrival = others[0]
             self._fail_of_itself(
-                f"{names_of_ranks(saving)} called trainer.save_checkpoint, and {member.place} {_purpose(arrival)[0]}"
-                f" in {arrival['line'] or 'another place'}. {_SAVE_ON_ALL_RANKS}"
+                f"{names_of_ranks(saving)} called trainer.save_checkpoint{f' in {lines[0]}' if lines else ''}, and"
+                f" {member.place} {_purpose(arrival)[0]} in {arrival['line'] or 'another place'}. {_SAVE_ON_ALL_RANKS}"
+            )
+            return
+        arrivals.sort(key=lambda each: each[0].rank)
+        first, steps = arrivals[0][0], arrivals[0][1]["steps"]
+        other = next(((m, arrival["steps"]) for m, arrival in arrivals if arrival["steps"] != steps), None)
+        if other is not None:
+            self._fail_of_itself(
+                f"{first.place} has taken {_optimizer_steps(steps)} and {other[0].place} {_optimizer_steps(other[1])}:"
+                " call optimizer.step() equally often on all ranks"
             )
             return
         self._released = number
@@ -431,8 +442,7 @@ class Hub:
                 shorter, longer = (ahead, member) if its_batches > batches else (member, ahead)
                 self._fail_of_itself(
                     f"{shorter.place} ended an epoch after {shorter.ended[1]} batches of the run, and {longer.place}"
-                    " took more. All ranks must take equally many steps: give them equally many batches, or set"
-                    " limit_train_batches"
+                    f" took more. {_EQUAL_BATCHES}"
                 )
                 return
 
@@ -442,6 +452,8 @@ class Hub:
         for member in waiting:
             assert member.arrival is not None
             arrival = member.arrival
+            if arrival["ends"] == "epoch" and self._hang_timeout is not None:
+                continue  # _look_for_unequal_epochs finds these
             passed = [
                 f"{other.place} trains on with batch {other.batches} of the run"
                 for other in self._members.values()
@@ -486,7 +498,7 @@ class Hub:
                 f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
                 f" {_SAVE_ON_ALL_RANKS}"
             )
-        if self._left or any(member.arrival is not None and member.arrival["ends_training"] for member in members):
+        if self._left or any(member.arrival is not None and member.arrival["ends"] == "training" for member in members):
             return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
         return (
             "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
@@ -534,12 +546,20 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
 
 
+def _optimizer_steps(counts: Sequence[int]) -> str:
+    if len(counts) == 1:
+        return f"{counts[0]} optimizer step{'s' if counts[0] != 1 else ''}"
+    return f"{', '.join(map(str, counts))} steps of its optimizers"
+
+
 def _purpose(arrival: Message) -> tuple[str, str]:
     """What a rank does that has come to a barrier, and what is to be done if others do not come."""
-    if arrival["ends_training"]:
+    if arrival["ends"] == "training":
         return "ended its training", _STOP_ON_ALL_RANKS
     if arrival["is_saving"]:
         return "saves a checkpoint", _SAVE_ON_ALL_RANKS
+    if arrival["ends"]:
+        return "ended an epoch", _EQUAL_BATCHES
     return "waits for all ranks", "All ranks must come there after equally many steps"
 
 

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_hiercomm.control import hub, process
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
@@ -321,24 +321,25 @@ class ControlPlane:
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
-    def barrier(self, ends_training: bool = False) -> None:
+    def barrier(self, ends: Literal["", "epoch", "training"] = "", steps: Sequence[int] = ()) -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         A collective that only some ranks call is matched with the next one of the others, whatever that is: gloo mixes
         their values, or ends the process if their sizes differ. Here such a rank waits, and the run ends with its name.
 
         Args:
-            ends_training: Whether this rank takes no more training batches.
+            ends: What has ended on this rank: it takes no more batches of the epoch, or of the training.
+            steps: How often each optimizer has stepped, the same on all ranks.
 
         Raises:
-            RankFailure: If another rank failed, or has gone on without coming here.
+            RankFailure: If another rank failed, has gone on without coming here, or has taken other numbers of steps.
         """
         if not self.is_connected:
             return
         with self._changed:
             self._barriers += 1
             number = self._barriers
-            caller = {**describe_caller(), "ends_training": ends_training}
+            caller = {**describe_caller(), "ends": ends, "steps": [*steps]}
             self._say({"kind": "arrive", "number": number, "batches": self._batch, **caller})
             self._changed.wait_for(
                 lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone

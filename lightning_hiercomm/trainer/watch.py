@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -60,10 +60,15 @@ class OneRank:
 
 
 class RunControl:
-    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them."""
+    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them.
+
+    Attributes:
+        steps: Returns how often each optimizer has stepped, between the setup and the end of a run.
+    """
 
     def __init__(self) -> None:
         self.plane: ControlPlane | None = None
+        self.steps: Callable[[], Sequence[int]] | None = None
         self._is_stopping_together = False
         self._has_noted_exception = False
         self._is_ending = False
@@ -139,17 +144,17 @@ class RunControl:
         if self.plane is not None:
             self.plane.note_epoch_end()
 
-    def barrier(self, ends_training: bool = False) -> None:
+    def barrier(self, ends: Literal["", "epoch", "training"] = "") -> None:
         """Wait for all ranks on the control plane, before they exchange something outside of a training step.
 
         Args:
-            ends_training: Whether this rank takes no more training batches.
+            ends: What has ended on this rank.
 
         Raises:
-            RankFailure: If another rank failed, or cannot come because it trains on.
+            RankFailure: If another rank failed, cannot come because it trains on, or has taken other numbers of steps.
         """
         if self.plane is not None:
-            self.plane.barrier(ends_training)
+            self.plane.barrier(ends, () if self.steps is None else self.steps())
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
@@ -193,7 +198,7 @@ class RunControl:
 
     def stop(self, trainer: pl.Trainer | None) -> None:
         """Leave the trainer as it was, and disconnect."""
-        self._ranks = self._before_batch = None
+        self._ranks = self._before_batch = self.steps = None
         if trainer is not None:
             restore_sigterm_broadcast(trainer)
         if self.plane is not None:

@@ -437,7 +437,17 @@ def test_other_long_waits_do_not_end_the_run(serve, waits):
 
 
 ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "is_saving": False}
-ARRIVAL["ends_training"] = False
+ARRIVAL |= {"ends": "", "steps": []}
+
+
+def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    for rank, steps in enumerate(([4, 2], [4, 3])):
+        ranks._channels[rank].send({**ARRIVAL, "steps": steps})
+    assert read(ranks.members[0])["message"] == (
+        "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers: call optimizer.step()"
+        " equally often on all ranks"
+    )
 
 
 def test_ranks_pass_a_barrier_when_all_have_come(serve):
@@ -463,7 +473,7 @@ def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
     ranks._channels[0].send({**ARRIVAL, "is_saving": True})
     ranks._channels[1].send(ARRIVAL)
     message = read(ranks.members[0])["message"]
-    assert message.startswith("rank 0 called trainer.save_checkpoint, and rank 1 waits for all ranks in train")
+    assert message.startswith("rank 0 called trainer.save_checkpoint in train.py:3 (on_fit), and rank 1 waits")
 
 
 def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
@@ -494,7 +504,7 @@ def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
 
 def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[1].send({**ARRIVAL, "ends_training": True, "batches": 8, "line": ""})
+    ranks._channels[1].send({**ARRIVAL, "ends": "training", "batches": 8, "line": ""})
     ranks.say(0, batches=8, ended=(1, 8))
     ranks.say(0, batches=9, ended=(1, 8))
     message = read(ranks.members[0])["message"]
