@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -18,6 +18,7 @@ from lightning_hiercomm._lightning.trainer import (
     replace_sigterm_broadcast,
     restore_sigterm_broadcast,
 )
+from lightning_hiercomm.control.hub import Purpose
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
 from lightning_hiercomm.control.waiting import MainThread
 
@@ -84,6 +85,7 @@ class RunControl:
         hang_timeout: float | None,
         broadcast: Callable[[Any], Any],
         gather: Callable[..., list[Any]],
+        timeout: float | None = None,
     ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
@@ -95,6 +97,7 @@ class RunControl:
             hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
             broadcast: Gives all ranks what rank 0 gives.
             gather: Gives all ranks what each gives; its second argument may raise while it waits.
+            timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:
             return
@@ -102,7 +105,9 @@ class RunControl:
         if size > 1:
             place = f"rank {rank} (node {node})"
             main_thread = MainThread(collectives_begun, gpu_is_busy)
-            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather, main_thread)
+            self.plane = start_control_plane(
+                rank, size, place, *address, hang_timeout, broadcast, gather, main_thread, timeout
+            )
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on.
@@ -144,17 +149,18 @@ class RunControl:
         if self.plane is not None:
             self.plane.note_epoch_end()
 
-    def barrier(self, ends: Literal["", "epoch", "training"] = "") -> None:
+    def barrier(self, purpose: Purpose = "average", what: str = "") -> None:
         """Wait for all ranks on the control plane, before they exchange something outside of a training step.
 
         Args:
-            ends: What has ended on this rank.
+            purpose: Why the ranks wait.
+            what: More about it. Both must be the same on all ranks.
 
         Raises:
             RankFailure: If another rank failed, cannot come because it trains on, or has taken other numbers of steps.
         """
         if self.plane is not None:
-            self.plane.barrier(ends, () if self.steps is None else self.steps())
+            self.plane.barrier(purpose, what, () if self.steps is None else self.steps())
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
