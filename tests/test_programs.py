@@ -86,6 +86,21 @@ def test_schemes_take_over_what_is_clamped_in_saves(program):
     assert error is None, error
 
 
+UNEQUAL_RANKS = [
+    Program("2x1", "daso", (Action("none", "training_step", 1, (1,)),), "manual"),
+    Program("3x1", "diloco", (Action("none", "training_step", 2, (1,)),), "manual"),
+    Program("1x2", "periodic", (Action("twice", "training_step", 2, (1,)),), "manual"),
+    Program("2x1", "periodic", (Action("reduce", "on_train_end", 0, (0,)),)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", UNEQUAL_RANKS, ids=lambda p: f"{p.actions[0].name}-{p.layout}-{p.scheme}")
+def test_a_step_or_collective_on_one_rank_only_ends_with_its_name(program):
+    error = _trouble(program)
+    assert error is None, error
+
+
 PLAIN = Program("2x1", "periodic", (Action("lr", "on_train_batch_end", 1, (0, 1)),))
 RAISES = replace(PLAIN, actions=(Action("raise", "training_step", 2, (1,)),))
 

@@ -40,12 +40,14 @@ _STOP_ON_ALL_RANKS = (
     " trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
     " trainer.strategy.reduce_boolean_decision(...)"
 )
+_EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
-Purpose = Literal["average", "save", "reduce", "end"]
+Purpose = Literal["average", "save", "reduce", "epoch", "end"]
 _PURPOSES: dict[Purpose, tuple[str, str]] = {
     "reduce": ("reduced a value", "Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"),
     "save": ("called trainer.save_checkpoint", _SAVE_ON_ALL_RANKS),
     "end": ("ended training", _STOP_ON_ALL_RANKS),
+    "epoch": ("ended an epoch", _EQUAL_BATCHES),
     "average": ("asked for the averaged model", "All ranks must do that after equally many steps"),
 }
 """Why ranks wait at a barrier: what a rank did, and what is to be done if others did not."""
@@ -340,8 +342,20 @@ class Hub:
             described = [
                 f"{names_of_ranks(reasons[each])} {_PURPOSES[each[0]][0]}{each[1]}" for each in (first, second)
             ]
-            line = next(arrival["line"] for member, arrival in arrivals if member.rank == reasons[second][0])
+            lines = {member.rank: arrival["line"] for member, arrival in arrivals}
+            cause, line = (lines[reasons[each][0]] for each in (first, second))
+            if cause != line:
+                described[0] += _in_line(cause)
             self._fail_of_itself(f"{', and '.join(described)}{_in_line(line)}. {_PURPOSES[first[0]][1]}")
+            return
+        arrivals.sort(key=lambda each: each[0].rank)
+        first_member, steps = arrivals[0][0], arrivals[0][1]["steps"]
+        other = next(((m, arrival["steps"]) for m, arrival in arrivals if arrival["steps"] != steps), None)
+        if other is not None:
+            self._fail_of_itself(
+                f"{first_member.place} has taken {_optimizer_steps(steps)} and {other[0].place}"
+                f" {_optimizer_steps(other[1])}: call optimizer.step() equally often on all ranks"
+            )
             return
         self._released = number
         self._tell_all({"kind": "release", "number": number})
@@ -443,8 +457,7 @@ class Hub:
                 shorter, longer = (ahead, member) if its_batches > batches else (member, ahead)
                 self._fail_of_itself(
                     f"{shorter.place} ended an epoch after {shorter.ended[1]} batches of the run, and {longer.place}"
-                    " took more. All ranks must take equally many steps: give them equally many batches, or set"
-                    " limit_train_batches"
+                    f" took more. {_EQUAL_BATCHES}"
                 )
                 return
 
@@ -454,6 +467,8 @@ class Hub:
         for member in waiting:
             assert member.arrival is not None
             arrival = member.arrival
+            if arrival["purpose"] == "epoch" and self._hang_timeout is not None:
+                continue  # _look_for_unequal_epochs finds these
             passed = [
                 f"{other.place} trains on with batch {other.batches} of the run"
                 for other in self._members.values()
@@ -554,6 +569,12 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds // 6)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
+
+
+def _optimizer_steps(counts: Sequence[int]) -> str:
+    if len(counts) == 1:
+        return f"{counts[0]} optimizer step{'s' if counts[0] != 1 else ''}"
+    return f"{', '.join(map(str, counts))} steps of its optimizers"
 
 
 def _activity(member: Member) -> str:

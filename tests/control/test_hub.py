@@ -480,6 +480,17 @@ def test_other_long_waits_do_not_end_the_run(serve, waits):
 
 
 ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "purpose": "average", "what": ""}
+ARRIVAL["steps"] = []
+
+
+def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    for rank, steps in enumerate(([4, 2], [4, 3])):
+        ranks._channels[rank].send({**ARRIVAL, "steps": steps})
+    assert read(ranks.members[0])["message"] == (
+        "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers: call optimizer.step()"
+        " equally often on all ranks"
+    )
 
 
 def test_ranks_pass_a_barrier_when_all_have_come(serve):
@@ -516,8 +527,8 @@ def test_values_logged_on_some_ranks_only_end_the_run(serve):
     for rank in (1, 2):
         ranks._channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
     assert read(ranks.members[0])["message"] == (
-        "ranks 1, 2 reduced a value (sum of float32), and rank 0 called trainer.save_checkpoint. Call self.log(...,"
-        " sync_dist=True) and strategy.reduce on all ranks alike"
+        "ranks 1, 2 reduced a value (sum of float32) in train.py:3 (on_fit), and rank 0 called trainer.save_checkpoint."
+        " Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"
     )
 
 
