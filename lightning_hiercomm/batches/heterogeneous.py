@@ -169,7 +169,7 @@ class HeterogeneousBatches:
             is_beyond = any(limit is not None and size > limit for size, limit in with_limits)
             if sum(sizes) != self.global_batch_size or is_beyond:
                 sizes = None
-            before = self._loaded.get("speeds", self._source)
+            before = self._loaded["speeds"]
             if self._source in ("measure", before):
                 self._source = before
             else:
