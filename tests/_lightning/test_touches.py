@@ -73,7 +73,6 @@ from lightning_hiercomm._lightning.trainer import (
     exception_of_tuner,
     is_interrupted,
     is_of_tuner,
-    join_train_batches,
     leave_train_dataloaders_alone,
     mark_means_of_a_step,
     mark_sigterm_received,
@@ -87,8 +86,6 @@ from lightning_hiercomm._lightning.trainer import (
     restore_sigterm_broadcast,
     skips_backward,
     takes_dataloader_iter,
-    train_dataloaders,
-    training_step_inputs,
     unmark_means_of_a_step,
     validates_by_the_clock,
 )
@@ -444,31 +441,6 @@ def test_a_step_that_fetches_its_own_batches_is_seen():
     assert not takes_dataloader_iter(BoringModel())
 
 
-def test_the_training_step_is_called_with_what_we_would_call_it_with():
-    called, expected = [], []
-
-    class WithIndex(BoringModel):
-        def training_step(self, batch, batch_idx):
-            called.append([batch, batch_idx])
-            return super().training_step(batch, batch_idx)
-
-    class Without(BoringModel):
-        def training_step(self, batch):
-            called.append([batch])
-            return super().training_step(batch, 0)
-
-    class Listener(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            expected.append(training_step_inputs(trainer, batch))
-
-    for model in (WithIndex(), Without()):
-        trainer(max_steps=1, limit_val_batches=0, callbacks=[Listener()]).fit(model)
-    assert [len(inputs) for inputs in expected] == [2, 1]
-    for inputs, seen in zip(expected, called, strict=True):
-        assert inputs[0] is seen[0]
-        assert inputs[1:] == seen[1:]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
     drawn = []
@@ -491,7 +463,7 @@ def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
     assert all(torch.equal(state, before) for state, _ in batches)
 
 
-def test_train_dataloaders_are_found_restarted_and_their_batches_joined():
+def test_train_dataloaders_are_restarted():
     seen = []
 
     class Two(BoringModel):
@@ -504,9 +476,6 @@ def test_train_dataloaders_are_found_restarted_and_their_batches_joined():
 
     class Listener(pl.Callback):
         def on_train_start(self, trainer, module):
-            loaders = train_dataloaders(trainer)
-            assert [next(iter(loader)).item() for loader in loaders] == [0.0, 10.0]
-            assert join_train_batches(trainer, [1, 2]) == {"a": 1, "b": [2]}
             next(trainer.fit_loop._data_fetcher)
             restart_train_dataloaders(trainer)
 
