@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pickle
 import re
@@ -37,7 +36,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning import collectives
 from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
-from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     PassThroughDDP,
@@ -54,7 +52,6 @@ from lightning_hiercomm._lightning.launcher import (
     check_ranks_of_node,
     process_group_meets_at,
 )
-from lightning_hiercomm._lightning.other_tree import when_imported
 from lightning_hiercomm._lightning.saves import (
     METADATA_FILENAME,
     copied_where,
@@ -780,52 +777,12 @@ def test_fabric_insists_on_a_backward_of_our_own_unless_told_not_to():
                 torch.autograd.grad(loss, list(model.parameters()))
 
 
-@pytest.mark.parametrize("already", [False, True])
-def test_a_module_is_met_when_it_is_imported_and_before_its_importer_goes_on(tmp_path, monkeypatch, already):
-    (tmp_path / "awaited_package").mkdir()
-    (tmp_path / "awaited_package" / "__init__.py").write_text("from awaited_package.inner import seen\nlate = seen\n")
-    (tmp_path / "awaited_package" / "inner.py").write_text("seen = 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    finders = [*sys.meta_path]
-    if already:
-        importlib.import_module("awaited_package")
-    when_imported("awaited_package.inner", lambda module: setattr(module, "seen", module.seen + 1))
-    package = importlib.import_module("awaited_package")
-    assert package.inner.seen == 1
-    assert package.late == (0 if already else 1)
-    assert sys.meta_path == finders
-    for name in ("awaited_package", "awaited_package.inner"):
-        del sys.modules[name]
-
-
 def test_a_trainer_of_the_other_tree_is_told_where_the_twin_is(monkeypatch):
     call = "HierarchicalStrategy(PeriodicAveraging(sync_every=50))"
     monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
     assert "`lightning_hiercomm.pytorch_lightning.HierarchicalStrategy`" in repr(HierarchicalStrategy())
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
     assert repr(HierarchicalStrategy()) == call
-
-
-DASO = "lightning_hiercomm.DASO"
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (f"{{'class_path': '{DASO}', 'init_args': {{'sync_every': 0}}}}", "sync_every=0 must be"),
-        (f"[Namespace(class_path='{DASO}', init_args=Namespace(sync_every=-1))]", "sync_every=-1 must be"),
-        (f"Namespace(class_path='{DASO}', init_args=Namespace(sync_every=nan, x=a.b(c=1)))", "sync_every=nan"),
-        (f"{{'class_path': '{DASO}', 'init_args': {{'sync_every': 4}}}}", None),
-        ("{'class_path': 'torch.optim.SGD', 'init_args': {'lr': -1}}", None),
-        ("<object object at 0x7f>", None),
-        ("", None),
-    ],
-)
-def test_the_cause_is_what_python_says_of_the_value_that_jsonargparse_names(value, said):
-    message = f"Does not validate against any of the Union subtypes\nErrors:\n  - x\nGiven value: {value}"
-    found = cause(message)
-    assert (found or "").startswith(said or "")
-    assert (found is None) == (said is None)
 
 
 def test_hooks_that_save_are_asked_when_a_checkpoint_is_dumped_and_the_dump_is_what_it_was_afterwards():
