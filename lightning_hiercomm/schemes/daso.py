@@ -201,7 +201,6 @@ class DASO(Agreement):
         return replace(
             super().profile,
             needs_nodes_that_stay=stay,
-            follows_run=True,
             can_average_optimizer_state=True,  # in the phases in which nodes wait for each other
             first_phase="In warm-up and cool-down a step takes {seconds}: nodes average and wait"
             " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them).",
