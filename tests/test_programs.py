@@ -45,6 +45,20 @@ def test_random_programs_are_right_or_end_with_a_clear_error(first):
     assert not failures, "python -m tests.programs --only N\n" + "\n".join(failures)
 
 
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action("log", "on_train_epoch_start", 0, (1,)),
+        Action("loop", "on_save_checkpoint", 0, (0,)),
+        Action("reduce", "on_validation_epoch_end", 0, (0,)),
+    ],
+    ids=lambda action: action.name,
+)
+def test_a_program_that_once_failed_ends_with_a_clear_report(action):
+    error = _trouble(Program("2x1", "all_reduce", (action,)))
+    assert error is None, repr(error)
+
+
 def _trouble(program: Program) -> AssertionError | None:
     """Try it twice: on a busy machine a program may be late, or a rank be taken for frozen."""
     error = None
@@ -54,6 +68,37 @@ def _trouble(program: Program) -> AssertionError | None:
         except AssertionError as again:
             error = again
     return error
+
+
+WRITES_IN_SAVES = [
+    Program(layout, scheme, (Action("save", *save, ranks), Action("clamp", "on_save_checkpoint", 0, ranks)), *more)
+    for layout, scheme, save, ranks, *more in [
+        ("2x2", "daso", ("on_train_batch_end", 4), (0, 1, 2, 3), "automatic", "adam"),
+        ("2+1", "steps_delay, warm-up", ("on_before_optimizer_step", 0), (0, 1, 2), "manual"),
+    ]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WRITES_IN_SAVES, ids=lambda program: program.scheme)
+def test_schemes_take_over_what_is_clamped_in_saves(program):
+    error = _trouble(program)
+    assert error is None, error
+
+
+UNEQUAL_RANKS = [
+    Program("2x1", "daso", (Action("none", "training_step", 1, (1,)),), "manual"),
+    Program("3x1", "diloco", (Action("none", "training_step", 2, (1,)),), "manual"),
+    Program("1x2", "periodic", (Action("twice", "training_step", 2, (1,)),), "manual"),
+    Program("2x1", "periodic", (Action("reduce", "on_train_end", 0, (0,)),)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", UNEQUAL_RANKS, ids=lambda p: f"{p.actions[0].name}-{p.layout}-{p.scheme}")
+def test_a_step_or_collective_on_one_rank_only_ends_with_its_name(program):
+    error = _trouble(program)
+    assert error is None, error
 
 
 PLAIN = Program("2x1", "periodic", (Action("lr", "on_train_batch_end", 1, (0, 1)),))

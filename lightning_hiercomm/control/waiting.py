@@ -42,6 +42,7 @@ class Wait:
         place: A digest of the functions on the stack outside of this package; equal on ranks that wait in one place.
         line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
         is_saving: Whether the wait is inside of ``Trainer.save_checkpoint``.
+        collectives: How many collectives over all ranks this rank has begun; equal on ranks that wait in the same one.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class Wait:
     place: str
     line: str
     is_saving: bool
+    collectives: int = 0
 
     def as_message(self) -> dict[str, Any]:
         """The wait as plain values."""
@@ -67,11 +69,17 @@ class MainThread:
         count_collectives: Returns how many collectives this process has begun. A thread that begins more of them in the
             same place is not waiting in one.
         gpu_is_busy: Returns whether a GPU of this process has work to do.
+        count_of_all_ranks: Returns how many collectives over all ranks this process has begun. What it returns at
+            first, when ranks may have begun unequal numbers, counts as 0.
     """
 
     def __init__(
-        self, count_collectives: Callable[[], int] = lambda: 0, gpu_is_busy: Callable[[], bool] = lambda: False
+        self,
+        count_collectives: Callable[[], int] = lambda: 0,
+        gpu_is_busy: Callable[[], bool] = lambda: False,
+        count_of_all_ranks: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._count_of_all_ranks, self._first_count = count_of_all_ranks, count_of_all_ranks()
         self._count_collectives = count_collectives
         self._gpu_is_busy = gpu_is_busy
         self._position: object = None
@@ -80,8 +88,7 @@ class MainThread:
 
     def wait(self) -> Wait | None:
         """Return the wait of the main thread; None if it does not wait for other ranks."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = _frames(frame)
+        frames = _frames_of_main_thread()
         kind = _kind_of_wait(frames)
         now = time.monotonic()
         _, outer = _split(frames)
@@ -93,7 +100,12 @@ class MainThread:
             return None
         is_saving = _is_saving(frames)
         call = "trainer.save_checkpoint" if is_saving else _call(frames, kind)
-        return Wait(seconds, call, _place(frames), _line(frames), is_saving)
+        collectives = self._count_of_all_ranks() - self._first_count
+        return Wait(seconds, call, _place(frames), _line(frames), is_saving, collectives)
+
+    def line(self) -> str:
+        """Return the user's line of code that the main thread runs; empty if there is none."""
+        return _line(_frames_of_main_thread())
 
     def _is_idle(self, seconds: float) -> bool:
         """Whether the process has computed next to nothing in the last seconds, or waits for its GPU."""
@@ -102,10 +114,14 @@ class MainThread:
         return seconds > 5.0 and self._gpu_is_busy()  # later than the capture of a CUDA graph, which allows no queries
 
 
-def describe_caller() -> dict[str, Any]:
+def describe_caller() -> tuple[str, bool]:
     """Return the user's line of code that called this, and whether it is inside of ``Trainer.save_checkpoint``."""
     frames = _frames(sys._getframe())
-    return {"line": _line(frames), "is_saving": _is_saving(frames)}
+    return _line(frames), _is_saving(frames)
+
+
+def _frames_of_main_thread() -> list[FrameType]:
+    return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:

@@ -94,7 +94,7 @@ class EpochClock(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The run is over."""
         self._control.note_progress("at the end of training", trainer)
-        self._control.barrier(ends_training=True)
+        self._control.barrier("end")
         self._run.hear_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 
@@ -112,6 +112,7 @@ class EpochClock(pl.Callback):
         if not self._epoch_has_ended:
             self._epoch_has_ended = True
             self._note_epoch_end()
+            self._control.barrier("epoch")  # schemes that synchronize here need equal numbers of steps
             self._run.end_epoch()
 
     def _note_epoch_end(self) -> None:

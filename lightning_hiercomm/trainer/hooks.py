@@ -32,6 +32,7 @@ from lightning_hiercomm._lightning.saves import (
 from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
     exception_of_tuner,
+    is_between_batches,
     is_of_tuner,
     put_callback_first,
     raw_optimizer,
@@ -128,7 +129,8 @@ class HierarchicalHooks(Reports):
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
         hang_timeout = self._settings.hang_timeout
-        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
+        timeout = None if self._timeout is None else self._timeout.total_seconds()
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather, timeout)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -142,6 +144,7 @@ class HierarchicalHooks(Reports):
             self._run_or_none = self._new_run()
             self._run.after_healing = lambda: heal_averages(trainer)
             self._run.agreed_model.barrier = self._control.barrier
+            self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
@@ -310,6 +313,7 @@ class HierarchicalHooks(Reports):
 
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module
+            self._control.barrier()
             self._run.agreed_model.average_module()
             self._checkpoints.settle(self._topology, self.checkpoint_io)
 
@@ -353,21 +357,22 @@ class HierarchicalHooks(Reports):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A checkpoint, of which all parts are made of the agreed model."""
+        """A checkpoint, of which all parts are made of the averaged model."""
         if not self._may_communicate:
             return dump()
-        self._control.barrier()
-        if self._run.has_finished:  # callbacks that average may have written to the module
-            self._run.agreed_model.average_module()
-        elif not self._run.agreed_model.is_asked_for:
-            self._run.agreed_model.compare_shapes()  # or ranks might disagree on what the module holds
-        if self._run.agreed_model.is_in_module:
+        run, model = self._run, self._run.agreed_model
+        if run.has_finished:
+            self._control.barrier()
+            model.average_module()  # callbacks that average may have written to it
+        elif model.is_asked_for:
+            self._control.barrier()
+        if model.is_asked_for or (run.has_finished and model.is_in_module):
             return dump()
-        with self.agreed_model():
+        with model() if run.has_finished else run.saving(self._share):
             checkpoint = dump()
-            if not self._run.agreed_model.holds_own_values:
+            if not model.holds_own_values:
                 return checkpoint
-            return copied_where(checkpoint, self._run.replicas.sees_memory())
+            return copied_where(checkpoint, run.replicas.sees_memory())
 
     @property
     @override
@@ -469,6 +474,10 @@ class HierarchicalHooks(Reports):
                 tensor = tensor.float()  # the mean of integers is seldom one
             if self._means.apply_now and self.batches is not None and group is None:
                 tensor, reduce_op = tensor * self.batches.share, "sum"
+        trainer = self._trainer_or_none
+        if group is None and trainer is not None and is_between_batches(trainer):
+            what = f" ({reduce_op} of {str(tensor.dtype).removeprefix('torch.')})" if isinstance(tensor, Tensor) else ""
+            self._control.barrier("reduce", what)  # what only some ranks log must not be mixed with other exchanges
         with self._excused():
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
+from lightning_hiercomm._lightning.collectives import (
+    collectives_begun,
+    collectives_of_default_group,
+    gpu_is_busy,
+)
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
@@ -18,6 +22,7 @@ from lightning_hiercomm._lightning.trainer import (
     replace_sigterm_broadcast,
     restore_sigterm_broadcast,
 )
+from lightning_hiercomm.control.hub import Purpose
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
 from lightning_hiercomm.control.waiting import MainThread
 
@@ -60,10 +65,15 @@ class OneRank:
 
 
 class RunControl:
-    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them."""
+    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them.
+
+    Attributes:
+        steps: Returns how often each optimizer has stepped, between the setup and the end of a run.
+    """
 
     def __init__(self) -> None:
         self.plane: ControlPlane | None = None
+        self.steps: Callable[[], Sequence[int]] | None = None
         self._is_stopping_together = False
         self._has_noted_exception = False
         self._is_ending = False
@@ -79,6 +89,7 @@ class RunControl:
         hang_timeout: float | None,
         broadcast: Callable[[Any], Any],
         gather: Callable[..., list[Any]],
+        timeout: float | None = None,
     ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
@@ -90,14 +101,17 @@ class RunControl:
             hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
             broadcast: Gives all ranks what rank 0 gives.
             gather: Gives all ranks what each gives; its second argument may raise while it waits.
+            timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:
             return
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
         if size > 1:
             place = f"rank {rank} (node {node})"
-            main_thread = MainThread(collectives_begun, gpu_is_busy)
-            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather, main_thread)
+            main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
+            self.plane = start_control_plane(
+                rank, size, place, *address, hang_timeout, broadcast, gather, main_thread, timeout
+            )
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on.
@@ -139,17 +153,18 @@ class RunControl:
         if self.plane is not None:
             self.plane.note_epoch_end()
 
-    def barrier(self, ends_training: bool = False) -> None:
+    def barrier(self, purpose: Purpose = "average", what: str = "") -> None:
         """Wait for all ranks on the control plane, before they exchange something outside of a training step.
 
         Args:
-            ends_training: Whether this rank takes no more training batches.
+            purpose: Why the ranks wait.
+            what: More about it. Both must be the same on all ranks.
 
         Raises:
-            RankFailure: If another rank failed, or cannot come because it trains on.
+            RankFailure: If another rank failed, cannot come because it trains on, or has taken other numbers of steps.
         """
         if self.plane is not None:
-            self.plane.barrier(ends_training)
+            self.plane.barrier(purpose, what, () if self.steps is None else self.steps())
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
@@ -193,7 +208,7 @@ class RunControl:
 
     def stop(self, trainer: pl.Trainer | None) -> None:
         """Leave the trainer as it was, and disconnect."""
-        self._ranks = self._before_batch = None
+        self._ranks = self._before_batch = self.steps = None
         if trainer is not None:
             restore_sigterm_broadcast(trainer)
         if self.plane is not None:

@@ -19,7 +19,7 @@ from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning import collectives
-from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
+from lightning_hiercomm._lightning.collectives import collectives_begun, collectives_of_default_group, gpu_is_busy
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     PassThroughDDP,
@@ -68,6 +68,7 @@ from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
     draw_first_indices,
     exception_of_tuner,
+    is_between_batches,
     is_interrupted,
     is_of_tuner,
     leave_train_dataloaders_alone,
@@ -267,6 +268,33 @@ def test_names_that_training_logs_are_known_as_callbacks_may_monitor_them():
             assert {"forked_step", "forked_epoch", "plain", "validated"} <= self.trainer.callback_metrics.keys()
 
     trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1).fit(Model())
+
+
+def test_lightning_averages_logged_values_in_batches_and_between_them(monkeypatch):
+    monkeypatch.setattr(accelerator_connector._AcceleratorConnector, "is_distributed", True)
+    seen = {}
+
+    class Averages(SingleDeviceStrategy):
+        def reduce(self, tensor, *args, **kwargs):
+            seen.setdefault(tensor.item(), set()).add(is_between_batches(model.trainer))
+            return tensor
+
+    class Model(BoringModel):
+        def on_train_epoch_start(self):
+            self.log("epoch", 1.5, sync_dist=True, reduce_fx="max")
+
+        def training_step(self, batch, batch_idx):
+            self.log("step", 2.5, sync_dist=True)
+            self.log("most", 3.5, sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("validated", 4.5, sync_dist=True, reduce_fx="max")
+
+    model = Model()
+    some = {"limit_train_batches": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
+    trainer(max_epochs=1, strategy=Averages("cpu"), **some).fit(model)
+    assert seen | {1.5: {True}, 2.5: {False}, 3.5: {True}, 4.5: {True}} == seen
 
 
 def test_the_first_callback_hears_before_the_users_and_can_leave():
@@ -840,6 +868,15 @@ def test_torch_counts_the_collectives_of_all_groups(process_group):
     dist.all_reduce(torch.ones(1))
     dist.broadcast(torch.ones(1), src=0, group=dist.new_group([0]))
     assert collectives_begun() >= before + 2
+
+
+def test_torch_counts_the_collectives_of_the_default_group_apart(process_group):
+    before = collectives_of_default_group()
+    dist.barrier()
+    other = dist.new_group([0])
+    dist.barrier(other)
+    assert collectives_of_default_group() == before + 1
+    dist.destroy_process_group(other)
 
 
 def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkeypatch):
