@@ -170,23 +170,21 @@ class InFlight:
             for exchange in self.exchanges
         ]
 
-    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device, nodes: int = 1) -> None:
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and buckets).
 
         Args:
             state: What was saved.
             device: Gets the tensors.
-            nodes: Over how many nodes what arrives is the mean, where files of earlier versions do not say.
         """
         self.drop()
         for saved in state:
             exchange = self.start(saved["started"], saved["due"], saved["parts"])
-            exchange.is_sick = saved.get("is_sick", False)
+            exchange.is_sick = saved["is_sick"]
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
-            means_of = saved.get("nodes") or [nodes] * len(arrived)
-            for index, flat, own, of in zip(saved["buckets"], arrived, sent, means_of, strict=True):
-                landed = {index}.intersection(saved.get("landed", ()))
+            for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
+                landed = {index}.intersection(saved["landed"])
                 exchange.moves.append(Move(index, flat, own, landed=landed, nodes=of))
 
 
