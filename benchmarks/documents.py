@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from benchmarks.papers.study import Results, known_results
 from benchmarks.settings import ALONE, NARROW, OURS, PEERS
 
 _ROWS = {
-    "README": ["ddp", "all_reduce_bf16", "periodic", "daso", "diloco_streaming", "hand", "periodic_alone"],
+    "README": ["ddp", "all_reduce_bf16", "all_reduce_int8", "all_reduce_int4", "periodic", "diloco"],
     "comparison": ["ddp", "post_local_hook", "torch_hierarchical", "hand", *OURS, *NARROW, *ALONE, *PEERS[3:]],
 }
 """Of the tables of a page."""
@@ -243,7 +243,27 @@ def _once(name: str) -> str:
 def _quote(page: str) -> str:
     """The table of a page."""
     cells = report.load_one(RESULTS / "mlp11m-2x2-500mbit.json")
-    return report.quotation(cells, _ROWS[page], bounds=page == "comparison").strip()
+    text = report.quotation(cells, _ROWS[page], bounds=page == "comparison").strip()
+    return _with_accuracy(text.splitlines(), _ROWS[page]) if page == "README" else text
+
+
+_IN_FRONT = {
+    "all_reduce_bf16": "AllReduce, bfloat16",
+    "all_reduce_int8": "AllReduce, int8",
+    "all_reduce_int4": "AllReduce, int4",
+    "periodic": "PeriodicAveraging(16)",
+    "diloco": "DiLoCo(16)",
+}
+"""Rows of step times by their methods in the tables of accuracy."""
+
+
+def _with_accuracy(lines: Sequence[str], rows: Sequence[str]) -> str:
+    """Add the differences in accuracy from float32 all-reduce to a table of step times."""
+    settings = {"2 nodes, AdamW": "2-adamw-short-cnn", "8 nodes, momentum SGD": "8-sgd-short-cnn"}
+    added = [[f"accuracy lost or gained, {name} |" for name in settings], ["--:|"] * len(settings)]
+    for row in rows:
+        added.append([f"{_front(each, _IN_FRONT[row]) if row in _IN_FRONT else ''} |" for each in settings.values()])
+    return "\n".join(f"{line} {' '.join(cells)}" for line, cells in zip(lines, added, strict=True))
 
 
 @cache
