@@ -9,10 +9,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.batches import speed
+from lightning_hiercomm.batches.partition import StepCost
 from lightning_hiercomm.schemes import SCHEMES
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -26,6 +28,12 @@ pytestmark = pytest.mark.borrows
 def careless(monkeypatch):
     """Four steps are enough to measure speeds."""
     monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def unequal(careless, monkeypatch):
+    """Rank 0 counts as four times as fast as rank 1, however busy the machine is."""
+    monkeypatch.setattr(speed.SpeedMeasurement, "cost", lambda *_: (StepCost(0.0, 4.0 - 3.0 * dist.get_rank()), 0.0))
 
 
 def samples(count=48):
@@ -138,14 +146,6 @@ def test_without_weights_slow_ranks_count_too_much(fit):
     assert (reports[0]["state_dict"]["net.0.weight"] - plain_training(12)["net.0.weight"]).abs().max() > 1e-3
 
 
-class Waiting(Net):
-    """Rank 1 takes four times as long for a sample as rank 0."""
-
-    def training_step(self, batch, batch_idx):
-        time.sleep((0.002 + 0.006 * self.global_rank) * len(batch[0]))
-        return super().training_step(batch, batch_idx)
-
-
 class SaveAfter(pl.Callback):
     def __init__(self, path, step):
         self.path, self.step = path, step
@@ -158,10 +158,10 @@ class SaveAfter(pl.Callback):
 @pytest.mark.covering
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("accumulated", [1, 3])
-@pytest.mark.usefixtures("careless")
+@pytest.mark.usefixtures("unequal")
 def test_a_run_that_divides_within_an_epoch_trains_as_one_process_would(fit, workers, accumulated):
     arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulated, "devices": 2}
-    module = Waiting(num_workers=workers)
+    module = Net(num_workers=workers)
     measured = fit(module, {"scheme": AllReduce(), "batches": HeterogeneousBatches(4)}, **arguments)
     given = fit(Net(), {"scheme": AllReduce(), "batches": HeterogeneousBatches(4, [1, 1])}, **arguments)
     sizes = [report["report"] for report in measured]
@@ -176,12 +176,12 @@ def test_a_run_that_divides_within_an_epoch_trains_as_one_process_would(fit, wor
 
 
 @pytest.mark.parametrize("step", [3, 11], ids=["while it measures", "after it has divided"])
-@pytest.mark.usefixtures("careless")
+@pytest.mark.usefixtures("unequal")
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(fit, tmp_path, step):
     path = tmp_path / "saved.ckpt"
     strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(4), "checkpoint_replicas": True}
-    fit(Waiting(), strategy, devices=2, callbacks=[SaveAfter(path, step)])
-    reports = fit(Waiting(), strategy, devices=2, max_epochs=2, fit_arguments={"ckpt_path": path})
+    fit(Net(), strategy, devices=2, callbacks=[SaveAfter(path, step)])
+    reports = fit(Net(), strategy, devices=2, max_epochs=2, fit_arguments={"ckpt_path": path})
     fast, slow = (report["report"] for report in reports)
     assert {a + b for a, b in zip(fast, slow, strict=True)} == {4}
     assert len(fast) == 24 - step
@@ -189,9 +189,9 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(fit, tmp_path, step):
     assert torch.equal(*(report["state_dict"]["net.0.weight"] for report in reports))
 
 
-@pytest.mark.usefixtures("careless")
+@pytest.mark.usefixtures("unequal")
 def test_manual_optimization_is_divided_at_the_next_epoch(fit):
-    class Manual(Waiting):
+    class Manual(Net):
         def __init__(self):
             super().__init__()
             self.automatic_optimization = False
