@@ -240,6 +240,12 @@ def _once(name: str) -> str:
     return str(json.loads((RESULTS / "once.json").read_text())[name]["value"])
 
 
+def _sooner(setting: str, baseline: str = "ddp") -> str:
+    """Return the seconds until a target accuracy on a real link, and the ratio to those of another row."""
+    stored = json.loads((RESULTS / "compressed" / f"accuracy-{setting}.json").read_text())
+    return report.sooner_table(stored["runs"], stored["target"], baseline).strip()
+
+
 def _quote(page: str) -> str:
     """The table of a page."""
     cells = report.load_one(RESULTS / "mlp11m-2x2-500mbit.json")
@@ -306,6 +312,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "model": _model,
     "speed": _speed,
     "quote": _quote,
+    "sooner": _sooner,
     "accuracy": _accuracy,
     "scaling": _scaling,
     "memory": _memory,
