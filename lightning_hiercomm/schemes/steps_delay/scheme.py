@@ -19,7 +19,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.health.nonfinite import describe, is_marked, mark_of
+from lightning_hiercomm.schemes.health.nonfinite import describe, is_unfit
 from lightning_hiercomm.schemes.health.verification import words_of
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import (
@@ -278,10 +278,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
     def _gradient_is_finite(self) -> bool:
         """Whether the node's mean gradient may be used and sent."""
         gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-        if self.care.policy.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
+        if self.care.policy.on_nonfinite == "ignore" or not is_unfit(gradients):
             return True
-        found = describe(self.replica, gradients=True)
-        return found is None or not self.care.note_sickness(found, self.steps)
+        return not self.care.note_sickness(str(describe(self.replica, gradients=True)), self.steps)
 
     def _make_dense(self) -> None:
         """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""

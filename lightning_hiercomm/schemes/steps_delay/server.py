@@ -20,7 +20,7 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_marked, mark_of
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_unfit
 from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
 from lightning_hiercomm.schemes.words.history import History
@@ -235,11 +235,11 @@ class ShardedServer:
         """Whether the shard may step with the sum of finite gradients; on CUDA it may, with zeros in their place."""
         if self._on_nonfinite == "ignore" or not self.wire.is_lossy:
             return True
-        mark = mark_of([mean])
+        unfit = is_unfit([mean])
         if streams.has(mean.device) and self._on_nonfinite == "skip":
-            mean.copy_(torch.where(mark.isnan(), 0.0, mean))
+            mean.copy_(torch.where(unfit > 0, 0.0, mean))
             return True
-        if not is_marked(mark.view(1)):
+        if not unfit:
             return True
         message = f"the nodes' gradients are finite, but not their sum as {self.wire.codec}"
         if self._on_nonfinite == "raise":
