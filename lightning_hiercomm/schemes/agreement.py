@@ -21,12 +21,12 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
+from lightning_hiercomm.schemes.carriers.graphs import Graph
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
 from lightning_hiercomm.schemes.carriers.peers import PeerMean
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
-from lightning_hiercomm.schemes.words.graphs import Graph
 from lightning_hiercomm.schemes.words.merging import MERGES, Merge
 from lightning_hiercomm.schemes.words.outer import OuterOptimizer, RunningOuterOptimizer
 from lightning_hiercomm.schemes.words.when import Every, Staggered, When

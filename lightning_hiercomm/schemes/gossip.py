@@ -15,11 +15,7 @@ from torch import Tensor
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.in_flight import InFlight
-from lightning_hiercomm.schemes.carriers.peers import Peers
-from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.profile import Profile
-from lightning_hiercomm.schemes.words.graphs import (
+from lightning_hiercomm.schemes.carriers.graphs import (
     DirectedExponential,
     Fairness,
     Full,
@@ -28,6 +24,10 @@ from lightning_hiercomm.schemes.words.graphs import (
     Ring,
     round_of,
 )
+from lightning_hiercomm.schemes.carriers.in_flight import InFlight
+from lightning_hiercomm.schemes.carriers.peers import Peers
+from lightning_hiercomm.schemes.in_place_of_step import Update
+from lightning_hiercomm.schemes.profile import Profile
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 

@@ -18,10 +18,10 @@ from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.carriers.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.carriers.in_flight import Move
 from lightning_hiercomm.schemes.health.nonfinite import is_unfit
 from lightning_hiercomm.schemes.health.preflight import Verdict
-from lightning_hiercomm.schemes.words.graphs import Graph, Round, round_of
 
 
 class Peers:
@@ -312,7 +312,7 @@ class PeerMean(Carrier):
         turn: Says which turn of the graph is the next one, from 1.
         average_in_node: Writes the mean of the node's ranks to what differs among them.
         land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
-        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.health.care.Care.look`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.care.Care.look`.
     """
 
     def __init__(

@@ -342,7 +342,7 @@ class Care:
         trouble = (
             f"after {step} optimizer steps these are NaN or infinite: {said}"
             if sick
-            else f"after {step} optimizer steps all parameters are finite, but not what {wire.codec} makes of them"
+            else f"after {step} optimizer steps all parameters are finite, but some may be too large for {wire.codec}"
         )
         if self.replica.equal_in_node:
             sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
