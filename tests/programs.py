@@ -418,6 +418,8 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
     """
     hows = {outcome.how for outcome in outcomes}
     ends = "; ".join(f"rank {rank} {_end(outcome)}" for rank, outcome in enumerate(outcomes))
+    if program.has("loop") and "hangs" in hows:
+        return _judge_loop(program, outcomes, ends)
     if "hangs" in hows:
         raise Hang(ends)
     if max(outcome.late for outcome in outcomes) > patience:
@@ -437,6 +439,16 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
         raise Unexplained(ends)
     if not _may_end(program):
         raise Refusal(ends)
+
+
+def _judge_loop(program: Program, outcomes: list[Outcome], ends: str) -> None:
+    """A rank that computes for ever cannot be told from one with a long task: a report names it and its line."""
+    output = "".join(outcome.output for outcome in outcomes)
+    report = "".join(re.findall(r"no rank made progress for .* \(hang_timeout\), and the run goes on: .*", output))
+    busy = {int(rank) for rank in re.findall(r"rank (\d+) [^;]* is busy in programs_toy\.py:\d+ \(_loop\)", report)}
+    ranks = {rank for action in program.actions if action.name == "loop" for rank in action.ranks}
+    if not busy or not busy <= ranks:
+        raise Unexplained(f"the report names {sorted(busy)} instead of {sorted(ranks)}: {ends}")
 
 
 def _end(outcome: Outcome) -> str:

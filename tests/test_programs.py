@@ -45,6 +45,19 @@ def test_random_programs_are_right_or_end_with_a_clear_error(first):
     assert not failures, "python -m tests.programs --only N\n" + "\n".join(failures)
 
 
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action("log", "on_train_epoch_start", 0, (1,)),
+        Action("loop", "on_save_checkpoint", 0, (0,)),
+    ],
+    ids=lambda action: action.name,
+)
+def test_a_program_that_once_failed_ends_with_a_clear_report(action):
+    error = _trouble(Program("2x1", "all_reduce", (action,)))
+    assert error is None, repr(error)
+
+
 def _trouble(program: Program) -> AssertionError | None:
     """Try it twice: on a busy machine a program may be late, or a rank be taken for frozen."""
     error = None

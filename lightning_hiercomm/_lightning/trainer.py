@@ -205,6 +205,14 @@ def accumulates(trainer: pl.Trainer) -> bool:
     return trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate()
 
 
+def is_between_batches(trainer: pl.Trainer) -> bool:
+    """Whether the present loop is before its first batch or past its last one, where Lightning averages logged values.
+
+    Of values that are logged in a batch Lightning averages those of the batch at its end.
+    """
+    return trainer._logger_connector._first_loop_iter is None
+
+
 def batches_that_stepped(trainer: pl.Trainer) -> int:
     """The step that Lightning's loggers use: batches that stepped, however many optimizers did."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 Message = dict[str, Any]
 
@@ -41,6 +41,14 @@ _STOP_ON_ALL_RANKS = (
     " trainer.strategy.reduce_boolean_decision(...)"
 )
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
+Purpose = Literal["average", "save", "reduce", "end"]
+_PURPOSES: dict[Purpose, tuple[str, str]] = {
+    "reduce": ("reduced a value", "Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"),
+    "save": ("called trainer.save_checkpoint", _SAVE_ON_ALL_RANKS),
+    "end": ("ended training", _STOP_ON_ALL_RANKS),
+    "average": ("asked for the averaged model", "All ranks must do that after equally many steps"),
+}
+"""Why ranks wait at a barrier: what a rank did, and what is to be done if others did not."""
 
 
 def seconds_between_beats(size: int, hang_timeout: float) -> float:
@@ -138,6 +146,7 @@ class Member:
         self.batches = 0  # begun
         self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
         self.wait: Message | None = None  # of its main thread, for other ranks: see waiting.Wait
+        self.line = ""  # of the user's code that its main thread runs
         self.arrival: Message | None = None  # at the last barrier that it came to
         self.barriers = 0  # that it came to
 
@@ -295,7 +304,7 @@ class Hub:
         elif message["kind"] == "beat":
             member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
             member.batches, member.ended = message["batches"], tuple(message["ended"])
-            member.wait = message["wait"]
+            member.wait, member.line = message["wait"], message["line"]
         elif message["kind"] == "arrive":
             member.arrival, member.barriers = message, int(message["number"])
             self._release()
@@ -322,14 +331,17 @@ class Hub:
         if number <= self._released:
             return
         arrivals = [(m, m.arrival) for m in self._members.values() if m.barriers == number and m.arrival is not None]
-        saving = [member.rank for member, arrival in arrivals if arrival["is_saving"]]
-        others = [(member, arrival) for member, arrival in arrivals if not arrival["is_saving"]]
-        if saving and others:
-            member, arrival = others[0]
-            self._fail_of_itself(
-                f"{names_of_ranks(saving)} called trainer.save_checkpoint, and {member.place} {_purpose(arrival)[0]}"
-                f" in {arrival['line'] or 'another place'}. {_SAVE_ON_ALL_RANKS}"
-            )
+        reasons: dict[tuple[Purpose, str], list[int]] = {}
+        for member, arrival in arrivals:
+            reasons.setdefault((arrival["purpose"], arrival["what"]), []).append(member.rank)
+        if len(reasons) > 1:
+            order = [*_PURPOSES]
+            first, second = sorted(reasons, key=lambda reason: order.index(reason[0]))[:2]
+            described = [
+                f"{names_of_ranks(reasons[each])} {_PURPOSES[each[0]][0]}{each[1]}" for each in (first, second)
+            ]
+            line = next(arrival["line"] for member, arrival in arrivals if member.rank == reasons[second][0])
+            self._fail_of_itself(f"{', and '.join(described)}{_in_line(line)}. {_PURPOSES[first[0]][1]}")
             return
         self._released = number
         self._tell_all({"kind": "release", "number": number})
@@ -449,12 +461,10 @@ class Hub:
             ]
             passed += [f"{place} has ended its run" for place in self._left.values()]
             if passed:
-                what, remedy = _purpose(arrival)
-                where = f" in {arrival['line']}" if arrival["line"] else ""
-                self._fail_of_itself(
-                    f"{member.place} {what} after {arrival['batches']} batches of the run{where}, and {passed[0]}."
-                    f" {remedy}"
-                )
+                purpose: Purpose = arrival["purpose"]
+                what, remedy = _PURPOSES[purpose]
+                when = f"after {arrival['batches']} batches of the run{_in_line(arrival['line'])}"
+                self._fail_of_itself(f"{member.place} {what}{arrival['what']} {when}, and {passed[0]}. {remedy}")
                 return
 
     def _look_for_deadlock(self, timeout: float) -> None:
@@ -486,7 +496,7 @@ class Hub:
                 f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
                 f" {_SAVE_ON_ALL_RANKS}"
             )
-        if self._left or any(member.arrival is not None and member.arrival["ends_training"] for member in members):
+        if self._left or any(member.arrival is not None and member.arrival["purpose"] == "end" for member in members):
             return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
         return (
             "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
@@ -506,8 +516,9 @@ class Hub:
         members = sorted(self._members.values(), key=lambda member: member.rank)
         if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # nobody is frozen
             self._standstill_told = True
-            where = "; ".join(f"{member.place} is {member.doing}" for member in members[:20])
-            print(f"lightning_hiercomm: no rank got on for {timeout:g} s: {where}", file=sys.stderr, flush=True)
+            where = "; ".join(map(_activity, members[:20]))
+            text = f"no rank made progress for {timeout:g} s (hang_timeout), and the run goes on: {where}"
+            print(f"lightning_hiercomm: {text}", file=sys.stderr, flush=True)
             self._tell_all({"kind": "dump"})
 
     # ---- talking -------------------------------------------------------------------------------------------------
@@ -534,13 +545,14 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
 
 
-def _purpose(arrival: Message) -> tuple[str, str]:
-    """What a rank does that has come to a barrier, and what is to be done if others do not come."""
-    if arrival["ends_training"]:
-        return "ended its training", _STOP_ON_ALL_RANKS
-    if arrival["is_saving"]:
-        return "saves a checkpoint", _SAVE_ON_ALL_RANKS
-    return "waits for all ranks", "All ranks must come there after equally many steps"
+def _activity(member: Member) -> str:
+    if member.wait is not None:
+        return f"{member.place}, {member.doing}, waits in {member.wait['call']}{_in_line(member.wait['line'])}"
+    return f"{member.place}, {member.doing}, is busy{_in_line(member.line)}"
+
+
+def _in_line(line: str) -> str:
+    return f" in {line}" if line else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -80,6 +80,7 @@ class ControlPlane:
         grace: Seconds from learning of a failure until this process is ended, unless it ended by itself.
         hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
         main_thread: Watches the main thread of this process. Default: by its Python stack alone.
+        timeout: The longest wait of :meth:`barrier`, in seconds. Default: no limit.
 
     Attributes:
         processes: The identities of those ranks' processes that share this rank's machine, as far as they are known:
@@ -94,7 +95,9 @@ class ControlPlane:
         grace: float = 4.0,
         hang_timeout: float | None = None,
         main_thread: MainThread | None = None,
+        timeout: float | None = None,
     ) -> None:
+        self._timeout = timeout
         self.rank = rank
         self.size = size
         self.place = place
@@ -321,31 +324,38 @@ class ControlPlane:
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
-    def barrier(self, ends_training: bool = False) -> None:
+    def barrier(self, purpose: hub.Purpose = "average", what: str = "") -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         A collective that only some ranks call is matched with the next one of the others, whatever that is: gloo mixes
         their values, or ends the process if their sizes differ. Here such a rank waits, and the run ends with its name.
 
         Args:
-            ends_training: Whether this rank takes no more training batches.
+            purpose: Why the ranks wait. The run ends if they do not all have the same purpose.
+            what: More about it, for the message of that error; it must be the same on all ranks, too.
 
         Raises:
-            RankFailure: If another rank failed, or has gone on without coming here.
+            RankFailure: If another rank failed, has gone on without coming here, or does not come within the timeout.
         """
         if not self.is_connected:
             return
+        line, is_saving = describe_caller()
+        if is_saving and purpose == "average":
+            purpose = "save"
         with self._changed:
             self._barriers += 1
             number = self._barriers
-            caller = {**describe_caller(), "ends_training": ends_training}
-            self._say({"kind": "arrive", "number": number, "batches": self._batch, **caller})
-            self._changed.wait_for(
-                lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone
+            arrival = {"number": number, "batches": self._batch, "purpose": purpose, "what": what, "line": line}
+            self._say({"kind": "arrive", **arrival})
+            is_over = self._changed.wait_for(
+                lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone,
+                timeout=self._timeout,
             )
             self.check()
+            where = f" in {line}" if line else ""
+            if not is_over:
+                raise RankFailure(f"{self.place} has waited{where} for other ranks for timeout={self._timeout:g} s")
             if self._released < number and 0 in self._gone:
-                where = f" in {caller['line']}" if caller["line"] else ""
                 raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{where} for it")
 
     def close(self) -> None:
@@ -431,6 +441,7 @@ class ControlPlane:
                     beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look(), **count}
                     wait = self._main_thread.wait()
                     beat["wait"] = wait.as_message() if wait is not None and wait.seconds >= 1.0 else None
+                    beat["line"] = self._main_thread.line() if wait is None else ""
                     channel.send({"kind": "beat", **beat})
                     next_beat = time.monotonic() + hub.seconds_between_beats(self.size, self.hang_timeout)
                 pause = max(0.0, next_beat - time.monotonic()) if next_beat < math.inf else None
@@ -584,6 +595,7 @@ def start_control_plane(
     broadcast: Callable[[Any], Any],
     gather: Callable[..., list[Any]],
     main_thread: MainThread | None = None,
+    timeout: float | None = None,
 ) -> ControlPlane | None:
     """Start the star, or agree to do without; collective.
 
@@ -601,11 +613,12 @@ def start_control_plane(
         gather: Gives all ranks what all say; if it can, only what those say that name the same ``among``, or say it
             ``aloud``. Calls ``alarm``, if it can, while it waits.
         main_thread: Watches the main thread of this process. Default: by its Python stack alone.
+        timeout: The longest wait of :meth:`ControlPlane.barrier`, in seconds. Default: no limit.
 
     Returns:
         The plane, joined; None, and a warning on rank 0, if some rank could not join.
     """
-    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread)
+    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
     said, trouble = None, None
     try:
         if rank == 0:

@@ -80,8 +80,7 @@ class MainThread:
 
     def wait(self) -> Wait | None:
         """Return the wait of the main thread; None if it does not wait for other ranks."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        frames = _frames(frame)
+        frames = _frames_of_main_thread()
         kind = _kind_of_wait(frames)
         now = time.monotonic()
         _, outer = _split(frames)
@@ -95,6 +94,10 @@ class MainThread:
         call = "trainer.save_checkpoint" if is_saving else _call(frames, kind)
         return Wait(seconds, call, _place(frames), _line(frames), is_saving)
 
+    def line(self) -> str:
+        """Return the user's line of code that the main thread runs; empty if there is none."""
+        return _line(_frames_of_main_thread())
+
     def _is_idle(self, seconds: float) -> bool:
         """Whether the process has computed next to nothing in the last seconds, or waits for its GPU."""
         if time.process_time() - self._processor_time < _IDLE * max(seconds, 1.0):
@@ -102,10 +105,14 @@ class MainThread:
         return seconds > 5.0 and self._gpu_is_busy()  # later than the capture of a CUDA graph, which allows no queries
 
 
-def describe_caller() -> dict[str, Any]:
+def describe_caller() -> tuple[str, bool]:
     """Return the user's line of code that called this, and whether it is inside of ``Trainer.save_checkpoint``."""
     frames = _frames(sys._getframe())
-    return {"line": _line(frames), "is_saving": _is_saving(frames)}
+    return _line(frames), _is_saving(frames)
+
+
+def _frames_of_main_thread() -> list[FrameType]:
+    return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:

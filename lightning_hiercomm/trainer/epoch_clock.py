@@ -94,7 +94,7 @@ class EpochClock(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The run is over."""
         self._control.note_progress("at the end of training", trainer)
-        self._control.barrier(ends_training=True)
+        self._control.barrier("end")
         self._run.hear_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 

@@ -32,6 +32,7 @@ from lightning_hiercomm._lightning.saves import (
 from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
     exception_of_tuner,
+    is_between_batches,
     is_of_tuner,
     put_callback_first,
     raw_optimizer,
@@ -128,7 +129,8 @@ class HierarchicalHooks(Reports):
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         address = self._environment.main_address, self._settings.control_port
         hang_timeout = self._settings.hang_timeout
-        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather)
+        timeout = None if self._timeout is None else self._timeout.total_seconds()
+        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather, timeout)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -468,6 +470,10 @@ class HierarchicalHooks(Reports):
                 tensor = tensor.float()  # the mean of integers is seldom one
             if self._means.apply_now and self.batches is not None and group is None:
                 tensor, reduce_op = tensor * self.batches.share, "sum"
+        trainer = self._trainer_or_none
+        if group is None and trainer is not None and is_between_batches(trainer):
+            what = f" ({reduce_op} of {str(tensor.dtype).removeprefix('torch.')})" if isinstance(tensor, Tensor) else ""
+            self._control.barrier("reduce", what)  # what only some ranks log must not be mixed with other exchanges
         with self._excused():
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 

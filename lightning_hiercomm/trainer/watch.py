@@ -18,6 +18,7 @@ from lightning_hiercomm._lightning.trainer import (
     replace_sigterm_broadcast,
     restore_sigterm_broadcast,
 )
+from lightning_hiercomm.control.hub import Purpose
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
 from lightning_hiercomm.control.waiting import MainThread
 
@@ -79,6 +80,7 @@ class RunControl:
         hang_timeout: float | None,
         broadcast: Callable[[Any], Any],
         gather: Callable[..., list[Any]],
+        timeout: float | None = None,
     ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
@@ -90,6 +92,7 @@ class RunControl:
             hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
             broadcast: Gives all ranks what rank 0 gives.
             gather: Gives all ranks what each gives; its second argument may raise while it waits.
+            timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:
             return
@@ -97,7 +100,9 @@ class RunControl:
         if size > 1:
             place = f"rank {rank} (node {node})"
             main_thread = MainThread(collectives_begun, gpu_is_busy)
-            self.plane = start_control_plane(rank, size, place, *address, hang_timeout, broadcast, gather, main_thread)
+            self.plane = start_control_plane(
+                rank, size, place, *address, hang_timeout, broadcast, gather, main_thread, timeout
+            )
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on.
@@ -139,17 +144,18 @@ class RunControl:
         if self.plane is not None:
             self.plane.note_epoch_end()
 
-    def barrier(self, ends_training: bool = False) -> None:
+    def barrier(self, purpose: Purpose = "average", what: str = "") -> None:
         """Wait for all ranks on the control plane, before they exchange something outside of a training step.
 
         Args:
-            ends_training: Whether this rank takes no more training batches.
+            purpose: Why the ranks wait.
+            what: More about it. Both must be the same on all ranks.
 
         Raises:
             RankFailure: If another rank failed, or cannot come because it trains on.
         """
         if self.plane is not None:
-            self.plane.barrier(ends_training)
+            self.plane.barrier(purpose, what)
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""

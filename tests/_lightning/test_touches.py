@@ -20,7 +20,7 @@ from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors import accelerator_connector
@@ -71,6 +71,7 @@ from lightning_hiercomm._lightning.trainer import (
     batches_that_stepped,
     draw_first_indices,
     exception_of_tuner,
+    is_between_batches,
     is_interrupted,
     is_of_tuner,
     join_train_batches,
@@ -273,6 +274,33 @@ def test_names_that_training_logs_are_known_as_callbacks_may_monitor_them():
             assert {"forked_step", "forked_epoch", "plain", "validated"} <= self.trainer.callback_metrics.keys()
 
     trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1).fit(Model())
+
+
+def test_lightning_averages_logged_values_in_batches_and_between_them(monkeypatch):
+    monkeypatch.setattr(accelerator_connector._AcceleratorConnector, "is_distributed", True)
+    seen = {}
+
+    class Averages(SingleDeviceStrategy):
+        def reduce(self, tensor, *args, **kwargs):
+            seen.setdefault(tensor.item(), set()).add(is_between_batches(model.trainer))
+            return tensor
+
+    class Model(BoringModel):
+        def on_train_epoch_start(self):
+            self.log("epoch", 1.5, sync_dist=True, reduce_fx="max")
+
+        def training_step(self, batch, batch_idx):
+            self.log("step", 2.5, sync_dist=True)
+            self.log("most", 3.5, sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("validated", 4.5, sync_dist=True, reduce_fx="max")
+
+    model = Model()
+    some = {"limit_train_batches": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
+    trainer(max_epochs=1, strategy=Averages("cpu"), **some).fit(model)
+    assert seen | {1.5: {True}, 2.5: {False}, 3.5: {True}, 4.5: {True}} == seen
 
 
 def test_the_first_callback_hears_before_the_users_and_can_leave():

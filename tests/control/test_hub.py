@@ -286,7 +286,7 @@ class Beating:
     def say(self, rank: int, **what: object) -> None:
         """One beat."""
         said = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
-        said = {"wait": None, **said}
+        said = {"wait": None, "line": "", **said}
         self._channels[rank].send({"kind": "beat", **said})
 
     def hear(self) -> None:
@@ -303,7 +303,7 @@ def test_a_silent_rank_is_frozen_and_named_with_its_last_step(serve, capfd):
     message = "rank 2 is frozen: nothing was heard of it for 0.5 s, and before it was training batch 3"
     assert ranks.news == [[{"kind": "failed", "message": message, "frozen": True, "silent": [2]}]] * 3
     said = capfd.readouterr().err.splitlines()  # a busy machine may let all ranks wait for half a second
-    assert [line for line in said if "no rank got on" not in line] == [f"lightning_hiercomm: {message}"]
+    assert [line for line in said if "no rank made progress" not in line] == [f"lightning_hiercomm: {message}"]
     for member in ranks.members:
         member.setblocking(False)  # or Python waits for data that are not urgent
     assert ranks.members[2].recv(1, socket.MSG_OOB) == b"!"
@@ -359,9 +359,23 @@ def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.5, 0, 1, 2, progress=False)
     assert ranks.news == [[{"kind": "dump"}]] * 3
-    where = "; ".join(f"rank {rank} is training batch" for rank in range(3))
-    said = re.sub(r" \d+(?=;|\n)", "", capfd.readouterr().err)
-    assert said == f"lightning_hiercomm: no rank got on for 0.5 s: {where}\n"
+    where = "; ".join(f"rank {rank}, training batch, is busy" for rank in range(3))
+    said = re.sub(r"batch \d+", "batch", capfd.readouterr().err)
+    head = "lightning_hiercomm: no rank made progress for 0.5 s (hang_timeout), and the run goes on: "
+    assert said == f"{head}{where}\n"
+
+
+def test_the_report_of_a_standstill_names_who_is_busy_and_who_waits(serve, capfd):
+    ranks = Beating(serve(hang_timeout=0.5))
+    ranks.beat(0.2, 0, 1, 2)
+    for _ in range(10):
+        for rank, more in enumerate([{"wait": BACKWARD}, {"line": "train.py:5 (log)"}, {}]):
+            ranks.say(rank, doing="training batch 3", progress=1, **more)
+        time.sleep(0.2)
+    assert capfd.readouterr().err.partition("goes on: ")[2] == (
+        "rank 0, training batch 3, waits in backward in train.py:9 (main); rank 1, training batch 3, is busy in"
+        " train.py:5 (log); rank 2, training batch 3, is busy\n"
+    )
 
 
 BACKWARD = {"seconds": 60.0, "call": "backward", "place": "a", "line": "train.py:9 (main)", "is_saving": False}
@@ -436,8 +450,7 @@ def test_other_long_waits_do_not_end_the_run(serve, waits):
     assert ranks.news == [[], []]
 
 
-ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "is_saving": False}
-ARRIVAL["ends_training"] = False
+ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "purpose": "average", "what": ""}
 
 
 def test_ranks_pass_a_barrier_when_all_have_come(serve):
@@ -460,20 +473,43 @@ def test_a_new_hub_lets_ranks_pass_a_barrier_that_others_have_passed_before(serv
 
 def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[0].send({**ARRIVAL, "is_saving": True})
+    ranks._channels[0].send({**ARRIVAL, "purpose": "save"})
     ranks._channels[1].send(ARRIVAL)
-    message = read(ranks.members[0])["message"]
-    assert message.startswith("rank 0 called trainer.save_checkpoint, and rank 1 waits for all ranks in train")
+    assert read(ranks.members[0])["message"] == (
+        "rank 0 called trainer.save_checkpoint, and rank 1 asked for the averaged model in train.py:3 (on_fit). Call"
+        " trainer.save_checkpoint on all ranks; only rank 0 writes the file"
+    )
+
+
+def test_values_logged_on_some_ranks_only_end_the_run(serve):
+    ranks = Beating(serve(size=3, hang_timeout=60.0), ranks=3)
+    ranks._channels[0].send({**ARRIVAL, "purpose": "save", "line": ""})
+    for rank in (1, 2):
+        ranks._channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
+    assert read(ranks.members[0])["message"] == (
+        "ranks 1, 2 reduced a value (sum of float32), and rank 0 called trainer.save_checkpoint. Call self.log(...,"
+        " sync_dist=True) and strategy.reduce on all ranks alike"
+    )
+
+
+def test_ranks_that_reduce_different_values_end_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    for rank, what in enumerate([" (sum of float32)", " (sum of int64)"]):
+        ranks._channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": what})
+    assert (
+        "rank 0 reduced a value (sum of float32), and rank 1 reduced a value (sum of int64) in train.py:3"
+        in (read(ranks.members[0])["message"])
+    )
 
 
 def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[0].send({**ARRIVAL, "is_saving": True})
+    ranks._channels[0].send({**ARRIVAL, "purpose": "save"})
     ranks.say(1, batches=4)
     ranks.say(1, batches=5)
     assert read(ranks.members[0])["message"] == (
-        "rank 0 saves a checkpoint after 4 batches of the run in train.py:3 (on_fit), and rank 1 trains on with batch 5"
-        " of the run. Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
+        "rank 0 called trainer.save_checkpoint after 4 batches of the run in train.py:3 (on_fit), and rank 1 trains on"
+        " with batch 5 of the run. Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
     )
 
 
@@ -483,7 +519,7 @@ def test_a_rank_that_leaves_before_a_barrier_ends_the_run(serve, hang_timeout):
     ranks._channels[0].send(ARRIVAL)
     ranks._channels[1].send({"kind": "bye"})
     assert read(ranks.members[0]) == {"kind": "left", "rank": 1}
-    assert "rank 0 waits for all ranks after 4 batches of the run" in read(ranks.members[0])["message"]
+    assert "rank 0 asked for the averaged model after 4 batches of the run" in read(ranks.members[0])["message"]
 
 
 def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
@@ -494,11 +530,11 @@ def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
 
 def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[1].send({**ARRIVAL, "ends_training": True, "batches": 8, "line": ""})
+    ranks._channels[1].send({**ARRIVAL, "purpose": "end", "batches": 8, "line": ""})
     ranks.say(0, batches=8, ended=(1, 8))
     ranks.say(0, batches=9, ended=(1, 8))
     message = read(ranks.members[0])["message"]
-    said = "rank 1 ended its training after 8 batches of the run, and rank 0 trains on with batch 9 of the run."
+    said = "rank 1 ended training after 8 batches of the run, and rank 0 trains on with batch 9 of the run."
     assert message.startswith(f"{said} All ranks must take equally many steps")
     assert "If trainer.should_stop was set on some ranks only" in message
 
@@ -586,7 +622,7 @@ def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypa
     for number in range(300):
         hub.Channel(member).send(
             {"kind": "beat", "doing": "", "progress": number, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0)}
-            | {"wait": None}
+            | {"wait": None, "line": ""}
         )
         if number % 20 == 0:
             time.sleep(0.002)

@@ -138,6 +138,22 @@ def test_a_barrier_to_which_rank_zero_does_not_come_raises(star, ending):
             waiting.result(timeout=10)
 
 
+def test_a_barrier_ends_after_the_timeout(star, monkeypatch):
+    plane = star(2)[1]
+    monkeypatch.setattr(plane, "_timeout", 0.2)
+    with pytest.raises(RankFailure, match=r"rank 1 .* has waited in test_plane\.py:\d+ .* for timeout=0\.2 s"):
+        plane.barrier()
+
+
+def test_ranks_at_a_barrier_for_different_reasons_fail(star):
+    planes = star(2)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(plane.barrier, why) for plane, why in zip(planes, ("reduce", "end"), strict=True)]
+        for each in waiting:
+            with pytest.raises(RankFailure, match="rank 0 reduced a value, and rank 1 ended training"):
+                each.result(timeout=10)
+
+
 def test_a_barrier_outlasts_a_lost_hub(star):
     planes = star(2)
     with ThreadPoolExecutor(1) as pool:

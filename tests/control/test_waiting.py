@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -138,3 +140,8 @@ def test_a_thread_that_begins_more_collectives_has_not_waited_since():
     looking.join()
     assert seconds[0] == seconds[2] == 0.0
     assert seconds[1] >= 0.1
+
+
+def test_the_line_that_the_main_thread_runs_is_reported():
+    with ThreadPoolExecutor(1) as pool:
+        assert re.fullmatch(r"test_waiting\.py:\d+ \(test_the_line_.*\)", pool.submit(MainThread().line).result())

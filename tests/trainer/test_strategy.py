@@ -438,7 +438,7 @@ def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit
     with pytest.raises(Exception, match=r"exit code 1|equally many steps"):
         fit(Stopping(100_000), strategy, devices=2, forked=True)  # or the other comes to its validation, too
     said = capfd.readouterr().err  # what is found first, depends on when ranks report
-    found = r"rank 0 \(node 0\) (ended an epoch|waits for all ranks) after 3 batches of the run.*, and rank 1"
+    found = r"rank 0 \(node 0\) (ended .*|asked .*|reduced .*) after 3 batches of the run.*, and rank 1"
     assert re.search(found, said)
 
 

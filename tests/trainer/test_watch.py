@@ -227,7 +227,7 @@ def end_of(fit, capfd, module, scheme):
 @pytest.mark.parametrize("hook", ["last batch", "on_train_epoch_end", "on_validation_end"])
 def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, hook):
     said = end_of(fit, capfd, StopsAlone(hook), scheme)
-    assert "rank 1 (node 1) ended its training after 4 batches of the run" in said
+    assert "rank 1 (node 1) ended training after 4 batches of the run" in said
     assert "and rank 0 (node 0) trains on with batch " in said
     assert "If trainer.should_stop was set on some ranks only" in said
 
