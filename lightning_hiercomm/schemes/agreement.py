@@ -25,6 +25,7 @@ from lightning_hiercomm.schemes.carriers.graphs import Graph
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
 from lightning_hiercomm.schemes.carriers.peers import PeerMean
+from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
 from lightning_hiercomm.schemes.words.merging import MERGES, Merge
@@ -426,12 +427,11 @@ class RunningAgreement(RunningScheme[A]):
         if is_all:
             self._in_flight.drop()
         indexes = range(len(self._carrier.buckets)) if is_all else self._buckets_of(parts)
-        is_carried = self._carrier(self.steps, self._take_turn(), indexes, self._take)
+        verdict = self._carrier(self.steps, self._take_turn(), indexes, self._take)
         self._parts_sent += len(parts)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
-        # who is healthy of those who agree: the last
-        self._recover(self._carrier, None if is_carried else indexes, self._carrier.is_sick)
+        self._recover(self._carrier, verdict, indexes)  # who is healthy of those who agree: the last
         self._end_round(parts)
         self.agreements += 1
         if is_all and self._merge.ends_in_agreement and not isinstance(self.config.through, Graph):
@@ -479,7 +479,7 @@ class RunningAgreement(RunningScheme[A]):
         have another carrier, and would take their share of the link from those that training waits for.
         """
         self.care.verify(self.steps)
-        if arrived is not None and arrived.is_sick:  # what leaves now is what it is healed to
+        if arrived is not None and arrived.verdict.is_sick:  # what leaves now is what it is healed to
             self._merge_up_to(None, arrived)
         sent: Exchange | None = None
         if leaving:
@@ -489,13 +489,11 @@ class RunningAgreement(RunningScheme[A]):
             )
             self._parts_sent += len(leaving)
             sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, verdict)
-            sent.is_sick = carrier.is_sick
             if self.topology.may_grow:
                 sent.undo = self._remember_agreed()
-        flagged: list[int] | None = None
+        indexes = [] if arrived is None else [move.index for move in arrived.moves]
         if arrived is not None:
-            if arrived.verdict.is_flagged():
-                flagged = [move.index for move in arrived.moves]
+            arrived.verdict.wait()
             self._end_round(arrived.parts, arrived)  # before what leaves now arrives, and is stepped
         waiting: deque[int] = deque()
         for index in self._buckets_of(leaving):
@@ -509,7 +507,7 @@ class RunningAgreement(RunningScheme[A]):
             self.agreements += 1
         self._send(waiting, sent)
         if arrived is not None:
-            self._recover(self._carrier_beside_training, flagged, arrived.is_sick)
+            self._recover(self._carrier_beside_training, arrived.verdict, indexes)
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
@@ -526,27 +524,27 @@ class RunningAgreement(RunningScheme[A]):
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
             bucket = self._carrier.buckets[move.index]
-            if arrived.is_sick:
+            if arrived.verdict.is_sick:
                 bucket.unpack(move.flat)
             elif not arrived.verdict.is_flagged():
                 self._merge(bucket, move, arrived.staleness, move.nodes)
             if move.index == last:
                 return
 
-    def _recover(self, carrier: Carrier, flagged: Sequence[int] | None, is_sick: bool) -> None:
+    def _recover(self, carrier: Carrier, verdict: Verdict, indexes: Sequence[int]) -> None:
         """Repeat a flagged exchange without the ranks that cannot send, on present values; wait for it.
 
         Args:
             carrier: Of the exchange.
-            flagged: Its buckets; None if it is not flagged.
-            is_sick: Whether peers have healed this node.
+            verdict: Likewise.
+            indexes: Its buckets.
         """
-        self._was_sick = is_sick
-        if flagged is not None and isinstance(carrier, Average):
+        self._was_sick = verdict.is_sick  # and healed by its peers
+        if verdict.is_flagged() and isinstance(carrier, Average):
             self._in_flight.settle()  # what follows takes the communicators of what has just left
             if not self._merge.keeps_agreed:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
-            self._was_sick = self.care.repair(carrier, flagged, self.steps, self._take, self._land)
+            self._was_sick = self.care.repair(carrier, indexes, self.steps, self._take, self._land)
         if self._was_sick:
             self.care.begin_optimizer_anew()
 

@@ -129,7 +129,7 @@ class Care:
             checks_buffers=True,
             weights=weights,
         )
-        return not average(step) and self.repair(average, range(len(average.buckets)), step)
+        return average(step).is_flagged() and self.repair(average, range(len(average.buckets)), step)
 
     def average_in_node(self, buckets: Sequence[Bucket], step: int) -> None:
         """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
@@ -284,7 +284,8 @@ class Care:
         if replaced:  # a rank's module holds another shape in their place: they are each rank's own from now on
             self.replica.give_up_buffers(replaced)
             if not any(what for what, _ in found):
-                return not spoilt(step, spoilt.turn, indexes, take) and self.repair(spoilt, indexes, step, take, land)
+                again = spoilt(step, spoilt.turn, indexes, take)
+                return again.is_flagged() and self.repair(spoilt, indexes, step, take, land)
         self._healthy = healthy = self._healthy_of([what for what, _ in found], step, spoilt.wire)
         is_sick = self._topology.rank not in healthy
         buckets = [spoilt.buckets[index] for index in indexes]

@@ -33,8 +33,6 @@ class Carrier(ABC):
         through: Whose communicators carry it.
         anchors: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
         disagreement: How far this node was from what came back.
-        is_sick: Whether what leaves, or left last, is not finite and peers do without it. Only a carrier between peers
-            knows so; where all ranks exchange, a preflight flags the exchange.
     """
 
     buckets: Sequence[Bucket]
@@ -42,7 +40,6 @@ class Carrier(ABC):
     through: Topology
     anchors: Sequence[Tensor] = ()
     disagreement: Disagreement
-    is_sick: bool = False
 
     @abstractmethod
     def parts_of(self, index: int) -> int:
@@ -85,7 +82,7 @@ class Carrier(ABC):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> bool:
+    ) -> Verdict:
         """Carry buckets now; blocks.
 
         Args:
@@ -95,7 +92,7 @@ class Carrier(ABC):
             take: Gets every bucket and what has arrived for it, packed. Default: replaces the bucket's values.
 
         Returns:
-            Whether they were carried. If not, a rank cannot send: no bucket has left any rank.
+            The known result of the preflight. If it is flagged, no bucket has left any rank.
 
         Raises:
             CommunicationError: If a rank took another number of steps, or died.

@@ -45,7 +45,6 @@ class Exchange:
         parts: Of the model, that it holds.
         verdict: The result of its preflight. If it is flagged, what arrives is thrown away.
         moves: Its buckets, in the order in which they arrive.
-        is_sick: Whether this node sent values that are not finite, and others go on without it.
         undo: Takes back what has been moved beside training since it left; where nodes come and go.
         is_lost: Whether it never arrives, because nodes came or went meanwhile: nodes agree anew when it is due.
     """
@@ -55,7 +54,6 @@ class Exchange:
     parts: Sequence[int]
     verdict: Verdict = field(default_factory=Verdict)
     moves: deque[Move] = field(default_factory=deque)
-    is_sick: bool = False
     undo: Callable[[], None] = lambda: None
     is_lost: bool = False
 
@@ -155,7 +153,7 @@ class InFlight:
                 "buckets": [move.index for move in exchange.moves],
                 "arrived": [move.flat.clone() for move in exchange.moves],
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
-                "is_sick": exchange.is_sick,
+                "is_sick": exchange.verdict.is_sick,
                 "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
                 "nodes": [move.nodes for move in exchange.moves],
             }
@@ -172,9 +170,8 @@ class InFlight:
         """
         self.drop()
         for saved in state:
-            verdict = Verdict(saved.get("is_flagged", False))
+            verdict = Verdict(saved.get("is_flagged", False), saved.get("is_sick", False))
             exchange = self.start(saved["started"], saved["due"], saved["parts"], verdict)
-            exchange.is_sick = saved.get("is_sick", False)
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
             means_of = saved.get("nodes") or [nodes] * len(arrived)

@@ -168,13 +168,14 @@ class Average(Carrier):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> bool:
+    ) -> Verdict:
         indexes = range(len(self.buckets)) if only is None else only
         if self._is_alone:
-            return True
+            return Verdict()
         self.turn = turn
-        if Preflight(self.topology, step, self._is_unfit(indexes), self.through).is_flagged():
-            return False
+        preflight = Preflight(self.topology, step, self._is_unfit(indexes), self.through)
+        if preflight.is_flagged():
+            return preflight
         in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
@@ -191,7 +192,7 @@ class Average(Carrier):
                 finish()
         while in_flight:
             finish()
-        return True
+        return preflight
 
     # ---- beside training -----------------------------------------------------------------------------------------
 

@@ -354,8 +354,8 @@ class PeerMean(Carrier):
         # ranks that train alone agree first: it is nodes that the graph knows
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
         self._sick = self._look(leaving)
-        self.is_sick = bool(self._sick)
-        return Verdict()  # ranks that come after different numbers of steps wait for others than those that come
+        # ranks that come after different numbers of steps wait for others than those that come
+        return Verdict(is_sick=bool(self._sick))
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
@@ -366,7 +366,7 @@ class PeerMean(Carrier):
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.anchors[index : index + 1]):
             background.uses(tensor)
-        is_sick = self.is_sick  # by now; what leaves next may be healthy, before this has arrived
+        is_sick = bool(self._sick)  # by now; what leaves next may be healthy, before this has arrived
         if is_sick:
             own.zero_()
 
@@ -388,15 +388,15 @@ class PeerMean(Carrier):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> bool:
+    ) -> Verdict:
         indexes = range(len(self.buckets)) if only is None else only
-        self.begin(step, turn, indexes, self._background)
+        verdict = self.begin(step, turn, indexes, self._background)
         moves = [self.start(index, self._background) for index in indexes]
         for move in moves:
             move.arrived.wait()
             self._background.hands_out(move.flat)
-            (Bucket.unpack if self.is_sick else take)(self.buckets[move.index], move.flat)
-        return True
+            (Bucket.unpack if verdict.is_sick else take)(self.buckets[move.index], move.flat)
+        return verdict
 
     def parts_of(self, index: int) -> int:
         return 1
