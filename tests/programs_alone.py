@@ -67,7 +67,7 @@ class Alone:
                     do(trainer)
             if action.name == "save" and any(does):
                 self._reach(*next(left, ("on_save_checkpoint", False)), left)
-                self.saved = self.seen[-1][0]
+                self.saved = self.last_saved
         self._after(hook)
 
     def _before(self, hook: str, is_last: bool) -> None:
@@ -92,6 +92,7 @@ class Alone:
         elif hook == "on_train_batch_start" and {*self._trained_now()} - {*self.trained}:
             self._follow()
         elif hook in ("on_validation_end", "on_save_checkpoint"):
+            self.last_saved = self.flat[0]  # a file holds what hooks write to the tensors that Lightning has collected
             self._hide_mean()
 
     # ---- values --------------------------------------------------------------------------------------------------
@@ -119,8 +120,10 @@ class Alone:
     def _hide_mean(self) -> None:
         self.looks -= 1
         if self.looks == 0:
-            pairs = zip(self.flat, self.own, strict=True)
-            self._put([now if self.keeps and not torch.equal(now, self.shown) else own for now, own in pairs])
+            if self.keeps and not all(torch.equal(now, self.shown) for now in self.flat):
+                self._begin_from(self.flat[0])  # one more synchronization
+            else:
+                self._put(self.own)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -197,6 +200,10 @@ class Alone:
         self._put(self._mean())
         self.unsynced = 0
 
+    def _begin_from(self, values: Tensor) -> None:
+        self._put(values)
+        self.reference, self.arriving, self.unsynced = self._mean(), None, 0
+
     def _end_epoch(self) -> None:
         if self.unsynced and self.scheme in ("periodic", "periodic, epochs", "daso"):
             self._average()
@@ -208,8 +215,7 @@ class Alone:
     def _follow(self) -> None:
         """Synchronize if other parameters are trained than before."""
         if (now := self._trained_now()) != self.trained:
-            self.trained, self.arriving = now, None
-            self._average()
-            self.reference = self._mean()
+            self.trained = now
+            self._begin_from(self._mean())
             if "head" not in now:
                 self.velocity[3:] = 0.0

@@ -69,6 +69,22 @@ def _trouble(program: Program) -> AssertionError | None:
     return error
 
 
+WRITES_IN_SAVES = [
+    Program(layout, scheme, (Action("save", *save, ranks), Action("clamp", "on_save_checkpoint", 0, ranks)), *more)
+    for layout, scheme, save, ranks, *more in [
+        ("2x2", "daso", ("on_train_batch_end", 4), (0, 1, 2, 3), "automatic", "adam"),
+        ("2+1", "steps_delay, warm-up", ("on_before_optimizer_step", 0), (0, 1, 2), "manual"),
+    ]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", WRITES_IN_SAVES, ids=lambda program: program.scheme)
+def test_schemes_take_over_what_is_clamped_in_saves(program):
+    error = _trouble(program)
+    assert error is None, error
+
+
 PLAIN = Program("2x1", "periodic", (Action("lr", "on_train_batch_end", 1, (0, 1)),))
 RAISES = replace(PLAIN, actions=(Action("raise", "training_step", 2, (1,)),))
 

@@ -149,30 +149,63 @@ class TrainingRun:
         self.agreed_model.enter()
         self.agreed_model.watch()
 
-    @outside_autocast()
     def end_validation(self, share: Callable[[Sequence[Tensor]], None]) -> None:
-        """Put this rank's own parameters back, unless somebody has written to the averaged ones. Collective.
-
-        Then all ranks go on from what was validated, and from what was written, as those of DDP do.
+        """Put this rank's own parameters back, unless a hook has written to the averaged ones. Collective.
 
         Args:
             share: Gives all ranks the first rank's values of parameters. Collective.
         """
+        names = self._end_watching(share, "a validation hook")
+        if names and self.has_saved_own_values and self.topology.rank == 0:
+            warnings.warn(
+                f"parameters were written in a validation hook ({names}) during which a checkpoint was saved with"
+                " checkpoint_replicas=True: what each rank stored with it are its parameters of before. Save after the"
+                " validation: ModelCheckpoint(save_on_train_epoch_end=True)",
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def saving(self, share: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
+        """Inside, a checkpoint is made of the averaged parameters, which hooks may write to. Collective.
+
+        Args:
+            share: As in :meth:`end_validation`.
+        """
+        self.agreed_model.enter()
+        self.agreed_model.watch()
+        try:
+            yield
+        except BaseException:
+            self.agreed_model.leave()
+            raise
+        self._end_watching(share, "on_save_checkpoint")
+
+    @outside_autocast()
+    def _end_watching(self, share: Callable[[Sequence[Tensor]], None], hook: str) -> str:
+        """Put this rank's own parameters back, unless a hook has written to the averaged ones. Collective.
+
+        Then all ranks go on from the averaged model, and from what was written, as those of DDP do.
+
+        Returns:
+            The names of trained parameters that keep what was written.
+        """
         model = self.agreed_model
-        written = model.written()
+        written, kept = model.written(), ""
         if self.topology.may_grow:
-            self._warn_of_undone(written)
+            self._warn_of_undone(written, hook)
             written = []
         elif self._are_trained(written):
+            kept = self._names(written)
             with torch.inference_mode(False):  # what schemes make now, training writes to
-                self._keep_written(written, share)
+                self._keep_written(written, share, hook)
         model.leave(kept=written)
+        return kept
 
     def _are_trained(self, written: Sequence[Tensor]) -> bool:
         trained = {id(parameter) for scheme in self.schemes for parameter in scheme.replica.with_empty}
         return any(id(local(parameter)) in trained for parameter in written)
 
-    def _keep_written(self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None]) -> None:
+    def _keep_written(self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None], hook: str) -> None:
         before = [int(print_of(local(parameter))) for parameter in written]
         share(written)
         self.replicas.have_written()
@@ -181,26 +214,21 @@ class TrainingRun:
         self.topology.world.all_reduce(differs, op="max").wait()
         if bool(differs) and self.topology.rank == 0:
             warnings.warn(
-                f"ranks wrote different values to parameters in a validation hook ({self._names(written)}). All ranks"
-                " continue with those of rank 0: write the same values on all ranks",
-                stacklevel=2,
-            )
-        if self.has_saved_own_values and self.topology.rank == 0:
-            warnings.warn(
-                f"parameters were written in a validation hook ({self._names(written)}) during which a checkpoint was"
-                " saved with checkpoint_replicas=True: what each rank stored with it are its parameters of before. Save"
-                " after the validation: ModelCheckpoint(save_on_train_epoch_end=True)",
+                f"ranks wrote different values to parameters in {hook} ({self._names(written)}). All ranks continue"
+                " with those of rank 0: write the same values on all ranks",
                 stacklevel=2,
             )
         self.agreed_model.drop_own()
         self.begin_from_module()
         self.remember_values()
+        if self._uncounted is not None:
+            self._uncounted.begin(self._known)
 
-    def _warn_of_undone(self, written: Sequence[Tensor]) -> None:
+    def _warn_of_undone(self, written: Sequence[Tensor], hook: str) -> None:
         if written and self.topology.local_rank == 0:
             warnings.warn(
-                f"elastic nodes: what was written to parameters in a validation hook ({self._names(written)}) is"
-                " undone, because other nodes do not receive it. Write them in a training hook, on all nodes",
+                f"elastic nodes: what was written to parameters in {hook} ({self._names(written)}) is undone, because"
+                " other nodes do not receive it. Write them in a training hook, on all nodes",
                 stacklevel=2,
             )
 

@@ -355,21 +355,22 @@ class HierarchicalHooks(Reports):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A checkpoint, of which all parts are made of the agreed model."""
+        """A checkpoint, of which all parts are made of the averaged model."""
         if not self._may_communicate:
             return dump()
-        self._control.barrier()
-        if self._run.has_finished:  # callbacks that average may have written to the module
-            self._run.agreed_model.average_module()
-        elif not self._run.agreed_model.is_asked_for:
-            self._run.agreed_model.compare_shapes()  # or ranks might disagree on what the module holds
-        if self._run.agreed_model.is_in_module:
+        run, model = self._run, self._run.agreed_model
+        if run.has_finished:
+            self._control.barrier()
+            model.average_module()  # callbacks that average may have written to it
+        elif model.is_asked_for:
+            self._control.barrier()
+        if model.is_asked_for or (run.has_finished and model.is_in_module):
             return dump()
-        with self.agreed_model():
+        with model() if run.has_finished else run.saving(self._share):
             checkpoint = dump()
-            if not self._run.agreed_model.holds_own_values:
+            if not model.holds_own_values:
                 return checkpoint
-            return copied_where(checkpoint, self._run.replicas.sees_memory())
+            return copied_where(checkpoint, run.replicas.sees_memory())
 
     @property
     @override

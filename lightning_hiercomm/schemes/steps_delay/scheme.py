@@ -256,10 +256,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self._server.optimizer.state.clear()
 
     def before_step(self, last: bool) -> Update | None:
-        server = self._server
-        return None if server is None else lambda optimizer_step: self._serve(server, optimizer_step)
+        return None if self._server is None else self._serve
 
-    def _serve(self, server: ShardedServer, optimizer_step: Callable[[], object] | None) -> None:
+    def _serve(self, optimizer_step: Callable[[], object] | None) -> None:
         """One iteration, in place of the optimizer's step."""
         if self._holds_final_weights:
             self._left, self._holds_final_weights = None, False
@@ -273,6 +272,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
         self._was_warming_up = self.phase == "warm-up"
+        server = self._server  # not before: a hook that saves may have begun another one
+        assert server is not None
         self._iterate(server, has_gradient=optimizer_step is not None and self._gradient_is_finite())
 
     def _gradient_is_finite(self) -> bool:

@@ -1,8 +1,9 @@
-"""Parameters that hooks write during a validation are kept on all ranks, as DDP keeps them."""
+"""Parameters that hooks write during a validation or a save are kept on all ranks, as DDP keeps them."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,118 @@ def test_a_file_of_replicas_from_before_a_write_is_warned_of(borrow):
     assert len(first) == 1
     assert "were written in a validation hook (still) during which a checkpoint was saved" in first[0]
     assert other == []
+
+
+class WrittenInSaves(Written):
+    """Writes in ``on_save_checkpoint``, with the number of the checkpoint for that of the validation."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.validated = self.state()
+        self.write("on_save_checkpoint")
+        for hook in ("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"):
+            self.write(hook)
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after every second batch, and writes in its own hook."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Written, batch: torch.Tensor, batch_idx: int
+    ) -> None:
+        if batch_idx % 2 == 0 and batch_idx > 0:
+            pl_module.validations += 1
+            trainer.save_checkpoint(self.folder / f"{pl_module.validations}.ckpt")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Written, checkpoint: dict[str, Any]) -> None:
+        pl_module.write("a callback's on_save_checkpoint")
+
+
+WRITES_IN_SAVES = {
+    2: "on_save_checkpoint",
+    3: "state",
+    4: "data",
+    5: "a callback's on_save_checkpoint",
+    7: "rank 0 alone",
+    8: "by rank",
+    9: "statistics",
+    10: "teacher",
+    12: "on_save_checkpoint",
+}
+
+
+def _saving_program(ranks_per_node: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
+    said = {}
+    for name in names:
+        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
+        module, place = WrittenInSaves(WRITES_IN_SAVES), folder / name
+        more = {"devices": 2, "max_epochs": 1, "limit_val_batches": 0, "callbacks": [Saves(place)]}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one_trainer(folder, strategy=strategy, **more).fit(module)
+        warned = [str(each.message) for each in caught if "on_save_checkpoint" in str(each.message)]
+        files = {n: torch.load(place / f"{n}.ckpt", weights_only=True)["state_dict"] for n in (1, *WRITES_IN_SAVES)}
+        said[name] = {"report": module.report, "end": module.state(), "warned": warned, "files": files}
+    return said
+
+
+@pytest.fixture(scope="module")
+def saving_ranks(borrow: Any) -> list[dict[str, Any]]:
+    return borrow(partial(_saving_program, 1, [*SCHEMES]), 2)
+
+
+def test_what_is_written_alike_in_on_save_checkpoint_is_kept(saving_ranks, name):
+    for rank in saving_ranks:
+        for number in (2, 3, 4, 5, 12):
+            _, saved, after = rank[name]["report"][number]
+            assert after["still"].tolist() == [10.0 * number] * 3, WRITES_IN_SAVES[number]
+            assert torch.equal(after["moves"], saved["moves"])
+        assert rank[name]["end"]["still"].tolist() == [120.0] * 3
+
+
+def test_a_file_holds_what_rank_0_writes_in_on_save_checkpoint(saving_ranks, name):
+    files = saving_ranks[0][name]["files"]
+    for number in (2, 3, 5, 7, 8, 12):  # torch saves what is written to the tensors that it has collected
+        assert files[number]["still"].tolist() == [10.0 * number] * 3, WRITES_IN_SAVES[number]
+    assert files[4]["still"].tolist() == [30.0] * 3
+    assert files[9]["norm.running_mean"].tolist() == [90.0]
+    assert files[10]["teacher"].tolist() == [100.0] * 2
+
+
+def test_where_ranks_write_other_values_in_a_save_rank_0_counts(saving_ranks, name):
+    one, other = (rank[name]["report"] for rank in saving_ranks)
+    for number in (7, 8):
+        assert one[number][2]["still"].tolist() == other[number][2]["still"].tolist() == [10.0 * number] * 3
+        assert torch.equal(one[number][2]["moves"], other[number][2]["moves"])
+    first, second = (rank[name]["warned"] for rank in saving_ranks)
+    assert len(first) == 2
+    assert all("ranks wrote different values to parameters in on_save_checkpoint (still)" in text for text in first)
+    assert second == []
+
+
+def test_a_save_without_a_write_changes_nothing(saving_ranks, name):
+    for rank in saving_ranks:
+        for number in (1, 6, 11, 13):
+            before, _, after = rank[name]["report"][number]
+            assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_buffers_and_teachers_written_in_a_save_are_kept(saving_ranks, name):
+    for rank in saving_ranks:
+        for number in (9, 10):
+            before, _, after = rank[name]["report"][number]
+            assert torch.equal(before["moves"], after["moves"])
+        assert rank[name]["report"][9][2]["norm.running_mean"].tolist() == [90.0]
+        assert rank[name]["report"][10][2]["teacher"].tolist() == [100.0] * 2
+
+
+def test_ranks_of_one_node_keep_what_is_written_in_a_save(borrow):
+    for rank in borrow(partial(_saving_program, 2, ["all_reduce", "periodic"]), 2):
+        for said in rank.values():
+            for number in (2, 3, 4, 5, 7, 8, 12):
+                assert said["report"][number][2]["still"].tolist() == [10.0 * number] * 3
 
 
 @pytest.mark.parametrize("scheme", ["periodic", "diloco", "steps_delay"])
