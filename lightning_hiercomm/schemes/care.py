@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -222,6 +223,45 @@ class Care:
         """Return an int64 scalar on the device: 1 if buckets are not finite, and that matters; otherwise 0."""
         looks = self.policy.on_nonfinite != "ignore"
         return is_unfit(values_of(buckets) if looks else ()).to(self.replica.device)
+
+    def has_finite_gradients(self, step: int) -> bool:
+        """Whether this node's gradients may be used and sent, or nobody is to look.
+
+        Args:
+            step: Optimizer steps that were taken, for people.
+
+        Raises:
+            NonfiniteError: On the ranks of this node, if that is the policy.
+        """
+        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
+        if self.policy.on_nonfinite == "ignore" or not is_unfit(gradients):
+            return True
+        return not self.note_sickness(str(describe(self.replica, gradients=True)), step)
+
+    def may_step(self, mean: Tensor, wire: Wire) -> bool:
+        """Whether a shard may step with the mean of finite gradients; on CUDA it may, with zeros in their place.
+
+        Args:
+            mean: Of the gradients.
+            wire: By which they have travelled.
+
+        Raises:
+            NonfiniteError: On this rank, if the mean is too large for the wire and that is the policy.
+        """
+        policy = self.policy.on_nonfinite
+        if policy == "ignore" or not wire.is_lossy:
+            return True
+        unfit = is_unfit([mean])
+        if streams.has(mean.device) and policy == "skip":
+            mean.copy_(torch.where(unfit > 0, 0.0, mean))
+            return True
+        if not unfit:
+            return True
+        message = f"the nodes' gradients are finite, but not their sum as {wire.codec}"
+        if policy == "raise":
+            raise NonfiniteError(f"{message}: use wire_dtype='bfloat16', clip gradients, or on_nonfinite='skip'")
+        log.warning("%s: a shard leaves out this step (on_nonfinite='skip')", message)
+        return False
 
     def note_sickness(self, found: str, step: int) -> bool:
         """Raise, or count and log that this node's values are not finite.
