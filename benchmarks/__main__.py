@@ -475,9 +475,10 @@ def front_command(arguments: argparse.Namespace) -> None:
 
 
 def documents_command(_: argparse.Namespace) -> None:
-    """Write the pages whose numbers have changed."""
+    """Write the pages whose numbers have changed, and the planner's table of accuracy."""
     from benchmarks import documents
 
+    documents.ACCURACY.write_text(documents.accuracy_table())
     for page in documents.PAGES:
         before = page.read_text()
         after = documents.written(before)

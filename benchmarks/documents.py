@@ -31,6 +31,8 @@ _ROWS = {
 """Of the tables of a page."""
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+ACCURACY = CHECKOUT / "lightning_hiercomm/planning/predict/accuracy.csv"
+"""What ``plan`` knows of accuracy."""
 RESULTS = CHECKOUT / "benchmarks" / "results"
 PAGES = tuple(
     CHECKOUT / name
@@ -42,6 +44,13 @@ PAGES = tuple(
     )
 )
 _MARKED = re.compile(r"(<!-- measured: (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def accuracy_table() -> str:
+    """Return the contents of :data:`ACCURACY`, from what is stored in ``benchmarks/results/front``."""
+    lines = ["nodes,scheme,sync_every,wire_dtype,low,high"]
+    lines += [",".join(map(str, row)) for row in front.accuracy_rows(RESULTS / "front")]
+    return "\n".join(lines) + "\n"
 
 
 def written(page: str) -> str:

@@ -50,6 +50,7 @@ def test_random_programs_are_right_or_end_with_a_clear_error(first):
     [
         Action("log", "on_train_epoch_start", 0, (1,)),
         Action("loop", "on_save_checkpoint", 0, (0,)),
+        Action("reduce", "on_validation_epoch_end", 0, (0,)),
     ],
     ids=lambda action: action.name,
 )
@@ -81,6 +82,21 @@ WRITES_IN_SAVES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("program", WRITES_IN_SAVES, ids=lambda program: program.scheme)
 def test_schemes_take_over_what_is_clamped_in_saves(program):
+    error = _trouble(program)
+    assert error is None, error
+
+
+UNEQUAL_RANKS = [
+    Program("2x1", "daso", (Action("none", "training_step", 1, (1,)),), "manual"),
+    Program("3x1", "diloco", (Action("none", "training_step", 2, (1,)),), "manual"),
+    Program("1x2", "periodic", (Action("twice", "training_step", 2, (1,)),), "manual"),
+    Program("2x1", "periodic", (Action("reduce", "on_train_end", 0, (0,)),)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", UNEQUAL_RANKS, ids=lambda p: f"{p.actions[0].name}-{p.layout}-{p.scheme}")
+def test_a_step_or_collective_on_one_rank_only_ends_with_its_name(program):
     error = _trouble(program)
     assert error is None, error
 

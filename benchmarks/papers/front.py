@@ -7,7 +7,8 @@ size (:data:`WORKLOAD`): stored are accuracies by step, so that other assumption
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, product
@@ -390,6 +391,17 @@ def table(comparison: Comparison, known: Mapping[str, Climb]) -> str:
     missing = len(comparison.contenders) - len(found)
     partial_mark = f"**Not complete: {missing} of {len(comparison.contenders)} methods are missing.**\n\n"
     return (partial_mark if missing else "") + "\n".join(lines)
+
+
+def accuracy_rows(folder: Path) -> Iterator[tuple[str | int | float, ...]]:
+    """Yield what the planner knows of accuracy: nodes, scheme, period, payload type, and the ends of the interval."""
+    for comparison in SETTINGS.values():
+        for row in rows(comparison, load(comparison, folder)):
+            parts = re.fullmatch(r"(\w+)(?:\((\d+)[^)]*\))?(?:, delta)?(?:, (bfloat16|int8|int4|top4))?", row.way.name)
+            if row.apart is not None and parts is not None:
+                scheme, period, wire = parts.groups()
+                low, high = row.apart.low, row.apart.high
+                yield comparison.arena.nodes, scheme, int(period or 1), wire or "float32", round(low, 2), round(high, 2)
 
 
 def title(comparison: Comparison) -> str:

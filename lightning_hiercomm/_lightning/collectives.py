@@ -95,11 +95,18 @@ def process_groups() -> Iterable[Any]:
 
 def collectives_begun() -> int:
     """Return how many collectives this process has begun, in all process groups together. For any thread."""
-    count = 0
-    for group in [*process_groups()] if dist.is_initialized() else ():
-        with contextlib.suppress(RuntimeError):  # another thread may destroy a group meanwhile
-            count += sum(backend._get_sequence_number_for_group() for backend in counting_backends(group))
-    return count
+    return sum(map(_begun_in, [*process_groups()])) if dist.is_initialized() else 0
+
+
+def collectives_of_default_group() -> int:
+    """Return how many collectives this process has begun in the default process group. For any thread."""
+    return _begun_in(dist.group.WORLD) if dist.is_initialized() else 0
+
+
+def _begun_in(group: Any) -> int:
+    with contextlib.suppress(RuntimeError):  # another thread may destroy a group meanwhile
+        return sum(backend._get_sequence_number_for_group() for backend in counting_backends(group))
+    return 0
 
 
 def gpu_is_busy() -> bool:

@@ -245,7 +245,7 @@ class PassThroughRedirection(_DDPForwardRedirection):
         if not isinstance(wrapper_module, PassThroughDDP):
             return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
         attributes, method = vars(original_module), getattr(original_module, method_name)
-        before = attributes.pop("forward", None)  # patched by somebody
+        before = attributes.pop("forward", None)  # patched by another library
 
         def forward(*inputs: Any, **keywords: Any) -> Any:
             del attributes["forward"]
@@ -340,11 +340,11 @@ def in_ddp(
     with _ignoring(module, ignored):
         if device_ids is None:
             return kind(module, device_ids=None, **arguments)
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
-        beside.wait_stream(here)  # DDP sends what has just been made equal
-        with torch.cuda.stream(beside):
+        here, side_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        side_stream.wait_stream(here)  # DDP sends what has just been made equal
+        with torch.cuda.stream(side_stream):
             wrapped = kind(module, device_ids=device_ids, **arguments)
-        here.wait_stream(beside)
+        here.wait_stream(side_stream)
         return wrapped
 
 

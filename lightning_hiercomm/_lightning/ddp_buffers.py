@@ -106,9 +106,9 @@ class BufferBroadcast:
 
     def _follow(self, group: Any, source: int, ignored: set[str]) -> None:
         """Take the layout of the sending rank."""
-        told = [self._present_layout(ignored)]
-        dist.broadcast_object_list(told, dist.get_global_rank(group, source), group)
-        (self._layout,) = told
+        layouts = [self._present_layout(ignored)]
+        dist.broadcast_object_list(layouts, dist.get_global_rank(group, source), group)
+        (self._layout,) = layouts
         self._fits = False
         self.select({name: b for name, b in self._module.named_buffers() if name not in ignored}, set())
 

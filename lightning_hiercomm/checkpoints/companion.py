@@ -322,7 +322,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _held_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with what this rank holds in place of DTensors, which know a mesh of one run only.
+    """An optimizer's state with what this rank holds instead of DTensors, which know a mesh of one run only.
 
     A placeholder for no optimizer has none, and wrappers of optimizers may have a layout of their own.
     """

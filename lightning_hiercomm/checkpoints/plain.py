@@ -200,7 +200,7 @@ class Checkpoints:
         for rank, what in enumerate(failures):
             if what is not None:
                 raise OSError(
-                    f"rank {rank} could not write its part of the checkpoint, beside {path} (the checkpoints that were"
+                    f"rank {rank} could not write its part of the checkpoint next to {path} (the checkpoints that were"
                     f" there are complete): {what} checkpoint_replicas=False."
                 ) from failure
 

@@ -40,12 +40,14 @@ _STOP_ON_ALL_RANKS = (
     " trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
     " trainer.strategy.reduce_boolean_decision(...)"
 )
+_EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
-Purpose = Literal["average", "save", "reduce", "end"]
+Purpose = Literal["average", "save", "reduce", "epoch", "end"]
 _PURPOSES: dict[Purpose, tuple[str, str]] = {
     "reduce": ("reduced a value", "Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"),
     "save": ("called trainer.save_checkpoint", _SAVE_ON_ALL_RANKS),
     "end": ("ended training", _STOP_ON_ALL_RANKS),
+    "epoch": ("ended an epoch", _EQUAL_BATCHES),
     "average": ("asked for the averaged model", "All ranks must do that after equally many steps"),
 }
 """Why ranks wait at a barrier: what a rank did, and what is to be done if others did not."""
@@ -340,8 +342,20 @@ class Hub:
             described = [
                 f"{names_of_ranks(reasons[each])} {_PURPOSES[each[0]][0]}{each[1]}" for each in (first, second)
             ]
-            line = next(arrival["line"] for member, arrival in arrivals if member.rank == reasons[second][0])
+            lines = {member.rank: arrival["line"] for member, arrival in arrivals}
+            cause, line = (lines[reasons[each][0]] for each in (first, second))
+            if cause != line:
+                described[0] += _in_line(cause)
             self._fail_of_itself(f"{', and '.join(described)}{_in_line(line)}. {_PURPOSES[first[0]][1]}")
+            return
+        arrivals.sort(key=lambda each: each[0].rank)
+        first_member, steps = arrivals[0][0], arrivals[0][1]["steps"]
+        other = next(((m, arrival["steps"]) for m, arrival in arrivals if arrival["steps"] != steps), None)
+        if other is not None:
+            self._fail_of_itself(
+                f"{first_member.place} has taken {_optimizer_steps(steps)} and {other[0].place}"
+                f" {_optimizer_steps(other[1])}: call optimizer.step() equally often on all ranks"
+            )
             return
         self._released = number
         self._tell_all({"kind": "release", "number": number})
@@ -443,8 +457,7 @@ class Hub:
                 shorter, longer = (ahead, member) if its_batches > batches else (member, ahead)
                 self._fail_of_itself(
                     f"{shorter.place} ended an epoch after {shorter.ended[1]} batches of the run, and {longer.place}"
-                    " took more. All ranks must take equally many steps: give them equally many batches, or set"
-                    " limit_train_batches"
+                    f" took more. {_EQUAL_BATCHES}"
                 )
                 return
 
@@ -454,6 +467,8 @@ class Hub:
         for member in waiting:
             assert member.arrival is not None
             arrival = member.arrival
+            if arrival["purpose"] == "epoch" and self._hang_timeout is not None:
+                continue  # _look_for_unequal_epochs finds these
             passed = [
                 f"{other.place} trains on with batch {other.batches} of the run"
                 for other in self._members.values()
@@ -476,7 +491,8 @@ class Hub:
         waits = [member.wait for member in members if member.wait is not None and member.wait["seconds"] >= timeout]
         if not members or len(waits) < len(members) or self._missing:
             return
-        places = {(m.batches, m.ended, wait["place"]) for m, wait in zip(members, waits, strict=True)}
+        pairs = zip(members, waits, strict=True)
+        places = {(m.batches, m.ended, wait["place"], wait["collectives"]) for m, wait in pairs}
         if len(places) == 1 and not self._left:
             return
         rows = [("rank", "waits in", "during", "line of the program")]
@@ -498,6 +514,13 @@ class Hub:
             )
         if self._left or any(member.arrival is not None and member.arrival["purpose"] == "end" for member in members):
             return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
+        counts = [wait["collectives"] for wait in waits]
+        more = [member.rank for member, count in zip(members, counts, strict=True) if count > min(counts)]
+        if more:
+            return (
+                f"Likely cause: {names_of_ranks(more)} called more collectives (barrier, all_gather, all_reduce,"
+                " self.log(..., sync_dist=True)) than other ranks. Call them on all ranks alike"
+            )
         return (
             "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
             " some ranks only, or more often. Call it on all ranks alike"
@@ -511,7 +534,10 @@ class Hub:
             return
         last_beats = 2 * seconds_between_beats(self._size, timeout)  # which may show that the ranks are deadlocked
         is_short = now - self._moved_at <= timeout + last_beats
-        if self._failure is not None or self._standstill_told or is_short or not all(progress.values()):
+        has_begun = all(progress.values()) or any(
+            m.wait and m.wait["seconds"] > timeout for m in self._members.values()
+        )
+        if self._failure is not None or self._standstill_told or is_short or not has_begun:
             return
         members = sorted(self._members.values(), key=lambda member: member.rank)
         if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # nobody is frozen
@@ -543,6 +569,12 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds // 6)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
+
+
+def _optimizer_steps(counts: Sequence[int]) -> str:
+    if len(counts) == 1:
+        return f"{counts[0]} optimizer step{'s' if counts[0] != 1 else ''}"
+    return f"{', '.join(map(str, counts))} steps of its optimizers"
 
 
 def _activity(member: Member) -> str:

@@ -324,7 +324,7 @@ class ControlPlane:
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
 
-    def barrier(self, purpose: hub.Purpose = "average", what: str = "") -> None:
+    def barrier(self, purpose: hub.Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         A collective that only some ranks call is matched with the next one of the others, whatever that is: gloo mixes
@@ -333,9 +333,11 @@ class ControlPlane:
         Args:
             purpose: Why the ranks wait. The run ends if they do not all have the same purpose.
             what: More about it, for the message of that error; it must be the same on all ranks, too.
+            steps: How often each optimizer has stepped, the same on all ranks.
 
         Raises:
-            RankFailure: If another rank failed, has gone on without coming here, or does not come within the timeout.
+            RankFailure: If another rank failed, has gone on without coming here, has taken other numbers of steps, or
+                does not come within the timeout.
         """
         if not self.is_connected:
             return
@@ -346,7 +348,7 @@ class ControlPlane:
             self._barriers += 1
             number = self._barriers
             arrival = {"number": number, "batches": self._batch, "purpose": purpose, "what": what, "line": line}
-            self._say({"kind": "arrive", **arrival})
+            self._say({"kind": "arrive", **arrival, "steps": [*steps]})
             is_over = self._changed.wait_for(
                 lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone,
                 timeout=self._timeout,

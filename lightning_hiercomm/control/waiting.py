@@ -42,6 +42,7 @@ class Wait:
         place: A digest of the functions on the stack outside of this package; equal on ranks that wait in one place.
         line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
         is_saving: Whether the wait is inside of ``Trainer.save_checkpoint``.
+        collectives: How many collectives over all ranks this rank has begun; equal on ranks that wait in the same one.
     """
 
     seconds: float
@@ -49,6 +50,7 @@ class Wait:
     place: str
     line: str
     is_saving: bool
+    collectives: int = 0
 
     def as_message(self) -> dict[str, Any]:
         """The wait as plain values."""
@@ -67,11 +69,17 @@ class MainThread:
         count_collectives: Returns how many collectives this process has begun. A thread that begins more of them in the
             same place is not waiting in one.
         gpu_is_busy: Returns whether a GPU of this process has work to do.
+        count_of_all_ranks: Returns how many collectives over all ranks this process has begun. What it returns at
+            first, when ranks may have begun unequal numbers, counts as 0.
     """
 
     def __init__(
-        self, count_collectives: Callable[[], int] = lambda: 0, gpu_is_busy: Callable[[], bool] = lambda: False
+        self,
+        count_collectives: Callable[[], int] = lambda: 0,
+        gpu_is_busy: Callable[[], bool] = lambda: False,
+        count_of_all_ranks: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._count_of_all_ranks, self._first_count = count_of_all_ranks, count_of_all_ranks()
         self._count_collectives = count_collectives
         self._gpu_is_busy = gpu_is_busy
         self._position: object = None
@@ -92,7 +100,8 @@ class MainThread:
             return None
         is_saving = _is_saving(frames)
         call = "trainer.save_checkpoint" if is_saving else _call(frames, kind)
-        return Wait(seconds, call, _place(frames), _line(frames), is_saving)
+        collectives = self._count_of_all_ranks() - self._first_count
+        return Wait(seconds, call, _place(frames), _line(frames), is_saving, collectives)
 
     def line(self) -> str:
         """Return the user's line of code that the main thread runs; empty if there is none."""

@@ -76,7 +76,7 @@ class Bucket:
             each rank's own samples, do not).
         held_by: Which ranks of the node hold it: see :attr:`~lightning_hiercomm.nodes.topology.Topology.holders`.
         keeps_equal: Whether the mean of equal values has to be those values to the bit, of any number of nodes.
-        is_outdated: Whether the module holds something of another shape in place of one of the tensors, on this rank.
+        is_outdated: Whether the module holds something of another shape instead of one of the tensors, on this rank.
     """
 
     pieces: tuple[Piece, ...]

@@ -133,7 +133,7 @@ class Buffers:
 
     @torch.no_grad()
     def give_up(self, places: Collection[int]) -> None:
-        """Hold zeros, of no layer, in place of some buffers."""
+        """Hold zeros, of no layer, instead of some buffers."""
         self.tensors, self._homes, self.replaced = list(self.tensors), list(self._homes), list(self.replaced)
         with torch.inference_mode(False):  # perhaps in a validation; schemes write to them in training
             for place in places:
@@ -151,7 +151,7 @@ class Buffers:
 
 
 def _present(before: Tensor, home: Home | None) -> Tensor | None:
-    """The buffer that a layer has in place of the one before; None if it has another shape, dtype or device."""
+    """The buffer that has replaced a layer's earlier one; None if it has another shape, dtype or device."""
     given = before if home is None else home.present
     if given is before:
         return before

@@ -56,7 +56,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Watched:
-    """Parameters that somebody may write to while the module holds the averaged ones.
+    """Parameters that hooks may write to while the module holds the averaged ones.
 
     Attributes:
         parameters: The same ones on all ranks.
@@ -344,7 +344,7 @@ class AgreedModel:
 
     @torch.no_grad()
     def watch(self) -> None:
-        """Remember what the module's parameters hold, to find out later whether somebody has written to them."""
+        """Store checksums of the module's parameters, to find later those that hooks have written to."""
         self._replicas.have_written()  # or they may be gathered ones
         named = self._replicas.module.named_parameters()
         parameters = [parameter for name, parameter in named if name not in self._replicas.per_rank]

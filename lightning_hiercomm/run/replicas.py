@@ -371,11 +371,11 @@ def _warn_of_unequal(
         is_free = name in parameters or _is_averaged(name, average_buffers)
         return is_free and any(text.startswith(("float", "bfloat", "complex")) for text in texts)
 
-    told = {name: texts for name, texts in unequal.items() if is_averaged(name, texts)}
-    if told:
-        is_named = not isinstance(average_buffers, bool) and any(name not in parameters for name in told)
+    reported = {name: texts for name, texts in unequal.items() if is_averaged(name, texts)}
+    if reported:
+        is_named = not isinstance(average_buffers, bool) and any(name not in parameters for name in reported)
         more = ". average_buffers names some of them without effect" if is_named else ""
-        warnings.warn(warning_of_unequal(told, group.ranks) + more, stacklevel=4)
+        warnings.warn(warning_of_unequal(reported, group.ranks) + more, stacklevel=4)
 
 
 def check_initialized(module: nn.Module) -> None:

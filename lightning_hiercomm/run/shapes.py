@@ -87,10 +87,10 @@ def warning_of_unequal(unequal: dict[str, list[str]], ranks: Sequence[int]) -> s
         unequal: By name, what every rank holds.
         ranks: Their numbers.
     """
-    told = [f"{name} ({_difference(texts, ranks)})" for name, texts in unequal.items()]
-    more = f" and {len(told) - _MOST_NAMES} more" if len(told) > _MOST_NAMES else ""
+    each = [f"{name} ({_difference(texts, ranks)})" for name, texts in unequal.items()]
+    more = f" and {len(each) - _MOST_NAMES} more" if len(each) > _MOST_NAMES else ""
     return (
-        f"these tensors have another shape on other ranks: {', '.join(told[:_MOST_NAMES])}{more}. From now on they stay"
+        f"these tensors have another shape on other ranks: {', '.join(each[:_MOST_NAMES])}{more}. From now on they stay"
         " each rank's own and are not averaged. A checkpoint holds rank 0's; checkpoint_replicas=True also stores those"
         " of the other ranks"
     )

@@ -452,7 +452,7 @@ class TrainingRun:
         return nullcontext() if self._uncounted is None else self._uncounted.backward()
 
     def note_reduction(self) -> None:
-        """A backward pass has ended in which gradients were averaged, and nobody has stepped yet."""
+        """A backward pass has averaged gradients, and no optimizer has stepped since."""
         if self.gradient_check is not None:
             self.gradient_check.note_reduction()
 

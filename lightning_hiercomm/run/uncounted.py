@@ -181,7 +181,7 @@ class UncountedChanges:
         if untrained is None:
             return self._watched
         if not self._watched and any(p.grad is not None or id(p) in self._gradients for p in untrained.parameters):
-            return [(self._stepped_by, untrained)]  # whoever moves them
+            return [(self._stepped_by, untrained)]  # if its class is known
         return [*self._watched, (self._stepped_by, untrained)] if self._stepped_by else self._watched
 
     def _follow(self, values: Values | None = None) -> None:

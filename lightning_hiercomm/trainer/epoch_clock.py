@@ -112,6 +112,7 @@ class EpochClock(pl.Callback):
         if not self._epoch_has_ended:
             self._epoch_has_ended = True
             self._note_epoch_end()
+            self._control.barrier("epoch")  # schemes that synchronize here need equal numbers of steps
             self._run.end_epoch()
 
     def _note_epoch_end(self) -> None:

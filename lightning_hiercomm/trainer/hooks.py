@@ -144,6 +144,7 @@ class HierarchicalHooks(Reports):
             self._run_or_none = self._new_run()
             self._run.after_healing = lambda: heal_averages(trainer)
             self._run.agreed_model.barrier = self._control.barrier
+            self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
@@ -312,6 +313,7 @@ class HierarchicalHooks(Reports):
 
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module
+            self._control.barrier()
             self._run.agreed_model.average_module()
             self._checkpoints.settle(self._topology, self.checkpoint_io)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
+from lightning_hiercomm._lightning.collectives import (
+    collectives_begun,
+    collectives_of_default_group,
+    gpu_is_busy,
+)
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     is_interrupted,
@@ -61,10 +65,15 @@ class OneRank:
 
 
 class RunControl:
-    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them."""
+    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them.
+
+    Attributes:
+        steps: Returns how often each optimizer has stepped, between the setup and the end of a run.
+    """
 
     def __init__(self) -> None:
         self.plane: ControlPlane | None = None
+        self.steps: Callable[[], Sequence[int]] | None = None
         self._is_stopping_together = False
         self._has_noted_exception = False
         self._is_ending = False
@@ -99,7 +108,7 @@ class RunControl:
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
         if size > 1:
             place = f"rank {rank} (node {node})"
-            main_thread = MainThread(collectives_begun, gpu_is_busy)
+            main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
             self.plane = start_control_plane(
                 rank, size, place, *address, hang_timeout, broadcast, gather, main_thread, timeout
             )
@@ -152,10 +161,10 @@ class RunControl:
             what: More about it. Both must be the same on all ranks.
 
         Raises:
-            RankFailure: If another rank failed, or cannot come because it trains on.
+            RankFailure: If another rank failed, cannot come because it trains on, or has taken other numbers of steps.
         """
         if self.plane is not None:
-            self.plane.barrier(purpose, what)
+            self.plane.barrier(purpose, what, () if self.steps is None else self.steps())
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
         """False while an exception is handled that only this rank may have: no collective would end."""
@@ -199,7 +208,7 @@ class RunControl:
 
     def stop(self, trainer: pl.Trainer | None) -> None:
         """Leave the trainer as it was, and disconnect."""
-        self._ranks = self._before_batch = None
+        self._ranks = self._before_batch = self.steps = None
         if trainer is not None:
             restore_sigterm_broadcast(trainer)
         if self.plane is not None:

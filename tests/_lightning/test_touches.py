@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning import collectives
-from lightning_hiercomm._lightning.collectives import collectives_begun, gpu_is_busy
+from lightning_hiercomm._lightning.collectives import collectives_begun, collectives_of_default_group, gpu_is_busy
 from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
@@ -942,6 +942,15 @@ def test_torch_counts_the_collectives_of_all_groups(process_group):
     dist.all_reduce(torch.ones(1))
     dist.broadcast(torch.ones(1), src=0, group=dist.new_group([0]))
     assert collectives_begun() >= before + 2
+
+
+def test_torch_counts_the_collectives_of_the_default_group_apart(process_group):
+    before = collectives_of_default_group()
+    dist.barrier()
+    other = dist.new_group([0])
+    dist.barrier(other)
+    assert collectives_of_default_group() == before + 1
+    dist.destroy_process_group(other)
 
 
 def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkeypatch):

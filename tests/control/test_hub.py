@@ -365,6 +365,20 @@ def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
     assert said == f"{head}{where}\n"
 
 
+def test_a_standstill_before_the_first_batch_is_reported_where_ranks_wait(serve, capfd):
+    ranks = Beating(serve(size=2, hang_timeout=0.5), ranks=2)
+    for _ in range(10):
+        ranks.say(0, doing="starting")
+        ranks.say(1, doing="starting")
+        time.sleep(0.2)
+    assert capfd.readouterr().err == ""  # both may load data
+    for _ in range(4):
+        ranks.say(0, doing="starting", wait=BACKWARD)
+        ranks.say(1, doing="starting")
+        time.sleep(0.2)
+    assert "rank 1, starting, is busy" in capfd.readouterr().err
+
+
 def test_the_report_of_a_standstill_names_who_is_busy_and_who_waits(serve, capfd):
     ranks = Beating(serve(hang_timeout=0.5))
     ranks.beat(0.2, 0, 1, 2)
@@ -379,7 +393,15 @@ def test_the_report_of_a_standstill_names_who_is_busy_and_who_waits(serve, capfd
 
 
 BACKWARD = {"seconds": 60.0, "call": "backward", "place": "a", "line": "train.py:9 (main)", "is_saving": False}
-SAVING = {"seconds": 60.5, "call": "trainer.save_checkpoint", "place": "b", "line": "", "is_saving": True}
+BACKWARD["collectives"] = 3
+SAVING = {
+    "seconds": 60.5,
+    "call": "trainer.save_checkpoint",
+    "place": "b",
+    "line": "",
+    "is_saving": True,
+    "collectives": 3,
+}
 GATHER = {**SAVING, "call": "torch.distributed.all_gather", "is_saving": False}
 
 
@@ -411,6 +433,13 @@ def test_the_likely_cause_of_other_waits_is_a_collective_on_some_ranks(serve):
     ranks.say(0, wait=GATHER)
     ranks.say(1, wait=BACKWARD)
     assert "Likely cause: a collective (barrier, all_gather, " in wait_for_failure(ranks)
+
+
+def test_ranks_that_wait_in_one_place_with_unequal_collectives_end_the_run(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(0, wait=BACKWARD)
+    ranks.say(1, wait={**BACKWARD, "collectives": 4})
+    assert "Likely cause: rank 1 called more collectives (barrier, all_gather," in wait_for_failure(ranks)
 
 
 def test_ranks_that_wait_at_different_batches_end_the_run(serve):
@@ -451,6 +480,17 @@ def test_other_long_waits_do_not_end_the_run(serve, waits):
 
 
 ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "purpose": "average", "what": ""}
+ARRIVAL["steps"] = []
+
+
+def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    for rank, steps in enumerate(([4, 2], [4, 3])):
+        ranks._channels[rank].send({**ARRIVAL, "steps": steps})
+    assert read(ranks.members[0])["message"] == (
+        "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers: call optimizer.step()"
+        " equally often on all ranks"
+    )
 
 
 def test_ranks_pass_a_barrier_when_all_have_come(serve):
@@ -487,8 +527,8 @@ def test_values_logged_on_some_ranks_only_end_the_run(serve):
     for rank in (1, 2):
         ranks._channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
     assert read(ranks.members[0])["message"] == (
-        "ranks 1, 2 reduced a value (sum of float32), and rank 0 called trainer.save_checkpoint. Call self.log(...,"
-        " sync_dist=True) and strategy.reduce on all ranks alike"
+        "ranks 1, 2 reduced a value (sum of float32) in train.py:3 (on_fit), and rank 0 called trainer.save_checkpoint."
+        " Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"
     )
 
 

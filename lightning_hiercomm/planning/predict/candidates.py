@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.accuracy import WIRES, Accuracy, accuracy
 from lightning_hiercomm.planning.predict.cost import Prediction, predict
 from lightning_hiercomm.planning.predict.schemes import Payload
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
@@ -21,8 +22,8 @@ from lightning_hiercomm.schemes import (
 )
 from lightning_hiercomm.schemes.profile import Profile
 
-WIRES = ("float32", "bfloat16", "int8", "int4", "top4")
-"""What may travel between nodes, the most exact first."""
+DEFAULT_WIRES = (None, "bfloat16", "int8", "int4")
+"""What may travel between nodes, if nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Row:
         overhead: How much longer a step takes than on one node alone, as a share of that.
         drift: See :meth:`Candidate.drift`.
         fits: Whether a rank's memory is enough.
+        accuracy: What was measured of its accuracy.
     """
 
     candidate: Candidate
@@ -82,6 +84,7 @@ class Row:
     overhead: float
     drift: float
     fits: bool
+    accuracy: Accuracy
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Plan:
 
 
 def candidates(
-    cluster: Cluster, workload: Workload, wires: Iterable[str | None] = (None, "bfloat16")
+    cluster: Cluster, workload: Workload, wires: Iterable[str | None] = DEFAULT_WIRES
 ) -> Iterator[Candidate]:
     """Settings in the range in which papers and users have trained well; DDP first.
 
@@ -167,15 +170,16 @@ def _keeps_more(workload: Workload) -> bool:
 def plan(
     cluster: Cluster,
     workload: Workload,
-    wires: Iterable[str | None] = (None, "bfloat16"),
+    wires: Iterable[str | None] = DEFAULT_WIRES,
     memory: float | None = None,
     target: float = 0.05,
 ) -> Plan:
     """Predict all configurations, and recommend one.
 
-    Recommended is the configuration in which nodes train apart for the fewest steps, among those that take no more than
-    ``target`` longer than one node alone; where none does, the fastest. The cost model knows no accuracy:
-    the settings are those that papers have trained well with, and fewer steps apart are taken to be safer.
+    Recommended is a configuration that trains as DDP does or of which no loss of accuracy was seen
+    (:func:`~lightning_hiercomm.planning.predict.accuracy.accuracy`): among those that take no more than ``target``
+    longer than one node alone, the one with the fewest steps between synchronizations and the widest type between
+    nodes; where none does, the fastest.
 
     Args:
         cluster: Where.
@@ -199,6 +203,7 @@ def plan(
                 prediction.seconds / alone - 1,
                 candidate.drift(cluster.nodes),
                 memory is None or prediction.memory_bytes <= memory,
+                accuracy(candidate.kind, candidate.arguments, candidate.wire_dtype, cluster.nodes),
             )
         )
     if not any(row.fits for row in rows):
@@ -213,9 +218,10 @@ def plan(
 
 
 def _choose(rows: Sequence[Row], target: float) -> Row:
-    good = [row for row in rows if row.overhead <= target]
+    kept = [row for row in rows if row.accuracy.is_kept] or rows
+    good = [row for row in kept if row.overhead <= target]
     if not good:
-        return min(rows, key=lambda row: row.prediction.seconds)
+        return min(kept, key=lambda row: row.prediction.seconds)
     return min(good, key=lambda row: (row.drift, WIRES.index(row.candidate.wire_dtype or "float32"), row.overhead))
 
 
@@ -226,37 +232,32 @@ def _best(rows: Sequence[Row], name: str, target: float) -> Row:
 
 def _reason(chosen: Row, rows: Sequence[Row], target: float) -> str:
     more = f"{max(0.0, chosen.overhead):.1%} more than on one node alone"
-    took = f"a step takes {shown_seconds(chosen.prediction.seconds)}, {more}"
-    ddp, wire = rows[0], chosen.candidate.wire_dtype
-    if chosen.overhead > target:
-        fastest = "Nothing comes below {:.0%} here; this is the fastest"
-        if ddp.prediction.seconds < chosen.prediction.seconds:
-            fastest = "No scheme comes below {:.0%} here; this is the fastest of them, and DDP would take "
-            fastest += shown_seconds(ddp.prediction.seconds)
-        return (
-            f"{took}. {fastest.format(target)}. Fewer agreements, a narrower wire_dtype or larger batches would help."
-            f"{_unknown_accuracy(chosen)}"
-        )
+    sentences = [f"a step takes {shown_seconds(chosen.prediction.seconds)}, {more}; accuracy: {chosen.accuracy}"]
     if chosen.candidate.kind is AllReduce:
-        as_ddp = "this trains exactly as DDP does" if wire is None else f"this is DDP with gradients sent as {wire}"
-        return f"{took}, so there is no need to train apart: {as_ddp}.{_unknown_accuracy(chosen)}"
-    apart = f"nodes are at most {chosen.drift:g} steps apart" if chosen.drift else "nodes never differ"
-    all_reduce = _best(rows, AllReduce.__name__, target)  # as in the table
-    wire = all_reduce.candidate.wire_dtype
-    others = (
-        f"AllReduce would take {shown_seconds(all_reduce.prediction.seconds)}"
-        f"{f' with wire_dtype={wire!r}' if wire else ''} ({all_reduce.overhead:+.0%}), DDP"
-        f" {shown_seconds(ddp.prediction.seconds)}"
-    )
-    return f"{took}, and {apart}, the fewest of all settings below {target:.0%}. {others}.{_unknown_accuracy(chosen)}"
+        wire = chosen.candidate.wire_dtype
+        sentences.append("This is DDP" + (f" with gradients sent as {wire}" if wire else ""))
+    others = {"DDP": rows[0], "AllReduce": _best(rows, AllReduce.__name__, target)}
+    slower = [
+        f"{name}{_with_wire(row)} would take {shown_seconds(row.prediction.seconds)} ({row.overhead:+.0%})"
+        for name, row in others.items()
+        if row is not chosen and row.candidate.kind is not chosen.candidate.kind
+    ]
+    if slower:
+        sentences.append(", ".join(slower))
+    if chosen.overhead > target:
+        fastest = min((row for row in rows if row.fits), key=lambda row: row.prediction.seconds)
+        if fastest.prediction.seconds < chosen.prediction.seconds:
+            sentences.append(
+                f"{fastest.candidate.title}{_with_wire(fastest)} would take"
+                f" {shown_seconds(fastest.prediction.seconds)} ({fastest.overhead:+.0%}); accuracy: {fastest.accuracy}"
+            )
+        sentences.append("Larger batches would lower the share of communication")
+    return ". ".join(sentences) + "."
 
 
-def _unknown_accuracy(chosen: Row) -> str:
-    """Of what nobody has measured, that this is so."""
-    wire = chosen.candidate.wire_dtype
-    if wire not in ("int8", "int4", "top4"):
-        return ""
-    return f" No table of the documentation has the accuracy of that with {wire}: compare it with a wider wire first."
+def _with_wire(row: Row) -> str:
+    wire = row.candidate.wire_dtype
+    return f" with wire_dtype={wire!r}" if wire else ""
 
 
 def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:

@@ -14,9 +14,10 @@ from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.faults import Faults, advice, survive
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_price, shown_seconds
 
-_COLUMNS = ("configuration", "between nodes", "step", "exposed", "per node", "memory", "speed-up", "limit", "apart")
-
-
+_COLUMNS = (
+    *("configuration", "between nodes", "step", "exposed", "per node", "memory", "speed-up", "limit", "apart"),
+    "accuracy",
+)
 _COLUMNS_WITH_FAULTS = ("kept, elastic", "kept, restarts")
 _COLUMNS_WITH_COSTS = ("cost, elastic", "cost, restarts")
 
@@ -51,6 +52,7 @@ def _cells(row: Row, is_chosen: bool) -> tuple[str, ...]:
         f"{row.speedup:.2f}x",
         prediction.limit,
         f"{row.drift:g}",
+        str(row.accuracy),
     )
 
 
@@ -106,6 +108,7 @@ def _row_to_dict(plan: Plan, row: Row, faults: Faults | None) -> dict[str, Any]:
         "overhead": row.overhead,
         "steps_apart": row.drift if math.isfinite(row.drift) else None,
         "fits": row.fits,
+        "accuracy": str(row.accuracy),
         **{name: None if value == math.inf else value for name, value in survival.items()},
     }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.accuracy import Accuracy
 from lightning_hiercomm.planning.predict.candidates import Candidate, Row
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.faults import (
@@ -120,7 +121,7 @@ def test_the_more_seldom_nodes_die_the_more_is_kept_up_to_all_of_it():
 
 def row(scheme, cluster: Cluster, workload: Workload) -> Row:
     candidate = Candidate(type(scheme), {"sync_every": scheme.sync_every} if hasattr(scheme, "sync_every") else {})
-    return Row(candidate, predict(scheme, cluster, workload), 1.0, 0.0, 0.0, True)
+    return Row(candidate, predict(scheme, cluster, workload), 1.0, 0.0, 0.0, True, Accuracy("not measured"))
 
 
 def test_a_cost_is_what_nodes_and_bytes_cost_for_the_samples_of_a_thousand_steps(fast_cluster, gigabyte):
@@ -158,6 +159,6 @@ def test_a_node_that_is_gone_is_missed_at_the_next_of_the_agreements_on_parts(fa
     cluster, faults = fast_cluster(16), Faults(mtbf=1e5, restart=10.0, heal=0.0, dead_after=20.0)
     whole = survive(row(DiLoCo(8), cluster, gigabyte), cluster, gigabyte, faults)
     candidate = Candidate(DiLoCo, {"sync_every": 8, "fragments": 4})
-    made = Row(candidate, predict(candidate.scheme, cluster, gigabyte), 1.0, 0.0, 0.0, True)
+    made = Row(candidate, predict(candidate.scheme, cluster, gigabyte), 1.0, 0.0, 0.0, True, Accuracy("not measured"))
     parts = survive(made, cluster, gigabyte, faults)
     assert parts.elastic_goodput < whole.elastic_goodput
