@@ -33,9 +33,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks import zoo
 from benchmarks.workloads import WORKLOADS, character_windows, judged, loss_of
 from lightning_hiercomm.planning.errors import PlanningError
-from lightning_hiercomm.planning.simulate import tasks
 from lightning_hiercomm.planning.simulate.tasks import Examples, Task, Turn
 
 _SEGMENTATION = Path(__file__).resolve().parents[1] / "examples" / "segmentation"
@@ -95,7 +95,7 @@ def _judge_pixels(model: nn.Module, examples: Examples) -> tuple[float, float]:
 
 
 TASKS = {
-    **tasks.TASKS,
+    **zoo.TASKS,
     "characters_adamw": Task(
         "characters_adamw",
         lambda _: WORKLOADS["characters_adamw"].build(),

@@ -97,28 +97,25 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--plot", metavar="FILE.png", help="also draw it")
 
     simulate = commands.add_parser(
-        "simulate", help="train up to 4096 replicas on this machine, and see what a scheme costs in accuracy"
+        "simulate",
+        help="train up to 4096 replicas of your model on this machine, and see what a scheme costs in accuracy",
     )
-    simulate.add_argument("--preset", help="a paper's question: 000, 001, 002, 003 or diloco")
-    simulate.add_argument("--scheme", nargs="+", metavar="NAME", help="without --preset: these, beside all_reduce")
+    simulate.add_argument("--task", metavar="PACKAGE.MODULE:NAME", required=True, help="your model and its examples")
+    simulate.add_argument("--scheme", nargs="+", metavar="NAME", required=True, help="these, and all_reduce")
     simulate.add_argument("--scheme-args", metavar="JSON", help="arguments of the one scheme of --scheme")
-    simulate.add_argument("--nodes", type=int, nargs="+", help="numbers of nodes, one after another")
-    simulate.add_argument("--ranks-per-node", type=int, help="with --scheme: of each node; default: 1")
+    simulate.add_argument("--nodes", type=int, nargs="+", default=[4], help="numbers of nodes; default: 4")
+    simulate.add_argument("--ranks-per-node", type=int, help="of each node; default: 1")
     simulate.add_argument(
         "--wire", choices=("bfloat16", "float16", "int8", "int4", "top4"), help="what travels between nodes"
     )
-    simulate.add_argument(
-        "--task", help="digits (needs scikit-learn), characters, mnist1d, rnn, gru, lstm (need mnist1d), or gan"
-    )
-    simulate.add_argument("--epochs", type=float, help="how often as many examples are seen as there are")
-    simulate.add_argument("--batch", type=int, help="with --scheme: examples that a rank takes per step")
+    simulate.add_argument("--epochs", type=float, default=10.0, help="how often examples are seen; default: 10")
+    simulate.add_argument("--batch", type=int, help="examples that a rank takes per step; default: the task's")
     simulate.add_argument("--seeds", type=int, default=1, help="runs of each; default: %(default)s")
-    simulate.add_argument("--profile", metavar="FILE", help="whose clock: what `probe` wrote")
-    simulate.add_argument("--params", help="the same, of the model that is played: 1.3e9, 350m")
-    simulate.add_argument("--step-time", help="the same, of a step without communication: 0.4, 250ms")
-    simulate.add_argument("--inter", help="the same, of the bandwidth between nodes: 10gbit")
+    simulate.add_argument("--inter", help="for the clock: the bandwidth between nodes, such as 10gbit")
+    simulate.add_argument("--step-time", help="for the clock: a step without communication, such as 0.4 or 250ms")
+    simulate.add_argument("--params", help="for the clock: parameters, such as 350m; default: the model's own")
+    simulate.add_argument("--profile", metavar="FILE", help="for the clock: what `probe` wrote")
     simulate.add_argument("--json", action="store_true", help="print everything as JSON")
-    simulate.add_argument("--plot", metavar="FILE.png", help="also draw accuracy and loss against predicted time")
 
     lighthouse = commands.add_parser("lighthouse", help="tell nodes that come and go who is there; once for each run")
     lighthouse.add_argument("--min-nodes", type=int, default=1, help="without so many, none goes on; default: 1")

@@ -34,6 +34,23 @@ def test_ships_every_module_and_its_types():
     assert (installed / "py.typed").is_file()
 
 
+@pytest.mark.long("another process imports Lightning")
+def test_an_import_registers_names_and_changes_nothing_else():
+    program = """
+import logging, sys
+import lightning.pytorch
+from jsonargparse import ArgumentParser
+def state():
+    handlers = logging.getLogger("lightning_hiercomm").handlers + logging.root.handlers
+    return [*sys.meta_path], handlers, ArgumentParser.error
+before = state()
+import lightning_hiercomm
+assert state() == before
+assert "hierarchical_daso" in lightning.pytorch.strategies.StrategyRegistry
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
+
+
 def test_the_version_is_written_once():
     assert distribution("lightning-hiercomm").version == lightning_hiercomm.__version__
     assert f"version: {lightning_hiercomm.__version__}\n" in (CHECKOUT / "CITATION.cff").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import subprocess
 import sys
 import traceback
 
@@ -13,16 +12,13 @@ import pytest
 import pytorch_lightning
 import pytorch_lightning.cli
 import torch
-from lightning_fabric.strategies.registry import _StrategyRegistry
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 import lightning_hiercomm as first
 import lightning_hiercomm.pytorch_lightning as second
-from lightning_hiercomm._lightning.other_tree import of_second_tree
 from lightning_hiercomm.batches import speed
 from lightning_hiercomm.pytorch_lightning import _second_tree
-from lightning_hiercomm.trainer.settings import register_schemes
 
 QUIET = {
     "accelerator": "cpu",
@@ -102,9 +98,9 @@ def test_both_train_to_the_same_bits(tmp_path, capfd, scheme):
 
 
 def test_batches_are_measured_and_divided(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.005)  # what comes out does not matter
-    trained(pytorch_lightning, second, tmp_path, batches=second.HeterogeneousBatches(16))
-    assert "A global batch of 16 samples on 4 ranks" in capfd.readouterr().out
+    monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.0)  # what comes out does not matter
+    trained(pytorch_lightning, second, tmp_path, batches=second.HeterogeneousBatches(4))
+    assert "A global batch of 4 samples on 4 ranks" in capfd.readouterr().out
 
 
 @pytest.mark.long("spawned processes import Lightning and its other tree")
@@ -122,26 +118,6 @@ def test_a_spawned_process_finds_the_second_tree():
 def test_names_are_registered_with_both(name):
     for tree, ours in ((lightning.pytorch, first), (pytorch_lightning, second)):
         assert type(tree.Trainer(**QUIET, strategy=name).strategy) is ours.HierarchicalStrategy
-
-
-def test_a_name_imports_the_class_of_the_second_tree_when_it_is_used():
-    registry = _StrategyRegistry()
-    register_schemes(of_second_tree("HierarchicalStrategy"), registry)
-    made = registry.get("hierarchical_daso_fork")
-    assert type(made) is second.HierarchicalStrategy
-    assert isinstance(made.scheme, first.DASO)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("order", ["lightning_hiercomm, pytorch_lightning", "pytorch_lightning, lightning_hiercomm"])
-def test_a_program_that_imports_only_the_first_may_use_its_names_with_the_other_trainer(order):
-    program = f"""
-import {order}
-trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False, strategy="hierarchical_daso")
-print(trainer.strategy)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
-    assert "lightning_hiercomm.pytorch_lightning.HierarchicalStrategy(DASO(sync_every=4))" in ran.stdout
 
 
 def test_yaml_names_the_class_of_the_second_tree(tmp_path, monkeypatch):

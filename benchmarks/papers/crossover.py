@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
+from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
-from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Experiment
 from lightning_hiercomm.schemes import AllReduce, DirectedExponential, Gossip, Scheme
 
@@ -68,7 +68,7 @@ def _make(seed: int, method: str, replicas: int, mini_batch: int, rate: float) -
 
 def _setting(method: str, replicas: int, mini_batch: int, rate: float = 1.0) -> Setting:
     make = partial(_make, method=method, replicas=replicas, mini_batch=mini_batch, rate=rate)
-    return Setting(_key(method, replicas, mini_batch, rate), make, PRESETS["003"].site, looks=5)
+    return Setting(_key(method, replicas, mini_batch, rate), make, SITES["003"], looks=5)
 
 
 def _settings() -> list[Setting]:

@@ -14,9 +14,9 @@ from benchmarks.palette import styles_of
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
+from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.planning.cluster import Link
-from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
 from lightning_hiercomm.schemes import DASO, AllReduce, Context, Scheme
 from lightning_hiercomm.schemes.daso import RunningDASO
@@ -104,7 +104,7 @@ RUNS: dict[str, tuple[str, Callable[[], Scheme], str | None]] = {
 
 
 def _site(link: str) -> Site:
-    site = PRESETS["002"].site
+    site = SITES["002"]
     return replace(site, cluster=replace(site.cluster, inter=Link(LINKS[link] * 1e9 / 8, site.cluster.inter.latency)))
 
 

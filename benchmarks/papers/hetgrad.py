@@ -8,11 +8,12 @@ from pathlib import Path
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, panels, save
 from benchmarks.papers.report import table
+from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
+from benchmarks.zoo import adam
 from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, gradient_scale, rank_weights
-from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Experiment
-from lightning_hiercomm.planning.simulate.tasks import adam, momentum_sgd
+from lightning_hiercomm.planning.simulate.tasks import momentum_sgd
 from lightning_hiercomm.schemes import AllReduce
 
 GLOBAL_BATCH = 64
@@ -80,7 +81,7 @@ def _settings() -> list[Setting]:
         Setting(
             _key(ranks, optimizer, weighting),
             partial(_make, ranks=ranks, optimizer=optimizer, weighting=weighting),
-            PRESETS["000"].site,
+            SITES["000"],
             looks=EPOCHS,
         )
         for ranks in SPEEDS

@@ -32,9 +32,10 @@ from benchmarks.papers.networks import (
 )
 from benchmarks.papers.perceptron import PERCEPTRON
 from benchmarks.papers.wires import NodeMean, ParameterMean, decoded
+from benchmarks.zoo import TASKS
 from lightning_hiercomm.comm.codec import AsIs, Codec
 from lightning_hiercomm.planning.simulate.simulation import schedule
-from lightning_hiercomm.planning.simulate.tasks import TASKS, Examples, Task, shuffled
+from lightning_hiercomm.planning.simulate.tasks import Examples, Task, shuffled
 from lightning_hiercomm.schemes.carriers.graphs import DirectedExponential, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.plateau import Plateau
 

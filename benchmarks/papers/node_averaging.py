@@ -11,10 +11,10 @@ from benchmarks.papers.optimizers import OPTIMIZERS
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
+from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Sample, Setting, Study
-from lightning_hiercomm.planning.simulate.presets import PRESETS
+from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.simulate.simulation import Experiment
-from lightning_hiercomm.planning.simulate.tasks import TASKS
 from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging, Scheme
 
 NODES = (4, 8, 12, 16, 20)
@@ -92,7 +92,7 @@ def _rare(scheme: str) -> Scheme:
 
 
 def _setting(key: str, make: Callable[..., Experiment], looks: int, **arguments: Any) -> Setting:
-    return Setting(key, partial(make, **arguments), PRESETS["000"].site, looks=looks)
+    return Setting(key, partial(make, **arguments), SITES["000"], looks=looks)
 
 
 def _settings() -> list[Setting]:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.tasks import adamw
-from lightning_hiercomm.planning.simulate.tasks import OptimizerMaker, adam
+from benchmarks.zoo import adam
+from lightning_hiercomm.planning.simulate.tasks import OptimizerMaker
 
 
 class AdaBelief(Optimizer):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_hiercomm.planning.simulate.tasks import TASKS
+from benchmarks.zoo import TASKS
 
 
 def _build(classes: int) -> nn.Module:

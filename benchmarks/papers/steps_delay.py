@@ -12,10 +12,10 @@ from benchmarks.papers.asynchronous import asynchronous
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
+from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.planning.cluster import Link
 from lightning_hiercomm.planning.predict.cost import predict
-from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
 from lightning_hiercomm.schemes import AllReduce, Scheme, StepsDelay
 
@@ -70,7 +70,7 @@ def _make(seed: int, make: Callable[[], Scheme], name: str, rate: float) -> Expe
 
 
 def _settings() -> list[Setting]:
-    site = PRESETS["001"].site
+    site = SITES["001"]
     played = [
         Setting(_key(name, rate), partial(_make, make=make, name=name, rate=RATES[rate]), site, simulate, EPOCHS)
         for rate in RATES
@@ -87,7 +87,7 @@ def _settings() -> list[Setting]:
 
 def _speeds() -> dict[str, Any]:
     """Steps per second against AllReduce's, by the cost model."""
-    site = PRESETS["001"].site
+    site = SITES["001"]
     found: dict[str, Any] = {}
     for gbit in GBITS:
         inter = Link(gbit * 1e9 / 8, site.cluster.inter.latency)

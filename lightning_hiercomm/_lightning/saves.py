@@ -67,7 +67,7 @@ def entries_of_rank(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {**entries, "state_dict": own} if own else entries
 
 
-def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any], complete: bool = True) -> None:
+def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Replace rank 0's entries with :func:`entries_of_rank`, before anything is restored from the checkpoint.
 
     A key that this rank did not save keeps rank 0's value, as hooks often save on rank 0 only. A callback that saved
@@ -76,11 +76,8 @@ def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any], complet
     Args:
         checkpoint: As it was read.
         entries: Of this rank.
-        complete: Whether all of the rank's callbacks are in them; earlier versions left some out.
     """
     entries = dict(entries)
-    if not complete:
-        entries["callbacks"] = {**checkpoint.get("callbacks", {}), **entries.get("callbacks", {})}
     checkpoint.get("state_dict", {}).update(entries.pop("state_dict", {}))
     checkpoint.update(entries)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import chain, islice
@@ -19,7 +18,6 @@ from lightning.pytorch.tuner.lr_finder import _lr_find
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_hiercomm._lightning import require_attribute
@@ -263,25 +261,6 @@ def unmark_means_of_a_step(trainer: pl.Trainer) -> None:
 def takes_dataloader_iter(module: pl.LightningModule) -> bool:
     """Whether the training step fetches its batches itself."""
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-
-
-def training_step_inputs(trainer: pl.Trainer, batch: Any) -> list[Any]:
-    """What the training step is called with: the batch and, if it takes one, an index."""
-    return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
-
-
-def train_dataloaders(trainer: pl.Trainer) -> list[Any]:
-    """The train dataloaders, processed; usually one. ``Trainer.train_dataloader`` keeps the user's own nesting."""
-    combined = trainer.fit_loop._combined_loader
-    assert combined is not None
-    return list(combined.flattened)
-
-
-def join_train_batches(trainer: pl.Trainer, batches: list[Any]) -> Any:
-    """One batch of each train dataloader, in the user's own nesting."""
-    combined = trainer.fit_loop._combined_loader
-    assert combined is not None
-    return tree_unflatten(batches, combined._spec)
 
 
 def draw_first_indices(trainer: pl.Trainer) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,7 @@ from lightning_hiercomm.batches.partition import (
     relative_speeds,
 )
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
-from lightning_hiercomm.batches.speed import StepClock, StepTime, fit_cost, time_step
-from lightning_hiercomm.comm import streams
+from lightning_hiercomm.batches.speed import SpeedMeasurement, StepClock
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
 
@@ -51,14 +51,23 @@ class HeterogeneousBatches:
     :class:`~lightning_hiercomm.batches.sampler.DividedStream`. Others are refused with the reason. Evaluation is
     divided equally, as ever.
 
+    **Measuring.** A run with ``speeds="measure"`` begins with equal batches, and times its own training steps, except
+    for the first two and for the time in which a rank waits for others. After a second or so, at least four steps, it
+    divides the batch. It times as many steps of the new sizes, which shows what a step costs a rank whatever its size,
+    and divides once more. No step is lost or repeated: global batches are the same whatever the division, so every
+    sample is used once in an epoch. What ``DataLoader`` workers load ahead keeps the old sizes, and so does the rest of
+    the epoch for an ``IterableDataset``, for several dataloaders, and for modules with manual optimization or
+    ``training_step(dataloader_iter)``: these are divided when the next epoch begins. A run that is resumed keeps the
+    division of the checkpoint; one that was saved before there was any measures again.
+
     Source: "Heterogeneous gradient computing optimization for scalable deep neural networks" (HetGrad), Section 3. The
     paper rounds shard and batch sizes on their own, which gives ranks unequal numbers of steps, and prints weights that
     do not sum to 1 (Eq. 2); here they do.
 
     Args:
         global_batch_size: Samples per batch over all ranks, G. Replaces the train dataloader's batch size (per rank).
-        speeds: ``"measure"`` times the user's own training step on every rank, for some seconds before training; or
-            samples per second of every rank (any unit), by world rank; or the path of a JSON file with such a list.
+        speeds: ``"measure"`` times the first training steps on every rank; or samples per second of every rank (any
+            unit), by world rank; or the path of a JSON file with such a list.
         weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
             ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks);
             ``"speed_unnormalized"``: Eq. 2 as the paper prints it, ``sum_i c_i g_i``, where c are the speeds relative
@@ -66,8 +75,8 @@ class HeterogeneousBatches:
             too, a learning rate ``sum(c)`` times as large (and a weight decay as much smaller); for Adam, which does
             not see the scale of gradients, nothing. What it gains over ``"speed"`` is the larger learning rate. It acts
             on the loss as ``Strategy.backward`` gets it, so not on a ``loss.backward()`` of your own.
-        max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. On CUDA
-            measuring finds out what does not fit.
+        max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. Fast
+            ranks take more than an equal share.
         rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide anew after
             every n epochs, where that makes steps at least 5 % faster. None: never.
 
@@ -123,11 +132,14 @@ class HeterogeneousBatches:
         self._source: list[float] | str = "measure"  # of the costs
         self._limits: list[int | None] = []
         self._least = 1
-        self._device = torch.device("cpu")
         self._seed = 0
         self._samplers: list[DividedBatchSampler | StreamBatches] = []
         self._batch_sizes: list[int | None] = []
         self._has_begun = False
+        self._measurement: SpeedMeasurement | None = None
+        self._say: Callable[[str], object] = print
+        self._may_change_in_epoch = True
+        self._first_batch: int | None = None  # of the loader's iteration, as the Trainer counts
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = object.__new__(type(self))
@@ -144,7 +156,7 @@ class HeterogeneousBatches:
     def bind(self, topology: Topology, meter: Meter, device: torch.device, least: int = 1) -> None:
         """Meet the ranks, before dataloaders are made. Collective.
 
-        Unmeasured speeds count as equal until :meth:`measure`.
+        Speeds that are to be measured count as equal until then.
 
         Args:
             topology: The ranks, which get their weights.
@@ -152,14 +164,13 @@ class HeterogeneousBatches:
             device: Where it computes.
             least: The fewest samples that the module trains on.
         """
-        self._topology, self._device = topology, device
+        self._topology = topology
         # torch seeds may differ between ranks, the order of the dataset must not, nor how it is divided
         told = topology.world.all_gather_object((int(os.environ.get("PL_GLOBAL_SEED", 0)), least))
         self._seed, self._least = told[0][0], max(fewest for _, fewest in told)
         self._limits = self._limit_every_rank()
         self._forget_loaders()
-        self.clock = StepClock(meter, device) if self.rebalance_every_n_epochs is not None else None
-        self._costs, self._spreads = None, []
+        self._costs, self._spreads, self._first_batch = None, [], None
         self._source = "measure" if self.speeds == "measure" else self._read_speeds()
         sizes: list[int] | None = None
         if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
@@ -169,7 +180,7 @@ class HeterogeneousBatches:
             is_beyond = any(limit is not None and size > limit for size, limit in with_limits)
             if sum(sizes) != self.global_batch_size or is_beyond:
                 sizes = None
-            before = self._loaded.get("speeds", self._source)
+            before = self._loaded["speeds"]
             if self._source in ("measure", before):
                 self._source = before
             else:
@@ -178,6 +189,9 @@ class HeterogeneousBatches:
             self._costs = [StepCost(0.0, float(speed)) for speed in self._source]
         elif topology.world_size == 1:
             self._costs = [StepCost(0.0, 1.0)]
+        is_measured = self._costs is None
+        self.clock = StepClock(meter, device) if is_measured or self.rebalance_every_n_epochs is not None else None
+        self._measurement = SpeedMeasurement(self.clock) if is_measured and self.clock is not None else None
         equal = [StepCost(0.0, 1.0)] * topology.world_size
         self.division = Division(topology.rank, [])
         self._take(sizes or self._divided(self._costs or equal))
@@ -191,7 +205,7 @@ class HeterogeneousBatches:
         if self._has_begun:
             self._forget_loaders()
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        may_change = self._costs is None or self.rebalance_every_n_epochs is not None
+        may_change = self._measurement is not None or self.rebalance_every_n_epochs is not None
         on_load = self.clock.load if self.clock is not None else None
         divided = divide_dataloader(loader, self.division, self._seed, may_change, on_load)
         sampler: Any = divided.batch_sampler
@@ -215,39 +229,22 @@ class HeterogeneousBatches:
     def _forget_loaders(self) -> None:
         self._samplers, self._batch_sizes, self._has_begun = [], [], False
 
-    @property
-    def needs_measuring(self) -> bool:
-        """Whether :meth:`measure` is due."""
-        return self._costs is None
-
-    def measure(self, rehearse: Callable[[int], Callable[[], object]]) -> None:
-        """Time training steps on all ranks at once, and divide the batch accordingly. Collective.
-
-        Times small and large batches, which shows what a step costs whatever its size, and then batches of the size
-        that each rank is going to have.
+    def begin(self, say: Callable[[str], object] = print, may_change_in_epoch: bool = True) -> None:
+        """Training begins: announce the division, unless it is to be measured.
 
         Args:
-            rehearse: Gives, for a batch size, a function that runs one training step of that size.
+            say: Prints, on rank zero.
+            may_change_in_epoch: Whether batches are counted, and optimizer steps take as many as the Trainer says.
         """
-        topology = self._topology
-        equal = self.global_batch_size // topology.world_size
-        largest = min(self.global_batch_size - topology.world_size + 1, self._limit or self.global_batch_size)
-        measured: dict[int, float] = {}
-        # BatchNorm cannot train on a single sample
-        for size in (min(largest, max(2, equal // 2)), min(largest, max(2, 2 * equal))):
-            self._time(size, rehearse, measured)
-        cost = fit_cost(measured)
-        size = self._divided(self._gather_costs(cost))[topology.rank]
-        size, time = self._time(size, rehearse, measured)
-        self._costs = self._gather_costs(cost.through(size, time.seconds))
-        self._take(self._divided(self._costs))
-        self._spreads = topology.world.all_gather_object(time.spread)
+        self._say, self._may_change_in_epoch = say, may_change_in_epoch
+        if self._measurement is None:
+            self._announce()
 
-    def announce(self) -> None:
+    def _announce(self) -> None:
         """Print the division, and warn if the measurements it follows from are doubtful; rank zero only."""
         if self._topology.rank != 0 or self._topology.world_size == 1:
             return
-        print(self.table())
+        self._say(self.table())
         if self._spreads and max(self._spreads) > _SCATTERS:
             rank = self._spreads.index(max(self._spreads))
             warnings.warn(
@@ -269,7 +266,10 @@ class HeterogeneousBatches:
 
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins: divide anew if that is due and worth it. Collective."""
-        self._has_begun = True
+        assert self.division is not None
+        self._has_begun, self._first_batch = True, None
+        if self.division.change is not None:
+            self._change(self.division.change[1])
         orders = [
             sampler.sampler.fingerprint()
             for sampler in self._samplers
@@ -282,11 +282,24 @@ class HeterogeneousBatches:
             )
         if self.clock is not None and self.rebalance_every_n_epochs is not None:
             self.pause()
-            if epoch and epoch % self.rebalance_every_n_epochs == 0:
+            if epoch and epoch % self.rebalance_every_n_epochs == 0 and self._measurement is None:
                 self._rebalance(epoch)
 
-    def begin_step(self) -> None:
-        """A training step begins; its batch is loaded."""
+    def begin_step(self, batch: int, accumulated: int = 1) -> None:
+        """A training step begins; its batch is loaded. Collective where speeds are measured.
+
+        Args:
+            batch: Its number in the epoch, from 0.
+            accumulated: Batches per optimizer step.
+        """
+        if self._first_batch is None:
+            self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader begins anew
+        assert self.division is not None
+        change = self.division.change
+        if change is not None and change[0] == batch - self._first_batch:
+            self._change(change[1])
+        elif change is None and self._measurement is not None and self._measurement.is_due():
+            self._measure(self._measurement, accumulated)
         if self.clock is not None:
             self.clock.start()
 
@@ -350,21 +363,18 @@ class HeterogeneousBatches:
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """The division and the costs it follows from, as primitives."""
+        """The division and the costs it follows from, as primitives; nothing while these are being measured."""
         if self.division is None or self._costs is None:
             return {}
+        sizes = self.division.sizes if self.division.change is None else self.division.change[1]
         costs = [[cost.fixed for cost in self._costs], [cost.speed for cost in self._costs]]
-        return {"sizes": list(self.division.sizes), "costs": costs, "speeds": self._source}
+        return {"sizes": list(sizes), "costs": costs, "speeds": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with :meth:`state_dict` from the next :meth:`bind`, if the number of ranks is the same."""
         self._loaded = dict(state) if state else None
 
     # ---- parts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int | None:
-        return self._limits[self._topology.rank]
 
     def _divided(self, costs: Sequence[StepCost]) -> list[int]:
         return divide(self.global_batch_size, costs, self._limits, self._least)
@@ -397,29 +407,35 @@ class HeterogeneousBatches:
             raise ValueError(f"{source} gives {len(speeds)} numbers, but there are {ranks} ranks: give one for each")
         return [float(speed) for speed in speeds]
 
-    def _time(
-        self, size: int, rehearse: Callable[[int], Callable[[], object]], measured: dict[int, float]
-    ) -> tuple[int, StepTime]:
-        """Time steps of ``size`` samples, or as many as fit into memory."""
-        world = self._topology.world
-        while True:
-            step = rehearse(size)
-            fits = _fits(step)
-            if all(world.all_gather_object(fits)):
-                break
-            if not fits:
-                if size == 1:
-                    raise torch.cuda.OutOfMemoryError(f"rank {self._topology.rank} has no memory for even 1 sample")
-                size = size * 3 // 4
-                self._limits[self._topology.rank] = size
-        self._limits = [limits[rank] for rank, limits in enumerate(world.all_gather_object(self._limits))]
-        time = time_step(step, world.all_gather_object, lambda: streams.synchronize(self._device))
-        measured[size] = time.seconds
-        return size, time
+    def _measure(self, measurement: SpeedMeasurement, accumulated: int) -> None:
+        """Divide by what ranks have seen, if that is enough: from the first batch on that no rank has begun to load."""
+        assert self.division is not None
+        assert self._first_batch is not None
+        handed_out = sys.maxsize  # not in this epoch
+        if self._may_change_in_epoch and len(self._samplers) == 1:
+            (sampler,) = self._samplers
+            if isinstance(sampler, DividedBatchSampler):
+                handed_out = sampler.handed_out
+        told = self._topology.world.all_gather_object((measurement.cost(self.batch_size), handed_out))
+        found = [each for each, _ in told if each is not None]
+        if len(found) < len(told):
+            return
+        self._costs, self._spreads = [cost for cost, _ in found], [spread for _, spread in found]
+        sizes = self._divided(self._costs)
+        if measurement.end_round(self.batch_size) or sizes == self.division.sizes:
+            self._measurement = None
+        first = max(ahead for _, ahead in told)
+        first += -(self._first_batch + first) % accumulated  # gradients that are added up weigh alike
+        self.division.change = first, sizes
 
-    def _gather_costs(self, cost: StepCost) -> list[StepCost]:
-        values = self._topology.world.all_gather_object((cost.fixed, cost.speed))
-        return [StepCost(fixed, speed) for fixed, speed in values]
+    def _change(self, sizes: Sequence[int]) -> None:
+        self._take(sizes)
+        if self.clock is not None:
+            self.clock.reset()
+        if self._measurement is None:
+            self._announce()
+            if self.rebalance_every_n_epochs is None:
+                self.clock = None
 
     def _rebalance(self, epoch: int) -> None:
         assert self.clock is not None
@@ -442,7 +458,7 @@ class HeterogeneousBatches:
 
     def _take(self, sizes: Sequence[int]) -> None:
         assert self.division is not None
-        self.division.sizes[:] = sizes
+        self.division.sizes[:], self.division.change = sizes, None
         costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
@@ -452,13 +468,3 @@ class HeterogeneousBatches:
 def _check_speeds(speeds: Sequence[float], source: str) -> None:
     if not speeds or not all(isinstance(speed, int | float) and 0 < speed < math.inf for speed in speeds):
         raise ValueError(f"{source}={list(speeds)} must be one positive number per rank")
-
-
-def _fits(step: Callable[[], object]) -> bool:
-    """Whether a step gets through without running out of device memory."""
-    try:
-        step()
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return False
-    return True

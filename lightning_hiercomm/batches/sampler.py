@@ -26,16 +26,27 @@ from torch.utils.data import (
 class Division:
     """Who takes what of a global batch: of its G samples in order, rank 0 takes the first ``sizes[0]``, and so on.
 
-    Samplers look at it when an epoch's iteration begins, so ``sizes`` may change between epochs.
+    ``sizes`` may change between epochs. Samplers of indices ask for every batch, so that ``change`` may announce other
+    sizes for the rest of an epoch; a stream keeps the sizes with which its iteration has begun.
 
     Args:
         rank: This rank.
         sizes: Samples per rank; their sum G never changes.
+
+    Attributes:
+        change: From which batch of the iteration on, counted from 0, ranks take other sizes, and which.
     """
 
     def __init__(self, rank: int, sizes: Sequence[int]) -> None:
         self.rank = rank
         self.sizes = list(sizes)
+        self.change: tuple[int, Sequence[int]] | None = None
+
+    def place(self, batch: int) -> slice:
+        """This rank's samples in the order of the epoch, for one batch of the iteration."""
+        sizes = self.sizes if self.change is None or batch < self.change[0] else self.change[1]
+        start = batch * self.total + sum(sizes[: self.rank])
+        return slice(start, start + sizes[self.rank])
 
     @property
     def total(self) -> int:
@@ -119,11 +130,13 @@ class DividedBatchSampler(Sampler[list[Any]]):
 
     Attributes:
         sampler: The order; under this name Lightning looks for ``set_epoch``.
+        handed_out: How many batches of the iteration have their indices; workers load some ahead of training.
     """
 
     def __init__(self, order: EpochOrder, division: Division, on_load: Callable[[], object] | None = None) -> None:
         self.sampler = order
         self.division = division
+        self.handed_out = 0
         self._on_load = on_load
         self._began: tuple[int, list[int]] | None = None
 
@@ -135,7 +148,7 @@ class DividedBatchSampler(Sampler[list[Any]]):
         return self._began is not None and self._began != (epoch, self.division.sizes)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        order, start, own, total = self.sampler.indices(), self.division.start, self.division.own, self.division.total
+        order, total = self.sampler.indices(), self.division.total
         self._began = (self.sampler.epoch, list(self.division.sizes))
         if len(order) < len(self) * total:
             raise ValueError(
@@ -145,7 +158,8 @@ class DividedBatchSampler(Sampler[list[Any]]):
         for batch in range(len(self)):
             if self._on_load is not None:
                 self._on_load()
-            yield list(order[batch * total + start : batch * total + start + own])
+            self.handed_out = batch + 1
+            yield list(order[self.division.place(batch)])
 
 
 @runtime_checkable

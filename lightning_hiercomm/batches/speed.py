@@ -1,14 +1,12 @@
-"""How long a rank's training steps take: measured before training, and watched during it."""
+"""How long a rank's training steps take."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
 
 import torch
 
@@ -16,10 +14,12 @@ from lightning_hiercomm.batches.partition import StepCost
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Mark, Meter
 
-_BLOCK_SECONDS = 0.1
-_TOLERANCE = 0.05
-_BLOCKS_AT_ONCE = 3
-_MOST_BLOCKS = 9
+_BLOCK_SECONDS = 0.2  # several periods of a CPU quota, which lets a process run and then stops it
+_FIRST_STEPS = 2  # allocate, compile, and fill the loader's queue; not timed
+_STEPS_TIMED = 4  # at least
+_BLOCKS_TIMED = 4
+_ROUNDS = 2
+_APART = 1.25  # times of sizes closer than this differ by chance
 
 
 def fit_cost(seconds: Mapping[int, float]) -> StepCost:
@@ -61,47 +61,10 @@ class StepTime:
         return cls(middle, (high - low) / 2 / middle)
 
 
-def time_step(
-    step: Callable[[], object], gather: Callable[[Any], list[Any]], synchronize: Callable[[], object]
-) -> StepTime:
-    """How long ``step`` takes, over blocks of steps.
-
-    A block lasts a tenth of a second or more on the fastest rank, if that is not too long on the slowest; those from
-    one meeting of the ranks to the next follow each other at once: a CPU quota lets a process run and then stops it,
-    within such a period, and one that waits may run on without a stop. All ranks take the same number of steps, so
-    those may contain collectives.
-
-    Args:
-        step: A training step. Called a few times before it is timed.
-        gather: Everyone's value, in rank order; collective.
-        synchronize: Waits until the device has done what it was given.
-    """
-
-    def run(steps: int) -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize()
-        return time.perf_counter() - start
-
-    run(2)  # warm-up: allocations, kernels chosen by trial, lazy modules
-    steps = 1
-    blocks: list[float] = []
-    while True:
-        blocks += [run(steps) for _ in range(_BLOCKS_AT_ONCE)]
-        settled = _is_close(median(blocks), median(blocks[:-1])) or len(blocks) >= _MOST_BLOCKS
-        lasted, are_settled = zip(*gather((median(blocks), settled)), strict=True)
-        if min(lasted) < _BLOCK_SECONDS and max(lasted) < 5 * _BLOCK_SECONDS:  # room to double, at least
-            steps *= min(math.ceil(_BLOCK_SECONDS / min(lasted)), int(10 * _BLOCK_SECONDS / max(lasted)))
-            blocks.clear()
-        elif all(are_settled):
-            return StepTime.of([seconds / steps for seconds in blocks])
-
-
 class StepClock:
     """Seconds per step that this rank computes in training; the time in which it waits for other ranks is left out.
 
-    Keeps the moving median over blocks of about a fifth of a second. On CUDA the device is synchronised once a block.
+    Keeps the moving median over blocks of a fifth of a second. On CUDA the device is synchronised once a block.
 
     Args:
         meter: Knows how long training waited.
@@ -137,7 +100,7 @@ class StepClock:
         self._spans.append((self._started, self._meter.mark(self._device)))
         self._started = None
         self._steps += 1
-        if time.perf_counter() - self._block_began > 2 * _BLOCK_SECONDS:
+        if time.perf_counter() - self._block_began > _BLOCK_SECONDS:
             self.end_block()
 
     def end_block(self) -> None:
@@ -152,6 +115,14 @@ class StepClock:
         """Forget everything: steps will be of another size."""
         self._blocks.clear()
         self._forget_block()
+
+    def drop_block(self) -> None:
+        """Forget the steps since the last block."""
+        self._forget_block()
+
+    def time(self, blocks: int) -> StepTime | None:
+        """The time of a step, or None if fewer blocks were seen."""
+        return StepTime.of(self._blocks) if len(self._blocks) >= blocks else None
 
     @property
     def seconds(self) -> float | None:
@@ -177,5 +148,52 @@ def _seconds(start: Mark, end: Mark) -> float:
     return float(start.elapsed_time(end)) / 1000.0
 
 
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) <= _TOLERANCE * b
+class SpeedMeasurement:
+    """Finds what a step costs this rank, in two rounds of training steps: batches of equal size, then of its own size.
+
+    All ranks count the same steps. They compare what they have seen after a few of them, and, until that is enough for
+    every rank, whenever there are twice as many.
+
+    Args:
+        clock: Times the steps.
+    """
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._seconds: dict[int, float] = {}
+        self._rounds = self._steps = 0
+        self._steps_timed = _STEPS_TIMED
+
+    def is_due(self) -> bool:
+        """Count a step that begins; return whether ranks compare now."""
+        steps, self._steps = self._steps, self._steps + 1
+        if steps == _FIRST_STEPS:
+            self._clock.reset()
+        if steps < _FIRST_STEPS + self._steps_timed:
+            return False
+        self._steps_timed *= 2
+        self._clock.drop_block()  # of the time in which ranks compare no step is a part
+        return True
+
+    def cost(self, size: int) -> tuple[StepCost, float] | None:
+        """The cost of a step, and the spread of its time; None if too few steps were seen.
+
+        Args:
+            size: Of this rank's batches.
+        """
+        time = self._clock.time(_BLOCKS_TIMED)
+        if time is None:
+            return None
+        seconds = {**self._seconds, size: time.seconds}
+        if max(seconds) >= _APART * min(seconds):
+            return fit_cost(seconds), time.spread
+        return StepCost(0.0, size / time.seconds), time.spread
+
+    def end_round(self, size: int) -> bool:
+        """End a round, in which all ranks have found their costs; return whether it was the last one."""
+        time = self._clock.time(_BLOCKS_TIMED)
+        assert time is not None
+        self._seconds[size] = time.seconds
+        self._rounds += 1
+        self._steps, self._steps_timed = 0, _STEPS_TIMED
+        return self._rounds == _ROUNDS

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
 from lightning_hiercomm.checkpoints.durable import name_beside
+from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.checkpoints.objects import pickled, put_back, take_out, unpickled
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
@@ -26,7 +27,8 @@ from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import own_state
 
-_REMEDY = "Set checkpoint_replicas=False to resume from the agreed parameters instead."
+_RESUME_AGREED = "et checkpoint_replicas=False to resume from the agreed parameters instead."
+_REMEDY = f"S{_RESUME_AGREED}"
 
 
 def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
@@ -77,6 +79,7 @@ def companion_state(
     """
     state, places, objects = take_out(
         {
+            "format": FORMAT,
             "identity": identity,
             "rank": topology.rank,
             "nodes": [list(ranks) for ranks in topology.nodes],
@@ -119,7 +122,8 @@ def load_companion(
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is damaged, or belongs to another checkpoint or rank, or to a run with other nodes.
+        ValueError: If it is damaged, has another format, or belongs to another checkpoint or rank, or to a run with
+            other nodes.
         pickle.UnpicklingError: If it holds Python objects that ``weights_only`` loading refuses.
     """
     if identity is None:
@@ -140,6 +144,7 @@ def load_companion(
     said = state.pop("checksum", None) if isinstance(state, dict) else None
     if said is None:
         raise ValueError(f"{path} is no companion of a checkpoint: it has no checksum. {_REMEDY}")
+    check_format(state.get("format"), path, f"s{_RESUME_AGREED}")
     if said != checksum(state):
         raise ValueError(f"{path} is damaged: its contents do not have the checksum that was saved. {_REMEDY}")
     if state["identity"] != identity:
@@ -182,9 +187,8 @@ def check_companion(
         other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
     for name, here in (("layouts", _layouts(schemes)), ("parts", _parts(schemes))):
-        there = state.get(name, here)  # earlier files say nothing of parts
-        if there != here:
-            raise ValueError(f"{path} was saved with {there}, but this run has {here}. {_REMEDY}")
+        if state[name] != here:
+            raise ValueError(f"{path} was saved with {state[name]}, but this run has {here}. {_REMEDY}")
 
 
 @torch.no_grad()
@@ -277,7 +281,7 @@ def _digest(value: Any, digest: hashlib.blake2b) -> None:
 def random_state() -> dict[str, Any]:
     """The state of torch's, Python's and NumPy's random streams on this rank, as tensors and primitives."""
     version, numbers, gauss = random.getstate()
-    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []  # by which number it goes may change
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None  # of the current device
     state = {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
     if "numpy" in sys.modules:  # or nobody has drawn from it
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
@@ -288,11 +292,8 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Put back what :func:`random_state` took."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        if len(state["cuda"]) == 1:
-            torch.cuda.set_rng_state(state["cuda"][0])
-        else:  # of earlier versions, of all that were visible
-            torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     if "numpy" in state and importlib.util.find_spec("numpy") is not None:
@@ -347,7 +348,7 @@ def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         return state
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     values = {index: dict(held) for index, held in state["state"].items()}
-    for index, name in state.get("sharded", ()):
+    for index, name in state["sharded"]:
         parameter = parameters[index]
         values[index][name] = whole(values[index][name].to(local(parameter).device), parameter)
     return {"state": values, "param_groups": state["param_groups"]}

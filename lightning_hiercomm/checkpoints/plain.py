@@ -27,11 +27,13 @@ from lightning_hiercomm.checkpoints.companion import (
     restore_companion,
     set_random_state,
 )
+from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 
 _KEY = "hiercomm"
+_WEIGHTS_ONLY = "load only its weights, with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
 
 
 def per_rank_names(checkpoint: Mapping[str, Any]) -> list[str]:
@@ -77,6 +79,7 @@ class Checkpoints:
                 can be asked.
         """
         state: dict[str, Any] = {
+            "format": FORMAT,
             "schemes": run.schedules(together or is_own),
             "trained": run.trained(),
             "without_mean": sorted(run.replicas.without_mean),
@@ -290,9 +293,14 @@ class Checkpoints:
             filepath: Of the checkpoint.
             batches: Restored.
             io: Reads the companion.
-            topology: The nodes of a run that goes on. None: somebody only wants to read.
+            topology: The nodes. Without them, or ``io``, there is no companion.
             weights_only: With which the checkpoint was read.
+
+        Raises:
+            ValueError: If the checkpoint holds state of another format, or the companion does not belong to it.
         """
+        if _KEY in checkpoint:  # Lightning's own strategies have written others
+            check_format(checkpoint[_KEY].get("format"), filepath, _WEIGHTS_ONLY)
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
         self._companion = None
@@ -302,12 +310,11 @@ class Checkpoints:
         has_companions = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
         if has_companions and io is not None and topology is not None:
             self._companion = load_companion(io, filepath, self._loaded.get("identity"), topology, weights_only)
-            # earlier versions neither noted places nor kept the state of every callback
-            take_entries(checkpoint, self._companion.pop("entries", {}), complete="places" in self._companion)
+            take_entries(checkpoint, self._companion.pop("entries"))
 
     @property
     def trained(self) -> list[str] | None:
-        """Names of the parameters that were trained when what was read was saved; None if it does not say."""
+        """Names of the parameters that were trained when what was read was saved; None if Lightning wrote it."""
         return self._loaded.get("trained")
 
     def restore(self, run: TrainingRun, precision: Precision | None = None) -> None:
@@ -329,8 +336,8 @@ class Checkpoints:
                 restore_companion(
                     companion, run.module, run.optimizers, run.schemes, run.gradients, run.replicas.per_rank
                 )
-                run.load_loss(companion.get("loss", {}))
-                if precision is not None and companion.get("precision"):
+                run.load_loss(companion["loss"])
+                if precision is not None and companion["precision"]:
                     precision.load_state_dict(companion["precision"])
                 # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end not yet
                 if companion["mid_epoch"]:
@@ -339,7 +346,7 @@ class Checkpoints:
                     set_random_state(companion["random"])
             elif self._loaded:
                 run.load_schedules(self._loaded["schemes"])
-                run.load_loss(self._loaded.get("loss", {}))
+                run.load_loss(self._loaded["loss"])
         self._loaded = {}  # an outer optimizer's state is as large as the model
         run.remember_values()
 

@@ -354,7 +354,8 @@ class Hub:
         if other is not None:
             self._fail_of_itself(
                 f"{first_member.place} has taken {_optimizer_steps(steps)} and {other[0].place}"
-                f" {_optimizer_steps(other[1])}: call optimizer.step() equally often on all ranks"
+                f" {_optimizer_steps(other[1])}. {_EQUAL_BATCHES}, and in manual optimization call optimizer.step()"
+                " equally often"
             )
             return
         self._released = number

@@ -104,7 +104,7 @@ class Lane(Communicator):
 
     def __init__(self, meter: Meter, breaker: Breaker, is_beside: bool = False) -> None:
         super().__init__([0], 0, "inter", meter)
-        self.is_open = self._is_beside = is_beside
+        self.is_open = is_beside
         self._carrier: Communicator | None = None
         self._breaker = breaker
         self._moves: weakref.WeakSet[_Guarded] = weakref.WeakSet()

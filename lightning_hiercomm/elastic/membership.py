@@ -210,7 +210,7 @@ class Membership:
                 if hopeless_since and self._share(time.monotonic() - hopeless_since) > _HOPE * self._elastic.dead_after:
                     self._end(RunIsOver() if meeting.is_over else NotInThisRun(meeting.waits))
                 if said != meeting.waits and self.is_first:
-                    log.info("node %s waits: %s", self.me.node, meeting.waits)
+                    log.warning("node %s waits: %s", self.me.node, meeting.waits)
                 said = meeting.waits
                 time.sleep(0.05)
                 continue
@@ -265,7 +265,7 @@ class Membership:
                 meeting: Meeting = answer
                 return meeting
             if self.is_first and 0 < time.monotonic() - began - _SAY_AFTER < _PATIENCE:
-                log.info("node %s waits for other nodes", self.me.node)
+                log.warning("node %s waits for other nodes", self.me.node)
 
     @property
     def is_behind(self) -> bool:
@@ -429,7 +429,7 @@ class Membership:
                 others = f"{len(meeting.members)} go on, after agreement {self.me.agreement}"
                 self.history.note(f"{', '.join(said)}; {others}")
                 if self.is_first:
-                    log.info("%s; %s", ", ".join(said), others)
+                    log.warning("%s; %s", ", ".join(said), others)
         self._known = now
         self.history.nodes = len(meeting.members)
 

@@ -6,14 +6,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_hiercomm.comm import costs
 
 Move = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange"]
 Algorithm = Literal["ring", "halving"]
-
-MOVES: tuple[Move, ...] = get_args(Move)
 
 
 def sent_bytes(move: Move, members: int, whole: float) -> float:

@@ -22,10 +22,9 @@ from lightning_hiercomm.planning.predict.accuracy import WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
 from lightning_hiercomm.planning.predict.faults import Faults, advice
 from lightning_hiercomm.planning.simulate import curves
-from lightning_hiercomm.planning.simulate.presets import PRESETS, Preset, Setting
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, check
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
-from lightning_hiercomm.planning.simulate.tasks import TASKS
+from lightning_hiercomm.planning.simulate.tasks import Task, load_task
 from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
@@ -33,6 +32,7 @@ T = TypeVar("T")
 
 _STATE = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
 _MOST_NODES = 4096
+_LEAST_STEPS = 20
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,14 +178,10 @@ def _faults(arguments: argparse.Namespace) -> Faults | None:
 
 
 def simulate(arguments: argparse.Namespace) -> int:
-    """Train many replicas here, against the time that a cluster would take."""
-    if arguments.preset is not None and arguments.preset not in PRESETS:
-        raise PlanningError(f"--preset {arguments.preset}: choose one of {', '.join(PRESETS)}")
-    if (arguments.preset is None) == (arguments.scheme is None):
-        raise PlanningError("give either --preset, a paper's question, or --scheme, what you want to compare")
-    preset = PRESETS[arguments.preset or "003"]
-    experiments, picture = _experiments(arguments, preset), _picture(arguments)
-    site = _site(arguments, preset.site, nodes=max(experiment.nodes for experiment in experiments))
+    """Train many replicas of a model here, against the time that a cluster would take."""
+    task = load_task(arguments.task)
+    experiments = _experiments(arguments, task)
+    site = _site(arguments, task, nodes=max(experiment.nodes for experiment in experiments))
     fewest = {experiment.label: experiment for experiment in sorted(experiments, key=lambda one: -one.nodes)}
     for experiment in fewest.values():  # what the last scheme cannot do is said before the first has been trained
         check(experiment)
@@ -204,14 +200,9 @@ def simulate(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
             flush=True,
         )
-    title = preset.question if arguments.preset else "Schemes"
-    if picture is not None:
-        curves.plot(done, picture, title)
     if arguments.json:
         print(json.dumps(curves.to_dict(done), indent=1))
         return 0
-    if arguments.preset:
-        print(f"{preset.question}\n{preset.source}\n")
     print(curves.table(done))
     return 0
 
@@ -225,39 +216,39 @@ def _curve(experiment: Experiment, site: Site) -> Curve:
         return Curve(experiment, [], math.nan, time.perf_counter() - began)
 
 
-def _experiments(arguments: argparse.Namespace, preset: Preset) -> list[Experiment]:
-    """What the flags ask for."""
-    if arguments.task is not None and arguments.task not in TASKS:
-        raise PlanningError(f"--task {arguments.task}: choose one of {', '.join(TASKS)}")
-    if arguments.epochs is not None and not 0 < arguments.epochs < math.inf:
+def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
+    """What the flags ask for; all rows see as many examples."""
+    if not 0 < arguments.epochs < math.inf:
         raise PlanningError(f"--epochs {arguments.epochs} must be positive")
-    if arguments.seeds < 1:
-        raise PlanningError(f"--seeds {arguments.seeds} must be at least 1")
-    if few := [nodes for nodes in arguments.nodes or () if nodes < 1]:
-        raise PlanningError(f"--nodes {few[0]} must be at least 1")
-    only_with_scheme = {
-        "--scheme-args": arguments.scheme_args,
-        "--ranks-per-node": arguments.ranks_per_node,
-        "--batch": arguments.batch,
-    }
-    if arguments.scheme is None:
-        if unfit := [flag for flag, value in only_with_scheme.items() if value is not None]:
-            raise PlanningError(f"{', '.join(unfit)}: the preset says so already; leave it out, or use --scheme")
-        return preset.experiments(arguments.nodes, arguments.task, arguments.epochs, arguments.seeds, arguments.wire)
+    ranks = 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
+    batch = task.batch if arguments.batch is None else arguments.batch
+    for flag, values in {
+        "--seeds": [arguments.seeds],
+        "--nodes": arguments.nodes,
+        "--ranks-per-node": [ranks],
+        "--batch": [batch],
+    }.items():
+        if min(values) < 1:
+            raise PlanningError(f"{flag} {min(values)} must be at least 1")
     try:
         chosen = {"all-reduce": AllReduce(), **{repr(s): s for s in map(_scheme_of(arguments), arguments.scheme)}}
     except (TypeError, ValueError) as error:
         raise PlanningError(str(error)) from error
-    task, ranks = TASKS[arguments.task or "digits"], 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
-    if ranks < 1:
-        raise PlanningError(f"--ranks-per-node {ranks} must be at least 1")
-    if arguments.batch is not None and arguments.batch < 1:
-        raise PlanningError(f"--batch {arguments.batch} must be at least 1")
+    (_, targets), _ = task.load()
     return [
-        Setting(task, arguments.epochs or 10, seed, ranks, arguments.wire).experiment(
-            label, scheme, nodes, batch=arguments.batch
+        Experiment(
+            label,
+            scheme,
+            nodes,
+            max(_LEAST_STEPS, round(arguments.epochs * len(targets) / (batch * nodes * ranks))),
+            task.learning_rate * (nodes * ranks) ** 0.5,  # a linear rule diverges from some hundred replicas on
+            batch,
+            task,
+            ranks,
+            arguments.wire,
+            seed,
         )
-        for nodes in arguments.nodes or (4,)
+        for nodes in arguments.nodes
         for label, scheme in chosen.items()
         for seed in range(arguments.seeds)
     ]
@@ -281,15 +272,20 @@ def _scheme_of(arguments: argparse.Namespace) -> Callable[[str], Scheme]:
     return make
 
 
-def _site(arguments: argparse.Namespace, site: Site, nodes: int) -> Site:
-    """Whose clock: the preset's, or that of a profile, with what the flags say in its place."""
-    cluster, workload = site.cluster, site.workload
+def _site(arguments: argparse.Namespace, task: Task, nodes: int) -> Site:
+    """Whose clock: that of a profile, with what the flags say in its place, or of the flags alone."""
     if arguments.profile is not None:
         try:
             profile = Profile.read(Path(arguments.profile))
         except ProfileError as error:
             raise PlanningError(str(error)) from error
         cluster, workload = _with_network(profile.cluster, nodes, arguments), profile.workload
+    elif arguments.inter is None or arguments.step_time is None:
+        raise PlanningError("give --inter and --step-time, or --profile with what `probe` measured")
+    else:
+        parameters = sum(parameter.numel() for parameter in task.model().parameters())
+        cluster = Cluster(nodes, 1, Link(math.inf), Link(1.0, 50e-6))
+        workload = Workload.of_step(parameters, 1.0)
     if arguments.inter is not None:
         factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
         cluster = replace(cluster, inter=cluster.inter.faster(factor))
@@ -303,7 +299,7 @@ def _site(arguments: argparse.Namespace, site: Site, nodes: int) -> Site:
         except ValueError as error:
             raise PlanningError(str(error)) from error
     ranks = cluster.ranks_per_node if arguments.ranks_per_node is None else arguments.ranks_per_node
-    return Site(replace(cluster, ranks_per_node=max(1, ranks)), workload)
+    return Site(replace(cluster, ranks_per_node=ranks), workload)
 
 
 def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workload]:

@@ -629,11 +629,11 @@ def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Map
         UserWarning: If it is another's.
     """
     name = type(scheme.config).__name__
-    if saved.get("scheme") == name:
+    if saved["scheme"] == name:
         return saved
     if scheme.topology.rank == 0:
         warnings.warn(
-            f"the checkpoint was saved with {saved.get('scheme')}: {name} goes on from its parameters and its number of"
+            f"the checkpoint was saved with {saved['scheme']}: {name} goes on from its parameters and its number of"
             " steps, and begins a schedule of its own",
             stacklevel=2,
         )

@@ -760,16 +760,16 @@ class RunningAgreement(RunningScheme[A]):
         """
         super().load_state_dict(state)
         self.synchronizations = state["synchronizations"]
-        self._parts_sent = state.get("parts_sent", self.synchronizations * len(self._parts))
+        self._parts_sent = state["parts_sent"]
         self._in_flight.drop()
-        if self.tuner is not None and state.get("tuned_period") is not None:
+        if self.tuner is not None and state["tuned_period"] is not None:
             self._set_period(state["tuned_period"])
             self.tuner = None
         if self.is_alone:
             return
         if "carrier" in state:
             self._carrier.load_state_dict(state["carrier"])
-            self._in_flight.load_state_dict(state["in_flight"], self.replica.device, self.topology.num_nodes)
+            self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
         else:
             self._carrier.anchor()
             self.outer = self._built_outer(self.outer)
@@ -778,7 +778,7 @@ class RunningAgreement(RunningScheme[A]):
         if "outer" in state:
             self._load_outer_state(state["outer"], with_values="carrier" not in state)
             if self.outer is not None and "carrier" not in state:
-                for _ in range(state.get("rounds_in_flight", 0)):
+                for _ in range(state["rounds_in_flight"]):
                     self.outer.end_round()
         if self.outer is not None and "outer_parts" in state:
             self.outer.load_part_states(state["outer_parts"])

@@ -201,7 +201,6 @@ class DASO(Agreement):
         return replace(
             super().profile,
             needs_nodes_that_stay=stay,
-            follows_run=True,
             can_average_optimizer_state=True,  # in the phases in which nodes wait for each other
             first_phase="In warm-up and cool-down a step takes {seconds}: nodes average and wait"
             " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them).",
@@ -479,12 +478,12 @@ class RunningDASO(RunningAgreement[DASO]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         given = [self.config.sync_every, self.config.staleness]
-        if state.get("given", given) == given:  # else somebody wants others from here on
+        if state["given"] == given:  # else somebody wants others from here on
             self._set_cycle(state["sync_every"], state["staleness"])
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]
         self._awaits_metric = state["awaits_metric"] and self.config.monitor is not None
-        self._heard_metric = state.get("heard_metric")
+        self._heard_metric = state["heard_metric"]
         self._has_resumed = True
 
 

@@ -126,7 +126,7 @@ class RunningDiLoCo(RunningAgreement[DiLoCo]):
         return {**super().schedule(), "kept_late": self._keep_local if self.staleness else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = state.get("kept_late", 0.0)  # it was the default of files that do not say so
+        kept = state["kept_late"]
         if self.config.keep_local is None and self.staleness and kept not in (None, self._keep_local):
             outer, self._keep_local = self.config.outer, kept
             self._merge = OuterOptimizer(outer.make_optimizer, outer.make_scheduler, kept)

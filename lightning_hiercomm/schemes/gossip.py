@@ -324,8 +324,6 @@ class RunningGossip(RunningScheme[Gossip]):
         if "weights" not in state:
             return
         expected, saved = (len(self._segments), self.topology.num_nodes), tuple(state["weights"].shape)
-        if saved == (0,):  # earlier versions wrote no number of nodes where all was frozen
-            saved = 0, self.topology.num_nodes
         if expected != saved:
             raise ValueError(
                 f"the checkpoint's gossip has {saved[0]} segments on {saved[1]} nodes, this run {expected[0]} on"

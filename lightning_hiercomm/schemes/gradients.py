@@ -163,7 +163,7 @@ class _KeptBack:
             contents: Of the bucket, when the piece left.
         """
         held = self._feedback.get(key, {})
-        known = held.get(contents) or held.pop(None, None)  # a file of earlier versions may not say of what
+        known = held.get(contents)
         if known is None or known.sender.numel() != part.numel():
             known = self._lane_sum.feedback(part)
             if known is None:
@@ -186,11 +186,9 @@ class _KeptBack:
         return {"feedback": feedback, "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scale = state.get("scale")
+        self._scale = state["scale"]
         self._feedback.clear()
-        for index, *more in state["feedback"]:  # files of earlier versions do not know contents, and perhaps no pieces
-            piece = more.pop(0) if isinstance(more[0], int) else 0
-            saved, contents = (*more, None)[:2]
+        for index, piece, saved, contents in state["feedback"]:
             kept_back = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
             self._feedback.setdefault((index, piece), {})[contents] = Feedback(*kept_back)
 

@@ -14,7 +14,6 @@ class Profile:
         needs_whole_parameters: Why ranks that hold parts of a model cannot follow it, and the remedy; None if they can.
         needs_nodes_that_stay: Why no node may leave or join while it trains, and what to take; None if they may.
         begins_with_copy: Whether a node that comes begins with what another has become by itself: they are never equal.
-        follows_run: Whether what it does depends on the run's length or loss, and not on the steps taken alone.
         can_average_optimizer_state: Whether the nodes ever wait for each other with a state that could be averaged.
         shares_optimizer_state: Whether every rank holds only its part of the optimizer's state.
         drift: Steps that nodes train apart, the oldest that they do not know of each other: a rough order of risk.
@@ -27,7 +26,6 @@ class Profile:
     needs_whole_parameters: str | None = None
     needs_nodes_that_stay: str | None = None
     begins_with_copy: bool = False
-    follows_run: bool = False
     can_average_optimizer_state: bool = False
     shares_optimizer_state: bool = False
     drift: float = 0

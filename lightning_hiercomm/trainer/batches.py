@@ -14,11 +14,11 @@ from lightning_hiercomm._lightning.trainer import (
     mark_means_of_a_step,
     prepare_train_dataloaders_again,
     restart_train_dataloaders,
+    takes_dataloader_iter,
     unmark_means_of_a_step,
 )
 from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.trainer.rehearsal import rehearsal
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 """They refuse a single sample: always, or where it is a single value in a channel."""
@@ -57,11 +57,10 @@ def detach_batches(trainer: pl.Trainer) -> None:
 
 
 def begin_batches(batches: HeterogeneousBatches, trainer: pl.Trainer) -> None:
-    """Everything is set up and training starts: measure the ranks' speeds, if need be, and divide the epoch."""
-    if batches.needs_measuring:
-        with rehearsal(trainer) as rehearse:
-            batches.measure(rehearse)
-    batches.announce()
+    """Training starts: the epoch's samplers and the division are known."""
+    module = trainer.lightning_module
+    # such programs decide themselves which batches an optimizer step sums, or when one is loaded
+    batches.begin(module.print, module.automatic_optimization and not takes_dataloader_iter(module))
     if batches.go_to(trainer.current_epoch):
         with isolate_rng():
             restart_train_dataloaders(trainer)

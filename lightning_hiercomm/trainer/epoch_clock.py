@@ -57,7 +57,7 @@ class EpochClock(pl.Callback):
         self._epoch_has_ended = False
         self._control.note_progress(f"training batch {batch_idx}", trainer)
         if self._batches is not None:
-            self._batches.begin_step()
+            self._batches.begin_step(batch_idx, trainer.accumulate_grad_batches)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

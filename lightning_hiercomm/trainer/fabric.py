@@ -34,6 +34,7 @@ from lightning_hiercomm._lightning.ddp import (
     warning_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
+from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Mark
@@ -206,8 +207,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self._epoch_is_open = False
         self._steps_of_epoch: int | None = None
         self._loaded: list[list[dict[str, Any]]] = []
-        self._loaded_trained: list[list[str] | None] = []
-        self._loaded_without_mean: list[list[str] | None] = []
+        self._loaded_trained: list[list[str]] = []
+        self._loaded_without_mean: list[list[str]] = []
         self._loaded_losses: list[dict[str, Any]] = []
         self._loaded_epoch: tuple[int, bool] = 0, False
 
@@ -649,6 +650,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def state_dict(self) -> dict[str, Any]:
         """The schemes' schedules, which are the same on every rank, and what they train. Collective."""
         return {
+            "format": FORMAT,
             "schedules": [run.schedules() for run in self._runs],
             "trained": [run.trained() for run in self._runs],
             "without_mean": [sorted(run.replicas.without_mean) for run in self._runs],
@@ -657,13 +659,21 @@ class HierarchicalFabricStrategy(DDPStrategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well."""
+        """Take :meth:`state_dict`; it counts once ``fabric.load`` has read the parameters as well.
+
+        Raises:
+            ValueError: If another version of this package has saved it in another format.
+        """
+        check_format(
+            state.get("format"),
+            "the strategy's entry in the checkpoint",
+            "leave the strategy out of what fabric.load fills, to go on from the parameters alone.",
+        )
         self._loaded = list(state["schedules"])
-        unknown = [None] * len(self._loaded)
-        self._loaded_trained = list(state.get("trained") or unknown)
-        self._loaded_without_mean = list(state.get("without_mean") or unknown)
-        self._loaded_losses = list(state.get("losses", []))
-        self._loaded_epoch = tuple(state.get("epoch", (0, False)))
+        self._loaded_trained = list(state["trained"])
+        self._loaded_without_mean = list(state["without_mean"])
+        self._loaded_losses = list(state["losses"])
+        self._loaded_epoch = tuple(state["epoch"])
 
     # ---- what is there from some moment on -----------------------------------------------------------------------
 

@@ -435,8 +435,9 @@ class HierarchicalHooks(Reports):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         trainer = self._trainer_or_none
         is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        topology = self._topology if is_fitting else None
-        self._checkpoints.take(checkpoint, checkpoint_path, self.batches, self.checkpoint_io, topology, weights_only)
+        if is_fitting:
+            io, topology = self.checkpoint_io, self._topology
+            self._checkpoints.take(checkpoint, checkpoint_path, self.batches, io, topology, weights_only)
         return checkpoint
 
     @override

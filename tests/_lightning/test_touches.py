@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pickle
 import re
@@ -37,7 +36,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning import collectives
 from lightning_hiercomm._lightning.collectives import collectives_begun, collectives_of_default_group, gpu_is_busy
-from lightning_hiercomm._lightning.command_line import cause
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     PassThroughDDP,
@@ -54,7 +52,6 @@ from lightning_hiercomm._lightning.launcher import (
     check_ranks_of_node,
     process_group_meets_at,
 )
-from lightning_hiercomm._lightning.other_tree import when_imported
 from lightning_hiercomm._lightning.saves import (
     METADATA_FILENAME,
     copied_where,
@@ -74,7 +71,6 @@ from lightning_hiercomm._lightning.trainer import (
     is_between_batches,
     is_interrupted,
     is_of_tuner,
-    join_train_batches,
     leave_train_dataloaders_alone,
     mark_means_of_a_step,
     mark_sigterm_received,
@@ -88,8 +84,6 @@ from lightning_hiercomm._lightning.trainer import (
     restore_sigterm_broadcast,
     skips_backward,
     takes_dataloader_iter,
-    train_dataloaders,
-    training_step_inputs,
     unmark_means_of_a_step,
     validates_by_the_clock,
 )
@@ -472,31 +466,6 @@ def test_a_step_that_fetches_its_own_batches_is_seen():
     assert not takes_dataloader_iter(BoringModel())
 
 
-def test_the_training_step_is_called_with_what_we_would_call_it_with():
-    called, expected = [], []
-
-    class WithIndex(BoringModel):
-        def training_step(self, batch, batch_idx):
-            called.append([batch, batch_idx])
-            return super().training_step(batch, batch_idx)
-
-    class Without(BoringModel):
-        def training_step(self, batch):
-            called.append([batch])
-            return super().training_step(batch, 0)
-
-    class Listener(pl.Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            expected.append(training_step_inputs(trainer, batch))
-
-    for model in (WithIndex(), Without()):
-        trainer(max_steps=1, limit_val_batches=0, callbacks=[Listener()]).fit(model)
-    assert [len(inputs) for inputs in expected] == [2, 1]
-    for inputs, seen in zip(expected, called, strict=True):
-        assert inputs[0] is seen[0]
-        assert inputs[1:] == seen[1:]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
     drawn = []
@@ -519,7 +488,7 @@ def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
     assert all(torch.equal(state, before) for state, _ in batches)
 
 
-def test_train_dataloaders_are_found_restarted_and_their_batches_joined():
+def test_train_dataloaders_are_restarted():
     seen = []
 
     class Two(BoringModel):
@@ -532,9 +501,6 @@ def test_train_dataloaders_are_found_restarted_and_their_batches_joined():
 
     class Listener(pl.Callback):
         def on_train_start(self, trainer, module):
-            loaders = train_dataloaders(trainer)
-            assert [next(iter(loader)).item() for loader in loaders] == [0.0, 10.0]
-            assert join_train_batches(trainer, [1, 2]) == {"a": 1, "b": [2]}
             next(trainer.fit_loop._data_fetcher)
             restart_train_dataloaders(trainer)
 
@@ -839,52 +805,12 @@ def test_fabric_insists_on_a_backward_of_our_own_unless_told_not_to():
                 torch.autograd.grad(loss, list(model.parameters()))
 
 
-@pytest.mark.parametrize("already", [False, True])
-def test_a_module_is_met_when_it_is_imported_and_before_its_importer_goes_on(tmp_path, monkeypatch, already):
-    (tmp_path / "awaited_package").mkdir()
-    (tmp_path / "awaited_package" / "__init__.py").write_text("from awaited_package.inner import seen\nlate = seen\n")
-    (tmp_path / "awaited_package" / "inner.py").write_text("seen = 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    finders = [*sys.meta_path]
-    if already:
-        importlib.import_module("awaited_package")
-    when_imported("awaited_package.inner", lambda module: setattr(module, "seen", module.seen + 1))
-    package = importlib.import_module("awaited_package")
-    assert package.inner.seen == 1
-    assert package.late == (0 if already else 1)
-    assert sys.meta_path == finders
-    for name in ("awaited_package", "awaited_package.inner"):
-        del sys.modules[name]
-
-
 def test_a_trainer_of_the_other_tree_is_told_where_the_twin_is(monkeypatch):
     call = "HierarchicalStrategy(PeriodicAveraging(sync_every=50))"
     monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
     assert "`lightning_hiercomm.pytorch_lightning.HierarchicalStrategy`" in repr(HierarchicalStrategy())
     monkeypatch.delitem(sys.modules, "pytorch_lightning")
     assert repr(HierarchicalStrategy()) == call
-
-
-DASO = "lightning_hiercomm.DASO"
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (f"{{'class_path': '{DASO}', 'init_args': {{'sync_every': 0}}}}", "sync_every=0 must be"),
-        (f"[Namespace(class_path='{DASO}', init_args=Namespace(sync_every=-1))]", "sync_every=-1 must be"),
-        (f"Namespace(class_path='{DASO}', init_args=Namespace(sync_every=nan, x=a.b(c=1)))", "sync_every=nan"),
-        (f"{{'class_path': '{DASO}', 'init_args': {{'sync_every': 4}}}}", None),
-        ("{'class_path': 'torch.optim.SGD', 'init_args': {'lr': -1}}", None),
-        ("<object object at 0x7f>", None),
-        ("", None),
-    ],
-)
-def test_the_cause_is_what_python_says_of_the_value_that_jsonargparse_names(value, said):
-    message = f"Does not validate against any of the Union subtypes\nErrors:\n  - x\nGiven value: {value}"
-    found = cause(message)
-    assert (found or "").startswith(said or "")
-    assert (found is None) == (said is None)
 
 
 def test_hooks_that_save_are_asked_when_a_checkpoint_is_dumped_and_the_dump_is_what_it_was_afterwards():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from pathlib import Path
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.batches import speed
@@ -27,8 +24,8 @@ pytestmark = pytest.mark.borrows
 
 @pytest.fixture
 def careless(monkeypatch):
-    """Speeds are measured in no time, for tests in which nothing depends on what comes out."""
-    monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.005)
+    """Four steps are enough to measure speeds."""
+    monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.0)
 
 
 def samples(count=48):
@@ -141,88 +138,73 @@ def test_without_weights_slow_ranks_count_too_much(fit):
     assert (reports[0]["state_dict"]["net.0.weight"] - plain_training(12)["net.0.weight"]).abs().max() > 1e-3
 
 
-class Noisy(Dataset):
-    """Noise from every generator there is, and from its own."""
-
-    def __init__(self):
-        self.x, self.y = samples()
-        self.generators = {"torch": torch.Generator(), "numpy": np.random.default_rng(0), "python": random.Random(0)}
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        own = self.generators
-        noise = torch.rand(6) + torch.rand(6, generator=own["torch"]) + np.random.rand() + random.random()
-        return self.x[index] + 0.1 * (noise + own["numpy"].random() + own["python"].random()).float(), self.y[index]
-
-
-class Remembering(Net):
-    """Everything a training step may leave behind: dropout, statistics, metrics, counters, lists, logs."""
-
-    def __init__(self, **loader):
-        super().__init__(**loader)
-        self.norm = torch.nn.BatchNorm1d(6)
-        self.dropout = torch.nn.Dropout(0.3)
-        self.accuracy = MulticlassAccuracy(3, average="micro")
-        self.losses, self.calls, self.table, self.moving = [], 0, {"sum": torch.zeros(1)}, torch.zeros(1)
+class Waiting(Net):
+    """Rank 1 takes four times as long for a sample as rank 0."""
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        self.calls += 1
-        logits = self.net(self.dropout(self.norm(x)))
-        loss = torch.nn.functional.cross_entropy(logits, y)
-        self.moving += loss.detach()
-        self.table["sum"] = self.table["sum"] + loss.detach()
-        self.losses.append(loss.item())
-        self.accuracy(logits, y)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("accuracy", self.accuracy, on_epoch=True)
-        self.report = {"losses": self.losses, "calls": self.calls, "moving": self.moving, "sum": self.table["sum"]}
-        return loss
-
-    def train_dataloader(self):
-        return DataLoader(Noisy(), batch_size=4, shuffle=True, **self.loader)
+        time.sleep((0.002 + 0.006 * self.global_rank) * len(batch[0]))
+        return super().training_step(batch, batch_idx)
 
 
-class Manual(Remembering):
-    """The same with two optimizers in turn and a schedule stepped by hand."""
+class SaveAfter(pl.Callback):
+    def __init__(self, path, step):
+        self.path, self.step = path, step
 
-    automatic_optimization = False
-
-    def __init__(self, **loader):
-        super().__init__(**loader)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
-            scheduler.step()
-
-    def configure_optimizers(self):
-        optimizers = [torch.optim.Adam(self.net.parameters(), 0.01), torch.optim.SGD(self.norm.parameters(), 0.1)]
-        return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("module", [Remembering, Manual])
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.usefixtures("careless")
-def test_measuring_leaves_no_trace(fit, module, workers):
-    # memory limits leave one division, whatever is measured: then nothing else may differ either
-    runs = []
-    for speeds in ("measure", [1, 1]):
-        pl.seed_everything(7, verbose=False)
-        batches = HeterogeneousBatches(8, speeds, max_batch_size=[5, 3])
-        runs.append(fit(module(num_workers=workers), {"batches": batches}, devices=2, max_epochs=2))
-    for measured, given in zip(*runs, strict=True):
-        assert measured["report"] == given["report"]
-        assert measured["metrics"] == given["metrics"]
-        assert given["report"]["calls"] == 12 * (2 if module is Manual else 1)
-        for name, expected in given["state_dict"].items():
-            assert torch.equal(measured["state_dict"][name], expected), name
+def test_a_run_that_divides_within_an_epoch_trains_as_one_process_would(fit, workers, accumulated):
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulated, "devices": 2}
+    module = Waiting(num_workers=workers)
+    measured = fit(module, {"scheme": AllReduce(), "batches": HeterogeneousBatches(4)}, **arguments)
+    given = fit(Net(), {"scheme": AllReduce(), "batches": HeterogeneousBatches(4, [1, 1])}, **arguments)
+    sizes = [report["report"] for report in measured]
+    assert {a + b for a, b in zip(*sizes, strict=True)} == {4}
+    assert [len(each) for each in sizes] == [24, 24]
+    change = sizes[0].index(3)
+    assert sizes[0][:change] == [2] * change
+    assert 7 <= change < 12  # within the first epoch
+    assert change % accumulated == 0
+    for report in measured:
+        assert_close(report["state_dict"], given[0]["state_dict"])
+
+
+@pytest.mark.parametrize("step", [3, 11], ids=["while it measures", "after it has divided"])
+@pytest.mark.usefixtures("careless")
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(fit, tmp_path, step):
+    path = tmp_path / "saved.ckpt"
+    strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(4), "checkpoint_replicas": True}
+    fit(Waiting(), strategy, devices=2, callbacks=[SaveAfter(path, step)])
+    reports = fit(Waiting(), strategy, devices=2, max_epochs=2, fit_arguments={"ckpt_path": path})
+    fast, slow = (report["report"] for report in reports)
+    assert {a + b for a, b in zip(fast, slow, strict=True)} == {4}
+    assert len(fast) == 24 - step
+    assert (fast[0], fast[-1]) == (2 if step == 3 else 3, 3)
+    assert torch.equal(*(report["state_dict"]["net.0.weight"] for report in reports))
+
+
+@pytest.mark.usefixtures("careless")
+def test_manual_optimization_is_divided_at_the_next_epoch(fit):
+    class Manual(Waiting):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(4)}
+    reports = fit(Manual(), strategy, devices=2, max_epochs=2)
+    assert [report["report"] for report in reports] == [[2] * 12 + [3] * 12, [2] * 12 + [1] * 12]
 
 
 class PlayedShare:
@@ -293,10 +275,10 @@ quotas = pytest.mark.parametrize(
 @quotas
 def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypatch, quota):
     monkeypatch.setattr(speed, "_BLOCK_SECONDS", 0.04)  # the quota's period is a fifth of Linux's
-    reports = fit(Busy(quota), {"batches": HeterogeneousBatches(32)}, devices=2, forked=True)
-    (slow,) = reports[1]["report"]
+    reports = fit(Busy(quota), {"batches": HeterogeneousBatches(32)}, devices=2, max_epochs=4, forked=True)
+    slow = reports[1]["report"][-1]
     assert 2 <= slow <= 12
-    assert reports[0]["report"] == [32 - slow]
+    assert reports[0]["report"][-1] == 32 - slow
 
 
 @quotas
@@ -370,18 +352,12 @@ def test_a_stream_trains_as_one_process_would(fit, speeds):
         assert_close(report["state_dict"], plain_training(10, epochs=2))
 
 
-@pytest.mark.long("workers of a loader start, and start again")
 @pytest.mark.usefixtures("careless")
-def test_workers_that_ran_ahead_with_unmeasured_sizes_start_again(fit):
-    strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[6, 4]), "scheme": AllReduce()}
-    first, second = fit(Net(num_workers=1), strategy, devices=2, limit_train_batches=4)
-    assert len({*zip(first["report"], second["report"], strict=True)}) == 1  # none of another division
-    assert first["report"][0] + second["report"][0] == 8
-
+def test_dataloaders_may_be_made_before_training(fit):
     class Scheduled(Net):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
-            steps = int(self.trainer.estimated_stepping_batches)  # makes the dataloaders before anything is measured
+            steps = int(self.trainer.estimated_stepping_batches)  # makes the dataloaders
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
 
     strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[6, 2])}

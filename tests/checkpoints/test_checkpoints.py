@@ -8,12 +8,16 @@ import itertools
 import warnings
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from problems import one_trainer
 from torch import nn
 
+from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm._lightning.saves import entries_of_rank
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
@@ -136,6 +140,44 @@ def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
         return run.schemes[0].steps
 
     assert on_two_nodes(scheme(name), resumed) == [5, 5]
+
+
+@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (0, "format 0")])
+def test_a_checkpoint_of_another_format_is_refused(number, found):
+    checkpoint = saved_by("periodic")
+    checkpoint["hiercomm"]["format"] = number
+    with pytest.raises(ValueError, match="format") as raised:
+        Checkpoints().take(checkpoint, "saved.ckpt", None)
+    assert str(raised.value) == (
+        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 1: load only its weights,"
+        " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
+    )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """What a run says that resumes from, or validates, checkpoints that this version has not written."""
+    path, told = folder / "plain.ckpt", []
+    trainer = one_trainer(folder, max_epochs=1, limit_train_batches=2)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(path)
+    plain = torch.load(path, weights_only=False)
+    torch.save({**plain, "hiercomm": {"schemes": []}}, folder / "other.ckpt")
+    for file, act in ((path, "fit"), (folder / "other.ckpt", "fit"), (folder / "other.ckpt", "validate")):
+        strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1)
+        trainer = one_trainer(folder, strategy=strategy, devices=2, limit_train_batches=2, limit_val_batches=1)
+        try:
+            getattr(trainer, act)(BoringModel(), ckpt_path=file)
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            told.append(f"{act}: step {trainer.global_step}")
+    return told
+
+
+def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):
+    for resumed, refused, validated in borrow(_foreign, ranks=2):
+        assert (resumed, validated) == ("fit: step 4", "validate: step 0")
+        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 1" in refused
 
 
 def test_a_scheme_finds_its_own_schedule_again():

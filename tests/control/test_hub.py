@@ -488,8 +488,9 @@ def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
     for rank, steps in enumerate(([4, 2], [4, 3])):
         ranks._channels[rank].send({**ARRIVAL, "steps": steps})
     assert read(ranks.members[0])["message"] == (
-        "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers: call optimizer.step()"
-        " equally often on all ranks"
+        "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers. All ranks must take"
+        " equally many steps: give them equally many batches, or set limit_train_batches, and in manual optimization"
+        " call optimizer.step() equally often"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,3 +76,37 @@ def check_pictures(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     monkeypatch.setattr(matplotlib.Figure, "savefig", save_and_keep)
     return check
+
+
+OWN = """
+from functools import cache
+
+import torch
+from torch import nn
+
+from lightning_hiercomm.planning.simulate.tasks import Task
+
+
+@cache
+def examples():
+    inputs = torch.randn(5_000, 20, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    return (inputs[1_000:], targets[1_000:]), (inputs[:1_000], targets[:1_000])
+
+
+def build(classes):
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, classes))
+
+
+task = Task("sign", build, examples, batch=16, learning_rate=0.1)
+"""
+
+
+@pytest.fixture
+def own_task(tmp_path, monkeypatch):
+    """A file ``own_task.py`` in the current folder, with a model and its examples."""
+    (tmp_path / "own_task.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("own_task", None)

@@ -522,9 +522,6 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
         return reloaded({"scheme": schedule, "values": rank.scheme.replica.snapshot()})
 
     saved = on_nodes(saving, explicit, TWO_OF_TWO, **arguments)
-    if kept == 0.0:  # which was the only default when files did not say so
-        for state in saved:
-            del state["scheme"]["kept_late"]
 
     def resuming(rank):
         if how == "companion":

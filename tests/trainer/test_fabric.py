@@ -178,6 +178,19 @@ def test_a_loop_resumes_where_it_agreed(launched, scheme, tmp_path):
             torch.testing.assert_close(resumed[name], value, msg=name)
 
 
+def test_a_state_of_another_format_is_refused():
+    strategy = HierarchicalFabricStrategy()
+    with pytest.raises(ValueError, match="format") as raised:
+        strategy.load_state_dict({"schedules": []})
+    assert str(raised.value) == (
+        "the strategy's entry in the checkpoint has no format number, but this version of lightning-hiercomm reads only"
+        " format 1: leave the strategy out of what fabric.load fills, to go on from the parameters alone."
+    )
+    state = strategy.state_dict()
+    strategy.load_state_dict(state)
+    assert strategy.state_dict() == state
+
+
 def half_without_epochs(fabric, strategy, path, resumes):
     torch.manual_seed(fabric.global_rank)
     module = torch.nn.Linear(3, 1)

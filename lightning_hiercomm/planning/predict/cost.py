@@ -26,7 +26,6 @@ class Prediction:
         exposed_seconds: Of these, training waits for communication, inside the node and between nodes.
         inter_bytes: A node sends to other nodes; the sum of its ranks' meters.
         memory_bytes: A rank holds: model, gradients, optimizer state and what the scheme needs; no activations.
-        own_bytes: What the scheme needs, of these.
         limit: What the step's time depends on most.
     """
 
@@ -34,7 +33,6 @@ class Prediction:
     exposed_seconds: float
     inter_bytes: float
     memory_bytes: float
-    own_bytes: float
     limit: Limit
 
 
@@ -61,9 +59,9 @@ def predict(scheme: Scheme | None, cluster: Cluster, workload: Workload, wire_dt
     on_one_node = None if cluster.nodes == 1 else scheme
     follow(on_one_node, node, payload, 2 * max(period, _LEAST_STEPS) + window + 1)
     result = node.run(window)
-    own = own_bytes(scheme, cluster, workload, payload)
-    memory = 2 * workload.model_bytes + state_bytes(scheme, cluster, workload) + own
-    return Prediction(result.seconds, result.exposed_seconds, result.inter_bytes, memory, own, _limit(result))
+    memory = 2 * workload.model_bytes + state_bytes(scheme, cluster, workload)
+    memory += own_bytes(scheme, cluster, workload, payload)
+    return Prediction(result.seconds, result.exposed_seconds, result.inter_bytes, memory, _limit(result))
 
 
 def _limit(result: Result) -> Limit:

@@ -1,4 +1,4 @@
-"""What simulations found: a table, JSON, and a picture."""
+"""What simulations found: a table, and JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.quantities import shown_seconds
 from lightning_hiercomm.planning.simulate.simulation import Curve
 
@@ -36,7 +34,7 @@ def table(curves: Sequence[Curve]) -> str:
     "to the first row's best": the predicted time until the accuracy was first as high as the first row's highest.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
-    for _, group in groupby(grouped(curves), key=lambda runs: runs[0].experiment.replicas):
+    for _, group in groupby(_grouped(curves), key=lambda runs: runs[0].experiment.replicas):
         rows = list(group)
         best = [run.best.accuracy for run in rows[0] if not run.has_diverged]
         target = fmean(best) if best else math.nan  # which nobody reaches
@@ -52,7 +50,7 @@ def table(curves: Sequence[Curve]) -> str:
     return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
 
 
-def grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
+def _grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
     """The runs of every experiment, which differ in their seeds."""
     found: dict[tuple[Any, ...], list[Curve]] = {}
     for curve in curves:
@@ -109,34 +107,3 @@ def to_dict(curves: Iterable[Curve]) -> list[dict[str, Any]]:
         }
         for curve in curves
     ]
-
-
-def plot(curves: Sequence[Curve], path: Path, title: str) -> None:
-    """Accuracy and loss against predicted time, one column per number of replicas, of the first seed.
-
-    Raises:
-        PlanningError: If the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    first = [runs[0] for runs in grouped(curves)]
-    counts = list(dict.fromkeys(curve.experiment.replicas for curve in first))
-    figure = Figure(figsize=(4.5 * len(counts) + 2, 8), layout="constrained")
-    axes = figure.subplots(2, len(counts), squeeze=False, sharey="row")
-    for column, count in enumerate(counts):
-        accuracy, loss = axes[0][column], axes[1][column]
-        for curve in (curve for curve in first if curve.experiment.replicas == count):
-            seconds = [point.seconds for point in curve.points]
-            accuracy.plot(seconds, [100 * point.accuracy for point in curve.points], label=curve.experiment.label)
-            loss.plot(seconds, [point.loss for point in curve.points], label=curve.experiment.label)
-        accuracy.set_title(f"{count} replicas")
-        for picture in (accuracy, loss):
-            picture.set_xlabel("predicted seconds")
-    axes[0][0].set_ylabel("accuracy, held out, %")
-    axes[1][0].set_ylabel("loss, held out")
-    axes[0][-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")  # beside the curves
-    figure.suptitle(title)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise PlanningError(f"--plot {path}: {error}") from error

@@ -23,7 +23,7 @@ from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.predict.cost import predict
-from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches, Examples, OptimizerMaker, Task, Turn
+from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
@@ -80,7 +80,7 @@ class Experiment:
     steps: int
     learning_rate: float
     batch: int
-    task: Task = TASKS["digits"]
+    task: Task
     ranks_per_node: int = 1
     wire_dtype: str | None = None
     seed: int = 0

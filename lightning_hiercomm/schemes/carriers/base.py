@@ -127,8 +127,6 @@ class Carrier(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology)."""
-        if not self.anchors:  # earlier versions kept some also where no differences travel
-            return
-        of_files = state.get("anchors", ())[: len(self.anchors)]  # earlier ones have more, of buffers
-        for anchor, saved in zip(self.anchors, of_files, strict=True):
-            anchor.copy_(saved)
+        if self.anchors:
+            for anchor, saved in zip(self.anchors, state["anchors"], strict=True):
+                anchor.copy_(saved)

@@ -160,22 +160,20 @@ class InFlight:
             for exchange in self.exchanges
         ]
 
-    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device, nodes: int = 1) -> None:
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and buckets).
 
         Args:
             state: What was saved.
             device: Gets the tensors.
-            nodes: Over how many nodes what arrives is the mean, where files of earlier versions do not say.
         """
         self.drop()
         for saved in state:
-            verdict = Verdict(saved.get("is_flagged", False), saved.get("is_sick", False))
+            verdict = Verdict(saved["is_flagged"], saved["is_sick"])
             exchange = self.start(saved["started"], saved["due"], saved["parts"], verdict)
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
-            means_of = saved.get("nodes") or [nodes] * len(arrived)
-            for index, flat, own, of in zip(saved["buckets"], arrived, sent, means_of, strict=True):
+            for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
                 exchange.moves.append(Move(index, flat, own, nodes=of))
 
 

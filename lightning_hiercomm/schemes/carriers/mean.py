@@ -361,9 +361,9 @@ class Average(Carrier):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        of_files = state.get("feedback", ())[: len(self._feedback)]  # earlier ones have more, of buffers
-        for feedback, saved in zip(self._feedback, of_files, strict=True):
-            feedback.load_state_dict(saved)
+        if self._feedback:
+            for feedback, saved in zip(self._feedback, state["feedback"], strict=True):
+                feedback.load_state_dict(saved)
 
 
 class RotatingAverage(Average):

@@ -430,8 +430,7 @@ class ShardedServer:
             if shard.known is not None:
                 shard.known.copy_(saved["known"])
             shard.optimizer.state.clear()
-            if "runs" in saved:
-                shard.own_in_runs(saved["runs"])
+            shard.own_in_runs(saved["runs"])
             for each, held in zip(shard.owned, saved["optimizer"], strict=True):
                 for name, value in held.items():
                     shard.optimizer.state[each.parameter][name] = _placed(name, value, each, shard.optimizer)

@@ -173,13 +173,9 @@ class RunningOuterOptimizer:
             for runs in self._runs
         ]
 
-    def load_part_states(self, states: Sequence[Sequence[Mapping[str, Any]] | Mapping[str, Any]]) -> None:
-        """Restore :meth:`part_states` (of a run with the same topology and buckets), or one state of every part."""
-        runs = [
-            [(anchor.numel(), saved)] if isinstance(saved, Mapping) else [(run["numel"], run["state"]) for run in saved]
-            for anchor, saved in zip(self._carrier.anchors, states, strict=True)
-        ]
-        self._begin(runs, self._schedule())
+    def load_part_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Restore :meth:`part_states` (of a run with the same topology and buckets)."""
+        self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
         groups = self.optimizer.param_groups

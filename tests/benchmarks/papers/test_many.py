@@ -27,11 +27,12 @@ from benchmarks.papers.many import (
     train,
 )
 from benchmarks.papers.networks import CHARACTERS, NORMALIZED, character_split
+from benchmarks.papers.sites import SITES
 from benchmarks.papers.wires import wire_named
 from benchmarks.tasks import adamw
-from lightning_hiercomm.planning.simulate.presets import PRESETS
+from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
-from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
+from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
@@ -74,7 +75,7 @@ def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]
     found = train(ARENA, ours(), [(0.3, 1), (0.02, 2), (0.02, 3)])
     experiment = Experiment(name, scheme(), 4, 40, 0.02, 100, TASKS["mnist1d"], seed=3, shards=True)
-    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
     torch.testing.assert_close(found[2], expected, atol=3e-4, rtol=0)
 
 
@@ -96,7 +97,7 @@ def test_encoded_runs_end_where_the_scheme_does(name, wire, nodes):
     experiment = Experiment(
         name, scheme(), nodes, 30, 0.02, 400 // nodes, TASKS["mnist1d"], seed=3, shards=True, wire_dtype=wire
     )
-    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
     torch.testing.assert_close(found[1], expected, atol=6e-4, rtol=0)
 
 
@@ -105,9 +106,7 @@ def test_batchnorm_runs_end_where_the_scheme_does(ours):
     arena = replace(ARENA, model="batchnorm", epochs=2)
     found = train(arena, ours, [(0.1, 1), (0.02, 3)])
     scheme = PeriodicAveraging(1) if isinstance(ours, Averages) else AllReduce()
-    curve = simulate(
-        Experiment("it", scheme, 4, 20, 0.02, 100, NORMALIZED, seed=3, shards=True), PRESETS["000"].site, 1
-    )
+    curve = simulate(Experiment("it", scheme, 4, 20, 0.02, 100, NORMALIZED, seed=3, shards=True), SITES["000"], 1)
     expected = parameters_to_vector(curve.parameters)
     torch.testing.assert_close(found[1, : len(expected)], expected, atol=3e-4, rtol=0)
     (accuracy,) = accuracies(arena, found[1:], NORMALIZED.load()[1])  # with the running statistics
@@ -120,7 +119,7 @@ def test_character_runs_end_where_the_scheme_does():
     experiment = Experiment(
         "it", PeriodicAveraging(4), 2, arena.steps, 0.01, 6000, CHARACTERS, seed=3, shards=True, optimizer=adamw
     )
-    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
     torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
 
 
@@ -151,7 +150,7 @@ def test_adamw_is_torchs():
     experiment = Experiment(
         "it", PeriodicAveraging(4), 4, 40, 0.002, 100, TASKS["mnist1d"], seed=2, optimizer=adamw, shards=True
     )
-    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
     torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
 
 
@@ -195,7 +194,7 @@ def test_unequal_batches_weigh_as_they_are_told():
     experiment = Experiment(
         "it", AllReduce(), 2, 200, 0.02, 10, TASKS["mnist1d"], seed=1, batches=sizes, weights=weights, shards=True
     )
-    expected = parameters_to_vector(simulate(experiment, PRESETS["000"].site, 1).parameters)
+    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
     torch.testing.assert_close(found[0], expected, atol=3e-4, rtol=0)
 
 

@@ -19,9 +19,9 @@ from benchmarks.papers.optimizers import AdaBelief
 from benchmarks.papers.report import table
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results, Setting, known_results
+from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, simulate
-from lightning_hiercomm.planning.simulate.tasks import TASKS
 from lightning_hiercomm.schemes import AllReduce
 
 PRINTED = {

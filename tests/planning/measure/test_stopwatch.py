@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.planning.cluster import MOVES
+from lightning_hiercomm.planning.cluster import Move
 from lightning_hiercomm.planning.measure import stopwatch
 from lightning_hiercomm.planning.measure.stopwatch import Share, Stopwatch, Timing
 
@@ -20,7 +22,7 @@ def test_every_move_is_timed_between_all_ranks_with_the_bytes_that_a_member_send
     def work(rank, world):
         topology = Topology([[0, 1], [2, 3]], rank, world.connect(rank), Meter())
         watch = Stopwatch(topology.world, torch.device("cpu"), seconds=0.001)
-        return {move: watch.curve(topology.inter, 2, 2, move, sizes, PLENTY) for move in MOVES}
+        return {move: watch.curve(topology.inter, 2, 2, move, sizes, PLENTY) for move in get_args(Move)}
 
     first, *others = ThreadWorld(4).run(work)
     for move, curve in first.items():

@@ -124,8 +124,9 @@ def test_what_encoding_gradients_keeps_back_is_predicted():
 
 
 def test_a_rank_holds_model_gradients_state_and_the_schemes_own():
-    predicted = predict(PeriodicAveraging(4), CLUSTER, WORKLOAD)
-    assert predicted.memory_bytes == 3 * MODEL + predicted.own_bytes
+    scheme = PeriodicAveraging(4)
+    own = own_bytes(scheme, CLUSTER, WORKLOAD, Payload.named(None, WORKLOAD))
+    assert predict(scheme, CLUSTER, WORKLOAD).memory_bytes == 3 * MODEL + own
 
 
 def test_steps_delay_shares_the_optimizers_state():

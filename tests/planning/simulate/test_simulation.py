@@ -10,14 +10,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from benchmarks.zoo import TASKS
 from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning import commands
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.simulate.curves import table
-from lightning_hiercomm.planning.simulate.presets import PRESETS
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
-from lightning_hiercomm.planning.simulate.tasks import TASKS, Batches
+from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 TASK = TASKS["characters"]
@@ -245,47 +245,31 @@ def test_batches_are_a_replicas_own():
     assert not torch.equal(first[0], other[0])
 
 
-# ---- presets and the command -------------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------------------------
+
+CLOCK = ["--inter", "10gbit", "--step-time", "200ms"]
+SHORT = ["simulate", "--scheme", "periodic", "--task", "own_task:task", *CLOCK, "--epochs", "0.01", "--nodes", "2"]
 
 
-@pytest.mark.long("simulates every run of a preset, which may be dozens")
-@pytest.mark.parametrize(
-    ("name", "nodes"),
-    [
-        ("000", (2, 4)),
-        *((name, (2,)) for name in PRESETS if name != "000"),
-        *(pytest.param(name, (2, 4), marks=pytest.mark.nightly) for name in PRESETS if name != "000"),
-    ],
-    ids=str,
-)
-def test_a_preset_answers_with_a_table(name, nodes, capsys):
-    pytest.importorskip("sklearn")
-    asked = ["--nodes", *map(str, nodes), "--epochs", "0.01", "--task", "digits"]
-    assert main(["simulate", "--preset", name, *asked]) == 0
+pytestmark = pytest.mark.usefixtures("own_task")
+
+
+def test_a_model_of_ones_own_learns(capsys):
+    assert main([*SHORT[:-4], "--epochs", "20", "--nodes", "2", "4"]) == 0
     shown = capsys.readouterr()
-    assert PRESETS[name].question in shown.out
-    rows = [row for row in shown.out.splitlines() if row.lstrip().startswith(("2 ", "4 "))]
-    assert len(rows) == len(PRESETS[name].experiments([*nodes], "digits"))
-    assert f"[1 of {len(rows)}, " in shown.err
+    assert "[1 of 4, " in shown.err
+    rows = [row.split() for row in shown.out.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [[count, size, row[2]] for (count, size), row in zip(
+        [("2", "32")] * 2 + [("4", "64")] * 2, rows, strict=True
+    )]  # fmt: skip
+    assert all(float(row[row.index("%") - 1]) > 70 for row in rows)
 
 
-def test_the_papers_numbers_of_nodes_are_the_defaults():
-    assert {name: tuple(preset.nodes) for name, preset in PRESETS.items()} == {
-        "000": (4, 8, 12, 16, 20),
-        "001": (4,),
-        "002": (4, 8, 32, 64),
-        "003": (8, 16, 32, 64),
-        "diloco": (1, 4, 8, 16),
-    }
-
-
-def test_mini_batches_grow_with_the_nodes_and_examples_do_not():
-    few, many = (PRESETS["003"].experiments([nodes], "characters")[0] for nodes in (8, 32))
-    assert 4 * few.batch * few.replicas == many.batch * many.replicas
-    assert few.steps == pytest.approx(4 * many.steps, rel=0.02)
-
-
-SHORT = ["simulate", "--scheme", "periodic", "--task", "characters", "--epochs", "0.001", "--nodes", "2"]
+def test_all_rows_see_as_many_examples(capsys):
+    assert main([*SHORT[:-4], "--epochs", "1", "--nodes", "2", "8", "--json"]) == 0
+    few, _, many, _ = json.loads(capsys.readouterr().out)
+    assert few["steps"] * 2 * few["batch"] == pytest.approx(many["steps"] * 8 * many["batch"], rel=0.05)
+    assert many["learning_rate"] == pytest.approx(2 * few["learning_rate"])
 
 
 def test_everything_is_there_as_json(capsys):
@@ -320,7 +304,7 @@ def test_seeds_are_one_row_with_their_spread(capsys):
     assert capsys.readouterr().out.count(" % +-") == 2
 
 
-def test_a_run_that_diverges_is_a_row_of_the_table_and_the_others_go_on(tmp_path, capsys):
+def test_a_run_that_diverges_is_a_row_of_the_table_and_the_others_go_on(capsys):
     explode = [
         "simulate",
         "--scheme",
@@ -329,7 +313,7 @@ def test_a_run_that_diverges_is_a_row_of_the_table_and_the_others_go_on(tmp_path
         '{"warmup_steps": 0, "local_lr_scale": 1e9}',
         *SHORT[3:],
     ]
-    assert main([*explode, "--nodes", "2", "3", "--plot", str(tmp_path / "it.png")]) == 0
+    assert main([*explode, "--nodes", "2", "3"]) == 0
     shown = capsys.readouterr()
     assert [": diverged" in line for line in shown.err.splitlines()] == [False, True, False, True]
     assert [row.count("diverged") for row in shown.out.splitlines()[2:]] == [0, 1, 0, 1]
@@ -348,53 +332,53 @@ def test_seeds_that_diverge_are_left_out_of_a_rows_mean_and_counted():
     assert "nan" not in row
 
 
-def test_the_picture_is_drawn_with_labels_and_a_legend_beside_it(tmp_path, check_pictures):
-    assert main([*SHORT, "--nodes", "2", "4", "--plot", str(tmp_path / "it.png")]) == 0
-    assert (tmp_path / "it.png").stat().st_size > 10_000
-    check_pictures()
-
-
 def test_flags_change_the_clock(capsys):
     def end(*flags):
         assert main([*SHORT, "--json", *flags]) == 0
         return json.loads(capsys.readouterr().out)[0]["points"][-1]["seconds"]
 
     assert end("--step-time", "400ms", "--inter", "100gbit") == pytest.approx(20 * 0.4, rel=0.1)
-    slow = end("--inter", "10mbit")
-    assert slow > 100 * end("--inter", "10gbit")
+    slow = end("--inter", "10mbit", "--params", "25m")
+    assert slow > 100 * end("--inter", "10gbit", "--params", "25m")
     assert end("--inter", "10mbit", "--params", "10m") < 0.6 * slow
+    assert end("--inter", "10mbit") == pytest.approx(end("--inter", "10mbit", "--params", "1474"))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give either --preset, a paper's question, or --scheme"),
-        (["--preset", "002", "--scheme", "daso"], "give either --preset"),
-        (["--preset", "005"], "--preset 005: choose one of 000, 001, 002, 003, diloco"),
-        (["--preset", "002", "--batch", "4"], "--batch: the preset says so already"),
         (["--scheme", "magic"], "--scheme magic: choose from all_reduce, periodic"),
-        (["--scheme", "daso", "--scheme-args", "{"], "--scheme-args is not JSON"),
-        (["--scheme", "daso", "--scheme-args", "3"], "--scheme-args must be a JSON object"),
-        (["--scheme", "daso", "--scheme-args", '{"colour": 3}'], "has no argument 'colour'"),
-        (["--scheme", "daso", "--scheme-args", '{"sync_every": 0}'], "sync_every=0 must be a positive number"),
+        (["--scheme-args", "{"], "--scheme-args is not JSON"),
+        (["--scheme-args", "3"], "--scheme-args must be a JSON object"),
+        (["--scheme-args", '{"colour": 3}'], "has no argument 'colour'"),
+        (["--scheme-args", '{"sync_every": 0}'], "sync_every=0 must be a positive number"),
         (["--scheme", "daso", "diloco", "--scheme-args", "{}"], "--scheme-args are for one scheme"),
         (["--scheme", "periodic", "--scheme-args", '{"sync_every": "auto"}'], "has nothing to time here"),
-        (["--preset", "002", "--nodes", "0"], "--nodes 0 must be at least 1"),
-        (["--preset", "002", "--nodes", "5000"], "5000 replicas: simulations have up to 4096"),
-        (["--scheme", "daso", "--ranks-per-node", "0"], "--ranks-per-node 0 must be at least 1"),
-        (["--scheme", "daso", "--batch", "0"], "--batch 0 must be at least 1"),
-        (["--preset", "002", "--seeds", "0"], "--seeds 0 must be at least 1"),
-        (["--preset", "002", "--epochs", "-1"], "--epochs -1.0 must be positive"),
-        (["--preset", "002", "--task", "chess"], "--task chess: choose one of digits, characters, mnist1d"),
-        (["--preset", "002", "--inter", "fast"], "--inter: 'fast' is not a bandwidth"),
-        (["--preset", "002", "--step-time", "0"], "--step-time: '0' must be positive"),
-        (["--preset", "002", "--profile", "/nowhere"], "cannot read /nowhere"),
-        (["--preset", "002", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: there is no folder /nowhere"),
+        (["--nodes", "0"], "--nodes 0 must be at least 1"),
+        (["--nodes", "5000"], "5000 replicas: simulations have up to 4096"),
+        (["--ranks-per-node", "0"], "--ranks-per-node 0 must be at least 1"),
+        (["--batch", "0"], "--batch 0 must be at least 1"),
+        (["--seeds", "0"], "--seeds 0 must be at least 1"),
+        (["--epochs", "-1"], "--epochs -1.0 must be positive"),
+        (["--task", "chess"], "--task 'chess' must look like package.module:name"),
+        (["--task", "nowhere:chess"], "--task 'nowhere:chess' cannot be imported: No module named 'nowhere'"),
+        (
+            ["--task", "own_task:build"],
+            "--task 'own_task:build' is not a lightning_hiercomm.planning.simulate.tasks.Task",
+        ),
+        (["--inter", "fast"], "--inter: 'fast' is not a bandwidth"),
+        (["--step-time", "0"], "--step-time: '0' must be positive"),
+        (["--profile", "/nowhere"], "cannot read /nowhere"),
     ],
 )
 def test_wrong_flags_get_one_line(flags, message, capsys):
-    assert main(["simulate", "--task", "characters", *flags]) == 2
+    assert main(["simulate", "--task", "own_task:task", "--scheme", "daso", *CLOCK, *flags]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_a_clock_is_needed(capsys):
+    assert main(["simulate", "--task", "own_task:task", "--scheme", "daso", "--inter", "1gbit"]) == 2
+    assert "give --inter and --step-time, or --profile with what `probe` measured" in capsys.readouterr().err
