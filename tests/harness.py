@@ -24,8 +24,8 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.care import Policy
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
-from lightning_hiercomm.schemes.health.care import Policy
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]

@@ -27,7 +27,7 @@ from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.hosts import Place
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme, base
+from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme, care
 from lightning_hiercomm.schemes.carriers import mean as averaging
 
 RANKS = 4
@@ -79,7 +79,7 @@ class Looks:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for module, name in ((averaging, "mark_of_buckets"), (base, "mark_of_buckets"), (base, "first_difference")):
+        for module, name in ((averaging, "is_unfit"), (care, "is_unfit"), (care, "first_difference")):
             setattr(module, name, self._timed(getattr(module, name)))
 
     def _timed(self, look: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,9 +65,10 @@ class Background:
         return Timed(job, self._meter, self._tier, self._device)
 
     def read(self, numbers: Callable[[], Tensor]) -> Reading:
-        """Compute numbers for the host, after everything submitted before; on a device that works in streams."""
-        assert self._stream is not None
+        """Compute numbers for the host, after everything submitted before."""
         copies: list[Tensor] = []
+        if self._stream is None:
+            return Reading(self.submit(lambda: copies.append(numbers())), copies)
         return Reading(self._enqueue(self._stream, lambda: copies.append(streams.to_host(numbers()))), copies)
 
     def _enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> _StreamJob:
@@ -194,12 +195,15 @@ class Reading(Handle):
         copies: Where it leaves them.
     """
 
-    def __init__(self, job: _StreamJob, copies: list[Tensor]) -> None:
+    def __init__(self, job: Handle, copies: list[Tensor]) -> None:
         self._job = job
         self._copies = copies
 
     def wait(self) -> None:
-        self._job.wait_on_host()
+        if isinstance(self._job, _StreamJob):
+            self._job.wait_on_host()
+        else:
+            self._job.wait()
 
     def is_done(self) -> bool:
         return self._job.is_done()

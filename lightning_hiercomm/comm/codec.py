@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,11 @@ class Codec(ABC):
 
     block: int = 1
     """Elements that are encoded together: what is cut at multiples of it decodes to the same, fastest."""
+
+    @property
+    def largest(self) -> float:
+        """The largest absolute value of elements whose payloads, and weighted means of these, decode to finite ones."""
+        return math.inf
 
     @abstractmethod
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -157,6 +163,10 @@ class Cast(Codec):
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype={self.dtype} is not a floating type; cast to torch.bfloat16 or torch.float16")
 
+    @property
+    def largest(self) -> float:
+        return torch.finfo(self.dtype).max
+
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if dtype.is_floating_point and self.dtype.itemsize < dtype.itemsize else dtype
 
@@ -172,6 +182,10 @@ class Blockwise(Codec):
     adds: ClassVar[bool] = False
 
     block: int
+
+    @property
+    def largest(self) -> float:
+        return _LARGEST_SAFE_PEAK
 
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8 if dtype.is_floating_point and dtype.itemsize > 1 else dtype

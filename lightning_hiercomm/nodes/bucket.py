@@ -88,18 +88,15 @@ class Bucket:
     keeps_equal: bool = False
     is_outdated: bool = False
 
-    def empty(
-        self, multiple_of: int = 1, extra: int = 0, dtype: torch.dtype | None = None, spares: Spares | None = None
-    ) -> Tensor:
+    def empty(self, multiple_of: int = 1, dtype: torch.dtype | None = None, spares: Spares | None = None) -> Tensor:
         """A new 1-D buffer with room for the bucket, zero-padded to a multiple of ``multiple_of`` elements.
 
         Args:
             multiple_of: The number of equal parts into which the buffer will be cut.
-            extra: Elements after the bucket that are asked for in any case.
             dtype: Of the buffer. Default: the bucket's.
             spares: Where its memory is from, and is to be given back. Default: fresh memory.
         """
-        padded = -(-(self.numel + extra) // multiple_of) * multiple_of
+        padded = -(-self.numel // multiple_of) * multiple_of
         dtype = dtype or self.dtype
         if spares is None:
             flat = torch.empty(padded, dtype=dtype, device=self.device)

@@ -27,8 +27,8 @@ from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.run.uncounted import UncountedChanges
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.care import Policy
 from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
-from lightning_hiercomm.schemes.health.care import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas, print_of
 

@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias
 from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.carriers.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
 from lightning_hiercomm.schemes.gossip import Gossip
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.steps_delay.scheme import StepsDelay
-from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.words.merging import Delta, Merge, Replace, StaleSum
 from lightning_hiercomm.schemes.words.outer import OuterOptimizer
 from lightning_hiercomm.schemes.words.when import Every, Staggered, When

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
@@ -21,12 +21,13 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
+from lightning_hiercomm.schemes.carriers.graphs import Graph
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
 from lightning_hiercomm.schemes.carriers.peers import PeerMean
+from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
-from lightning_hiercomm.schemes.words.graphs import Graph
 from lightning_hiercomm.schemes.words.merging import MERGES, Merge
 from lightning_hiercomm.schemes.words.outer import OuterOptimizer, RunningOuterOptimizer
 from lightning_hiercomm.schemes.words.when import Every, Staggered, When
@@ -425,12 +426,12 @@ class RunningAgreement(RunningScheme[A]):
         is_all = len(parts) == len(self._parts)
         if is_all:
             self._in_flight.drop()
-        void = self._carrier(self.steps, self._take_turn(), None if is_all else self._buckets_of(parts), self._take)
+        indexes = range(len(self._carrier.buckets)) if is_all else self._buckets_of(parts)
+        verdict = self._carrier(self.steps, self._take_turn(), indexes, self._take)
         self._parts_sent += len(parts)
-        landed = self._carrier.landed if isinstance(self._carrier, Average) else ()
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
-        self._recover(self._carrier, void, landed, self._carrier.is_sick)  # who is healthy of those who agree: the last
+        self._recover(self._carrier, verdict, indexes)  # who is healthy of those who agree: the last
         self._end_round(parts)
         self.agreements += 1
         if is_all and self._merge.ends_in_agreement and not isinstance(self.config.through, Graph):
@@ -478,19 +479,21 @@ class RunningAgreement(RunningScheme[A]):
         have another carrier, and would take their share of the link from those that training waits for.
         """
         self.care.verify(self.steps)
-        if arrived is not None and arrived.is_sick:  # what leaves now is what it is healed to
+        if arrived is not None and arrived.verdict.is_sick:  # what leaves now is what it is healed to
             self._merge_up_to(None, arrived)
         sent: Exchange | None = None
         if leaving:
             carrier = self._carrier_beside_training
-            check = carrier.begin(self.steps, self._take_turn(), self._buckets_of(leaving))
+            verdict = carrier.begin(
+                self.steps, self._take_turn(), self._buckets_of(leaving), self._inbound, self._outbound
+            )
             self._parts_sent += len(leaving)
-            sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, check)
-            sent.is_sick = carrier.is_sick
+            sent = self._in_flight.start(self.steps, self.steps + self.staleness, leaving, verdict)
             if self.topology.may_grow:
                 sent.undo = self._remember_agreed()
+        indexes = [] if arrived is None else [move.index for move in arrived.moves]
         if arrived is not None:
-            arrived.check.wait()
+            arrived.verdict.wait()
             self._end_round(arrived.parts, arrived)  # before what leaves now arrives, and is stepped
         waiting: deque[int] = deque()
         for index in self._buckets_of(leaving):
@@ -503,10 +506,8 @@ class RunningAgreement(RunningScheme[A]):
             self._merge_up_to(None, arrived)
             self.agreements += 1
         self._send(waiting, sent)
-        if sent is not None:
-            self._carrier_beside_training.seal(sent, self._inbound)
         if arrived is not None:
-            self._recover(self._carrier_beside_training, arrived.void, arrived.landed, arrived.is_sick)
+            self._recover(self._carrier_beside_training, arrived.verdict, indexes)
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
@@ -523,25 +524,27 @@ class RunningAgreement(RunningScheme[A]):
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
             bucket = self._carrier.buckets[move.index]
-            if arrived.is_sick:
+            if arrived.verdict.is_sick:
                 bucket.unpack(move.flat)
-            elif (arrived.is_void or self._carrier_beside_training.is_void)(move):
-                arrived.void.append(move.index)
-                arrived.landed |= move.landed
-            else:
+            elif not arrived.verdict.is_flagged():
                 self._merge(bucket, move, arrived.staleness, move.nodes)
             if move.index == last:
                 return
 
-    def _recover(self, carrier: Carrier, void: Sequence[int], landed: Collection[int], is_sick: bool) -> None:
-        """See that the healthy agree on what could not be merged, on their present values and at once."""
-        self._was_sick = is_sick  # and healed by its peers
-        if isinstance(carrier, Average):
-            if void:  # what follows takes the communicators of what has just left
-                self._in_flight.settle()
-            if void and not self._merge.keeps_agreed:
+    def _recover(self, carrier: Carrier, verdict: Verdict, indexes: Sequence[int]) -> None:
+        """Repeat a flagged exchange without the ranks that cannot send, on present values; wait for it.
+
+        Args:
+            carrier: Of the exchange.
+            verdict: Likewise.
+            indexes: Its buckets.
+        """
+        self._was_sick = verdict.is_sick  # and healed by its peers
+        if verdict.is_flagged() and isinstance(carrier, Average):
+            self._in_flight.settle()  # what follows takes the communicators of what has just left
+            if not self._merge.keeps_agreed:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
-            self._was_sick = self.care.repair(carrier, void, self.steps, landed, self._take, self._land)
+            self._was_sick = self.care.repair(carrier, indexes, self.steps, self._take, self._land)
         if self._was_sick:
             self.care.begin_optimizer_anew()
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,8 +16,8 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.carriers.mean import same_step
-from lightning_hiercomm.schemes.health.care import Care, Policy
+from lightning_hiercomm.schemes.care import Care, Policy
+from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.profile import Profile
 
@@ -244,7 +245,8 @@ class RunningScheme(Generic[S]):
     def finish(self) -> None:
         """The run is over: nothing stays in flight, and every rank holds the agreed parameters."""
         self.agree()
-        same_step(self.topology, self.steps, self.replica.device).wait()
+        if not (self.is_alone or self.topology.may_grow):  # outside of an agreement elastic nodes do not communicate
+            Preflight(self.topology, self.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
         self.unagreed_steps = 0
         self.care.follow(self.replica)
         self.close()

@@ -15,11 +15,7 @@ from torch import Tensor
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.in_flight import InFlight
-from lightning_hiercomm.schemes.carriers.peers import Peers
-from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.profile import Profile
-from lightning_hiercomm.schemes.words.graphs import (
+from lightning_hiercomm.schemes.carriers.graphs import (
     DirectedExponential,
     Fairness,
     Full,
@@ -28,6 +24,11 @@ from lightning_hiercomm.schemes.words.graphs import (
     Ring,
     round_of,
 )
+from lightning_hiercomm.schemes.carriers.in_flight import InFlight
+from lightning_hiercomm.schemes.carriers.peers import Peers
+from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.in_place_of_step import Update
+from lightning_hiercomm.schemes.profile import Profile
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 
@@ -262,8 +263,8 @@ class RunningGossip(RunningScheme[Gossip]):
         if self.steps % _VERIFY_EVERY == 0:  # what differs stays different
             self.care.verify(self.steps)
         is_sick = self.care.look(self._segments, self.steps)
-        exchange = self._in_flight.start(self.steps, self.steps + int(self.config.overlap))
-        exchange.is_sick = bool(is_sick)
+        verdict = Verdict(is_sick=bool(is_sick))
+        exchange = self._in_flight.start(self.steps, self.steps + int(self.config.overlap), verdict=verdict)
         for index, weights in enumerate(self._weights):
             exchange.moves.append(self._peers.start(index, self.steps, weights, self._background, is_sick=is_sick))
 
@@ -280,7 +281,7 @@ class RunningGossip(RunningScheme[Gossip]):
                 after = self._peers.weights_after(exchange.started, move.index, self._weights[move.index])
                 bucket = self._segments[move.index]
                 before_mixing, after_mixing = self._weights[move.index][node], after[node]
-                if exchange.is_sick:
+                if exchange.verdict.is_sick:
                     bucket.unpack(bucket.empty().zero_())
                 if before_mixing == after_mixing == 1.0:
                     bucket.add(move.flat)
@@ -289,7 +290,7 @@ class RunningGossip(RunningScheme[Gossip]):
                 self._peers.give_back(move)
                 self._weights[move.index] = after
             self.agreements += 1
-            was_sick |= exchange.is_sick
+            was_sick |= exchange.verdict.is_sick
         if was_sick:
             self.care.begin_optimizer_anew()
         return was_sick

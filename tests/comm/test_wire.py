@@ -70,9 +70,9 @@ def test_a_wire_as_wide_as_the_parameters_changes_nothing(wire):
 def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
     full, narrow = (after_steps_down(SCHEMES["periodic"], wire)[0][1] for wire in (None, Wire(torch.bfloat16)))
     padded = 4  # three elements, padded for the two ranks of a node, half of them on each
-    check = 2 * 8 * 101  # the ranks compare their step numbers each time, and once at the end
-    assert full == 100 * padded / 2 * 4 + check
-    assert narrow == 100 * padded / 2 * 2 + check
+    preflights = 3 * 8 * 101  # each time, and once at the end
+    assert full == 100 * padded / 2 * 4 + preflights
+    assert narrow == 100 * padded / 2 * 2 + preflights
 
 
 @on_both

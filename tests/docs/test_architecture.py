@@ -52,6 +52,20 @@ def test_below_the_trainer_nobody_imports_lightning(room):
     assert not imported & {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
+def test_folders_of_schemes_import_each_other_in_one_direction(architecture):
+    schemes = PACKAGE / "schemes"
+    folders = {path.parent.name for path in schemes.glob("*/__init__.py")}
+    arrows: dict[str, set[str]] = {folder: set() for folder in folders}
+    for folder in folders:
+        for path in (schemes / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+                if parts[:2] == ["lightning_hiercomm", "schemes"]:
+                    arrows[folder] |= {*parts[2:3]} & folders - {folder}
+    assert arrows["words"], "no import was read"
+    architecture.floors(arrows)  # raises where folders import each other
+
+
 def test_every_room_has_its_place_on_the_page(architecture):
     page = (CHECKOUT / "docs" / "architecture.md").read_text()
     for room in architecture.rooms().keys() - {"lightning_hiercomm", "__main__"}:

@@ -201,9 +201,9 @@ def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, o
     model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
     if of_both == "periodic":  # agreements of 6 steps, and the first values: no copy of a part travels twice
         sent = sum(results[of_both]["inter_bytes"] for results in on_eight)
-        steps_told_apart, padding = 4 * 8 * 8, 4 * 8  # at the end, too
+        preflights, padding = 3 * 24 * 8, 4 * 8  # of two agreements, and at the end
         buffers = 8 * 4 * 2  # bytes: two on each of eight ranks
-        assert sent <= (model + buffers) * (2 * 2 + 1) + steps_told_apart + padding
+        assert sent <= (model + buffers) * (2 * 2 + 1) + preflights + padding
 
 
 @BY_NIGHT  # by day a file of theirs is gone on with, and nodes of one kind resume to the bit

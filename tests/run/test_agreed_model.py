@@ -18,7 +18,7 @@ from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStra
 from lightning_hiercomm.run.agreed_model import AgreedModel
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer
-from lightning_hiercomm.schemes.words.graphs import RandomPermutation
+from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation
 
 SCHEMES = {
     "all_reduce": AllReduce,

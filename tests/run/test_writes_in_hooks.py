@@ -23,7 +23,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Agreement, OuterOptimizer
-from lightning_hiercomm.schemes.words.graphs import RandomPermutation
+from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation
 
 SCHEMES = {
     "all_reduce": AllReduce,

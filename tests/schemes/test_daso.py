@@ -132,15 +132,16 @@ def test_one_node_trains_as_all_reduce_does(run_oracle):
 def test_the_ranks_of_a_node_carry_the_exchanges_in_turn(run_oracle):
     # 12 steps: three exchanges and the epoch's mean, two for each rank; 16 steps: one more, the first rank's turn
     less, more = ([t.meter["inter_bytes"] for t in run_oracle(cycling(), steps_per_epoch=k)] for k in (12, 16))
-    step_check = 2 * 8  # bytes, on every lane and at every exchange
+    preflight = 3 * 8  # bytes, on every lane and at every exchange
     parameters = 2 * 4  # one float and its padding to the two ranks of a node
-    assert less == [4 * step_check + 2 * parameters + step_check] * 4
-    assert [b - a - step_check for a, b in zip(less, more, strict=True)] == [parameters, 0, parameters, 0]
+    assert less == [4 * preflight + 2 * parameters + preflight] * 4
+    assert [b - a - preflight for a, b in zip(less, more, strict=True)] == [parameters, 0, parameters, 0]
 
 
 def test_a_sharded_exchange_is_carried_by_all_ranks_alike(run_oracle):
     sent = [trace.meter["inter_bytes"] for trace in run_oracle(cycling(exchange="sharded"), steps_per_epoch=12)]
-    assert sent == [4 * (2 * 8 + 4) + 2 * 8] * 4
+    preflight = 3 * 8  # bytes, at every exchange and at the end
+    assert sent == [4 * (preflight + 4) + preflight] * 4
 
 
 def test_nothing_waits_between_a_send_and_its_merge():

@@ -10,7 +10,7 @@ from harness import on_nodes, with_policy
 
 from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
 from lightning_hiercomm.schemes import Agreement
-from lightning_hiercomm.schemes.words.graphs import DirectedExponential, Full, RandomPermutation, Ring
+from lightning_hiercomm.schemes.carriers.graphs import DirectedExponential, Full, RandomPermutation, Ring
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

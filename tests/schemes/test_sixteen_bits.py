@@ -176,8 +176,8 @@ def test_it_costs_as_many_bytes_as_an_all_reduce(count, beside):
 
     exchanges, scheme = (1, Agreement(2, staleness=1)) if beside else (2, Agreement(1))
     sent = on_nodes(work, scheme, NODES[f"{count} nodes"], shapes=[(420,)], dtype=torch.bfloat16)
-    numbers_and_step = 2 * 420 + 2 * 8  # with the check that nodes have taken the same number of steps
-    expected = exchanges * 2 * (count - 1) / count * numbers_and_step
+    numbers_and_preflight = 2 * 420 + 3 * 8
+    expected = exchanges * 2 * (count - 1) / count * numbers_and_preflight
     assert sent == [pytest.approx(expected, rel=1e-12)] * count
 
 
@@ -204,7 +204,8 @@ def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_
         return topology.meter.snapshot()["intra_bytes"]
 
     # to the one rank of the node that carries all, and back from it; by all-reduce it was 1120 for everyone, and back
-    assert on_ranks(work, ((0, 1, 2), (4, 3, 5), (6,))) == [*[840.0] * 6, 0.0]
+    preflight = 2 * (2 * 2 / 3 * 3 * 8)  # three numbers in the node, and again for ranks in no lane
+    assert on_ranks(work, ((0, 1, 2), (4, 3, 5), (6,))) == [*[840.0 + preflight] * 6, 0.0]
 
 
 @pytest.mark.parametrize("nodes_of", ["3 nodes", "7 nodes", "3+1"])

@@ -1,1 +1,1 @@
-"""Who carries a bucket between nodes, and what is in flight."""
+"""Who carries a bucket between nodes, through which graph, and what is in flight."""

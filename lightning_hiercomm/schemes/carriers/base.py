@@ -14,8 +14,8 @@ from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement
-from lightning_hiercomm.schemes.carriers.in_flight import Exchange, Move
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite, is_marked
+from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.health.preflight import Verdict
 
 Land = Callable[[int, Tensor, Tensor], Tensor]
 """Moves last agreed values (of a bucket, this rank's part, 1-D, in place) by what the nodes' mean differs from them.
@@ -33,10 +33,6 @@ class Carrier(ABC):
         through: Whose communicators carry it.
         anchors: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
         disagreement: How far this node was from what came back.
-        on_nonfinite: Unless ``"ignore"``, what leaves is marked if it is not finite: see
-            :mod:`~lightning_hiercomm.schemes.health.nonfinite`. Whoever makes the carrier sets it.
-        is_sick: Whether what leaves, or left last, is not finite and others do without it. Only a carrier between
-            peers, where the others do not learn of it, knows so before it arrives.
     """
 
     buckets: Sequence[Bucket]
@@ -44,24 +40,26 @@ class Carrier(ABC):
     through: Topology
     anchors: Sequence[Tensor] = ()
     disagreement: Disagreement
-    on_nonfinite: OnNonfinite = "ignore"
-    is_sick: bool = False
 
     @abstractmethod
     def parts_of(self, index: int) -> int:
         """Into how many equal parts a packed bucket is cut."""
 
     @abstractmethod
-    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
-        """Say that buckets are to be started.
+    def begin(
+        self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
+    ) -> Verdict:
+        """Launch the preflight of buckets that are to be started.
 
         Args:
             step: The optimizer steps this rank has taken.
             turn: How many exchanges came before this one.
-            only: The buckets, by their indexes. Default: all.
+            only: The buckets, by their indexes.
+            background: As :meth:`start` gets it.
+            outbound: Likewise.
 
         Returns:
-            A check that all nodes do so after the same number of steps: the wait raises if not.
+            Its result, known before the first bucket has arrived.
         """
 
     @abstractmethod
@@ -84,7 +82,7 @@ class Carrier(ABC):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> list[int]:
+    ) -> Verdict:
         """Carry buckets now; blocks.
 
         Args:
@@ -94,7 +92,7 @@ class Carrier(ABC):
             take: Gets every bucket and what has arrived for it, packed. Default: replaces the bucket's values.
 
         Returns:
-            The buckets for which nothing finite has arrived, the same on all ranks that carry them; they are not taken.
+            The known result of the preflight. If it is flagged, no bucket has left any rank.
 
         Raises:
             CommunicationError: If a rank took another number of steps, or died.
@@ -111,18 +109,6 @@ class Carrier(ABC):
     @abstractmethod
     def anchor(self) -> None:
         """Take the replica's present values, equal on all ranks, as the last agreed ones."""
-
-    def seal(self, exchange: Exchange, background: Background) -> None:
-        """All moves of an exchange are on their way: see to what the host will have to know of them.
-
-        Args:
-            exchange: Begun and started by this carrier.
-            background: Where its moves end.
-        """
-
-    def is_void(self, move: Move) -> bool:
-        """Whether nothing finite has arrived, on all ranks alike; waits for it."""
-        return self.on_nonfinite != "ignore" and is_marked(move.flat, self.parts_of(move.index))
 
     def restart(self, indexes: Sequence[int]) -> None:
         """Go on from the replica's present values of some buckets, which were agreed on in another way."""

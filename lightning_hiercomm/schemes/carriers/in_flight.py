@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.schemes.health.preflight import Verdict
 
 _OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
 
@@ -24,7 +25,6 @@ class Move:
         arrived: What to wait for before ``flat`` is touched.
         flat: What arrives, packed.
         sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
-        landed: Has its index once the last agreed values of this rank's part have moved.
         nodes: Over how many nodes what arrives is the mean.
     """
 
@@ -32,7 +32,6 @@ class Move:
     flat: Tensor
     sent: Tensor
     arrived: Handle = finished
-    landed: set[int] = field(default_factory=set)
     nodes: int = 1
 
 
@@ -44,13 +43,8 @@ class Exchange:
         started: Optimizer steps after which it was sent.
         due: Optimizer steps after which it is merged.
         parts: Of the model, that it holds.
-        check: That all nodes had taken the same number of steps; after its wait ``is_void`` may be asked.
-        is_void: Whether nothing finite has arrived for a move, if that is found out for all of them together; otherwise
-            the carrier looks at each.
+        verdict: The result of its preflight. If it is flagged, what arrives is thrown away.
         moves: Its buckets, in the order in which they arrive.
-        is_sick: Whether this node sent values that are not finite, and others go on without it.
-        void: Buckets that could not be merged, because nothing finite has arrived.
-        landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
         undo: Takes back what has been moved beside training since it left; where nodes come and go.
         is_lost: Whether it never arrives, because nodes came or went meanwhile: nodes agree anew when it is due.
     """
@@ -58,12 +52,8 @@ class Exchange:
     started: int
     due: int
     parts: Sequence[int]
-    check: Handle = finished
-    is_void: Callable[[Move], bool] | None = None
+    verdict: Verdict = field(default_factory=Verdict)
     moves: deque[Move] = field(default_factory=deque)
-    is_sick: bool = False
-    void: list[int] = field(default_factory=list)
-    landed: set[int] = field(default_factory=set)
     undo: Callable[[], None] = lambda: None
     is_lost: bool = False
 
@@ -78,7 +68,7 @@ class Exchange:
 
     def wait(self) -> None:
         """Return when all of it has arrived."""
-        self.check.wait()
+        self.verdict.wait()
         for move in self.moves:
             move.arrived.wait()
 
@@ -104,9 +94,9 @@ class InFlight:
     def __bool__(self) -> bool:
         return bool(self.exchanges)
 
-    def start(self, started: int, due: int, parts: Sequence[int] = (0,), check: Handle = finished) -> Exchange:
+    def start(self, started: int, due: int, parts: Sequence[int] = (0,), verdict: Verdict | None = None) -> Exchange:
         """A new exchange, whose moves the caller adds."""
-        exchange = Exchange(started, due, parts, check)
+        exchange = Exchange(started, due, parts, verdict or Verdict())
         self.exchanges.append(exchange)
         return exchange
 
@@ -163,9 +153,9 @@ class InFlight:
                 "buckets": [move.index for move in exchange.moves],
                 "arrived": [move.flat.clone() for move in exchange.moves],
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
-                "is_sick": exchange.is_sick,
+                "is_sick": exchange.verdict.is_sick,
+                "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
                 "nodes": [move.nodes for move in exchange.moves],
-                "landed": [move.index for move in exchange.moves if move.index in move.landed],
             }
             for exchange in self.exchanges
         ]
@@ -179,13 +169,12 @@ class InFlight:
         """
         self.drop()
         for saved in state:
-            exchange = self.start(saved["started"], saved["due"], saved["parts"])
-            exchange.is_sick = saved["is_sick"]
+            verdict = Verdict(saved["is_flagged"], saved["is_sick"])
+            exchange = self.start(saved["started"], saved["due"], saved["parts"], verdict)
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
-                landed = {index}.intersection(saved["landed"])
-                exchange.moves.append(Move(index, flat, own, landed=landed, nodes=of))
+                exchange.moves.append(Move(index, flat, own, nodes=of))
 
 
 def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.carriers.graphs import Graph, Round, round_of
 from lightning_hiercomm.schemes.carriers.in_flight import Move
-from lightning_hiercomm.schemes.health.nonfinite import choose, is_marked, mark_of
-from lightning_hiercomm.schemes.words.graphs import Graph, Round, round_of
+from lightning_hiercomm.schemes.health.nonfinite import is_unfit
+from lightning_hiercomm.schemes.health.preflight import Verdict
 
 
 class Peers:
@@ -247,17 +248,17 @@ class _Mixing:
             return self._decoded(self.payload, self.share)
         # what was too large for the wire, nobody takes
         sent = self._decoded(self.payload, torch.empty_like(self.share))
-        return choose(self._is_finite(sent), sent, lambda: self.share)
+        return _choose(self._is_finite(sent), sent, lambda: self.share)
 
     def _theirs(self, place: int, out: Tensor, own: Tensor, is_sick: bool | None) -> Tensor:
         """What a peer has sent; of one that is sick, what it would have sent if it held the same as this node."""
         values = self._decoded(self.received[place], out)
         can_look = self.travels_as_it_is and not streams.has(values.device)
-        if is_sick is None or (can_look and not is_marked(values[:1])):
+        if is_sick is None or (can_look and not _is_flagged(values)):
             return values
         peer = self.round.receive_from[self.node][place]
         as_own = self._part_of(peer) / self._part_of(self.node)
-        return choose(self._is_finite(values), values, lambda: own * as_own)
+        return _choose(self._is_finite(values), values, lambda: own * as_own)
 
     def _part_of(self, node: int) -> float:
         return self.peers._part(self.round, self.weights, node)
@@ -266,14 +267,27 @@ class _Mixing:
         return payload if self.travels_as_it_is else self.peers._codec.decode(payload, out)
 
     def _is_finite(self, values: Tensor) -> Tensor:
-        # a shard may be empty
-        return ~(values[:1].sum() if self.travels_as_it_is else mark_of([values])).isnan()
+        if self.travels_as_it_is:  # a sender flags its first element; a shard may be empty
+            return ~values[:1].isnan().any()
+        return is_unfit([values]).to(values.device) == 0
 
     def _compare(self, own: Tensor, theirs: Tensor) -> None:
         """Note how far apart this node's and a peer's parameters are."""
         peer = self.round.receive_from[self.node][0]
         samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
         self.peers.disagreement.compare(self.index, *samples, own.numel())
+
+
+def _is_flagged(flat: Tensor) -> bool:
+    """Whether a node that knew its values were not finite sent them, as they are; waits for them, on CUDA too."""
+    return bool(flat[:1].isnan().any())
+
+
+def _choose(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+    """Return ``value`` if a scalar is true, otherwise the other one; on CUDA without waiting for the scalar."""
+    if streams.has(condition.device):
+        return torch.where(condition, value, otherwise())
+    return value if bool(condition) else otherwise()
 
 
 def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
@@ -298,7 +312,7 @@ class PeerMean(Carrier):
         turn: Says which turn of the graph is the next one, from 1.
         average_in_node: Writes the mean of the node's ranks to what differs among them.
         land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
-        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.health.care.Care.look`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.care.Care.look`.
     """
 
     def __init__(
@@ -332,14 +346,16 @@ class PeerMean(Carrier):
         if self._land is not None:
             self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
 
-    def begin(self, step: int, turn: int, only: Sequence[int] | None = None) -> Handle:
+    def begin(
+        self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
+    ) -> Verdict:
         self._turn = self._next_turn()
-        leaving = self.buckets if only is None else [self.buckets[index] for index in only]
+        leaving = [self.buckets[index] for index in only]
         # ranks that train alone agree first: it is nodes that the graph knows
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
         self._sick = self._look(leaving)
-        self.is_sick = bool(self._sick)
-        return finished  # ranks that come after different numbers of steps wait for others than those that come
+        # ranks that come after different numbers of steps wait for others than those that come
+        return Verdict(is_sick=bool(self._sick))
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
@@ -350,14 +366,14 @@ class PeerMean(Carrier):
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.anchors[index : index + 1]):
             background.uses(tensor)
-        is_sick = self.is_sick  # by now; what leaves next may be healthy, before this has arrived
+        is_sick = bool(self._sick)  # by now; what leaves next may be healthy, before this has arrived
         if is_sick:
             own.zero_()
 
         def land(change: Tensor) -> None:
             mean = change.add_(self.carried(own, index))
             # of a sick node none of whose peers is healthy the last agreed values stay, for it to go on from later
-            if self._land is not None and not (is_sick and is_marked(mean)):
+            if self._land is not None and not (is_sick and _is_flagged(mean)):
                 anchor = self.anchors[index]
                 mean.copy_(self._land(index, anchor, mean.sub(anchor)))
 
@@ -372,17 +388,15 @@ class PeerMean(Carrier):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> list[int]:
-        self.begin(step, turn, only)
-        moves = [self.start(index, self._background) for index in (range(len(self.buckets)) if only is None else only)]
+    ) -> Verdict:
+        indexes = range(len(self.buckets)) if only is None else only
+        verdict = self.begin(step, turn, indexes, self._background)
+        moves = [self.start(index, self._background) for index in indexes]
         for move in moves:
             move.arrived.wait()
             self._background.hands_out(move.flat)
-            (Bucket.unpack if self.is_sick else take)(self.buckets[move.index], move.flat)
-        return []
-
-    def is_void(self, move: Move) -> bool:
-        return False
+            (Bucket.unpack if verdict.is_sick else take)(self.buckets[move.index], move.flat)
+        return verdict
 
     def parts_of(self, index: int) -> int:
         return 1

@@ -1,1 +1,1 @@
-"""What is not finite; what should be equal and is not."""
+"""Checks: values that are not finite, ranks at unequal steps, and replicas that should be equal."""

@@ -1,22 +1,15 @@
-"""NaN and infinity: noticed in what is about to be sent, and kept from spreading.
-
-Whoever sends a bucket adds a *mark* to one element of it: a number that changes nothing if all that is sent is finite,
-and NaN if anything is not. So a sum that a sick rank takes part in is NaN where everybody looks, on every rank alike:
-nobody has to ask. Only then is there more to say, in exchanges of their own: who it was, and what the mean of the
-others is.
-"""
+"""NaN and infinity, and values that are too large to be sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.buffers import is_of_numbers
@@ -30,50 +23,28 @@ class NonfiniteError(RuntimeError):
 
 
 @torch.no_grad()
-def mark_of(tensors: Iterable[Tensor]) -> Tensor:
-    """A scalar: -0.0, which added to any number leaves every bit of it, if the tensors are finite; NaN if not.
+def is_unfit(tensors: Iterable[Tensor], largest: float = math.inf) -> Tensor:
+    """Return an int64 scalar: 1 if an element is not finite, or larger than ``largest``; otherwise 0.
 
-    It takes one read of them, and waits for nothing. Finite values whose sum overflows count as not finite: look again,
-    with :func:`describe`.
+    It reads every tensor once, and does not wait for the device.
     """
-    sums = [tensor.sum(dtype=_wide(tensor.dtype)) for tensor in tensors if tensor.numel()]
-    if not sums:
-        return torch.tensor(-0.0)
-    if len({(each.dtype, each.device) for each in sums}) > 1:  # what is too large for float32 is finite
-        sums = [each.abs().mul(0.0).to(sums[0].device, torch.float32) for each in sums]
-    return torch.stack(sums).sum().abs().mul_(-0.0)
+    bounds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            bounds.setdefault(real.dtype, []).extend(real.aminmax())
+    if not bounds:
+        return torch.zeros((), dtype=torch.int64)
+    found = [~(torch.stack(each).abs() <= min(largest, torch.finfo(dtype).max)).all() for dtype, each in bounds.items()]
+    return torch.stack(found).any().to(torch.int64)  # a NaN is not less than anything
 
 
-def mark_of_buckets(buckets: Iterable[Bucket]) -> Tensor:
-    """The :func:`mark_of` all values of some buckets."""
-    pieces = (piece for bucket in buckets for piece in bucket.pieces)
-    return mark_of(
-        piece.tensor if piece.covers_tensor() else piece.tensor.view(-1)[piece.start :][: piece.length]
-        for piece in pieces
-    )
-
-
-def put_mark(mark: Tensor, flat: Tensor, parts: int = 1) -> None:
-    """Add a mark to the first element of each of ``flat``'s equal parts."""
-    if flat.numel():
-        flat.view(parts, -1)[:, 0].add_(mark)
-
-
-def arrived_mark(flat: Tensor, parts: int = 1) -> Tensor:
-    """A scalar that is NaN if somebody who sent what arrived in ``flat`` was sick; waits for nothing."""
-    return flat.view(parts, -1)[:, 0].sum().abs() if flat.numel() else flat.new_zeros(())
-
-
-def is_marked(flat: Tensor, parts: int = 1) -> bool:
-    """Whether somebody who sent what arrived in ``flat`` was sick. Waits for it, on CUDA too."""
-    return bool(flat.numel()) and math.isnan(arrived_mark(flat, parts).item())
-
-
-def choose(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
-    """``value`` if a scalar says so; on CUDA without waiting to know."""
-    if streams.has(condition.device):
-        return torch.where(condition, value, otherwise())
-    return value if bool(condition) else otherwise()
+def values_of(buckets: Iterable[Bucket]) -> Iterator[Tensor]:
+    """Iterate over all values of some buckets, without a copy where a bucket holds a whole tensor."""
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            tensor = piece.tensor.detach()
+            yield tensor if piece.covers_tensor() else tensor.view(-1)[piece.start :][: piece.length]
 
 
 def describe(replica: Replica, gradients: bool = False) -> str | None:
@@ -102,7 +73,3 @@ def begin_state_anew(optimizer: Optimizer) -> None:
                 value.zero_()
             if isinstance(state.get("step"), int):
                 state["step"] = 0
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize >= 4 else torch.promote_types(dtype, torch.float32)

@@ -19,7 +19,6 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.health.nonfinite import describe, is_marked, mark_of
 from lightning_hiercomm.schemes.health.verification import words_of
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import (
@@ -244,7 +243,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self.wire,
             self.config.shard_on,
             self.replica.bucket_bytes,
-            self.care.policy.on_nonfinite,
+            lambda mean: self.care.may_step(mean, self.wire),
         )
         server.take_optimizer_state(state)
         return server
@@ -274,15 +273,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._was_warming_up = self.phase == "warm-up"
         server = self._server  # not before: a hook that saves may have begun another one
         assert server is not None
-        self._iterate(server, has_gradient=optimizer_step is not None and self._gradient_is_finite())
-
-    def _gradient_is_finite(self) -> bool:
-        """Whether the node's mean gradient may be used and sent."""
-        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-        if self.care.policy.on_nonfinite == "ignore" or not is_marked(mark_of(gradients).view(1)):
-            return True
-        found = describe(self.replica, gradients=True)
-        return found is None or not self.care.note_sickness(found, self.steps)
+        self._iterate(server, has_gradient=optimizer_step is not None and self.care.has_finite_gradients(self.steps))
 
     def _make_dense(self) -> None:
         """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""

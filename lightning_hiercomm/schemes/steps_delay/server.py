@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, starmap
 from typing import Any, TypeVar
@@ -20,12 +19,9 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, is_marked, mark_of
 from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
 from lightning_hiercomm.schemes.words.history import History
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -139,7 +135,7 @@ class ShardedServer:
             optimizers that need whole ones; a param group is then one section, whose shards are padded to the largest,
             which costs bytes and memory when one tensor dominates the model.
         bucket_bytes: Upper bound of a section's size, if it cuts on elements. A small model has smaller ones.
-        on_nonfinite: Unless ``"ignore"``, a shard does not step with a mean that is too large for the wire.
+        may_step: Says whether a shard may step with a mean gradient; it may replace the values. Default: always.
 
     Attributes:
         sections: The parameters.
@@ -156,10 +152,10 @@ class ShardedServer:
         wire: Wire,
         shard_on: ShardOn = "elements",
         bucket_bytes: int = BUCKET_BYTES,
-        on_nonfinite: OnNonfinite = "ignore",
+        may_step: Callable[[Tensor], bool] = lambda mean: True,
     ) -> None:
         self.optimizer = optimizer
-        self._on_nonfinite = on_nonfinite
+        self._may_step = may_step
         self.wire = wire
         self._topology = topology
         self._pull_lane = pull_lane
@@ -203,7 +199,7 @@ class ShardedServer:
 
         def step() -> None:
             summed.wait()
-            if self._is_usable(shard.mean):
+            if self._may_step(shard.mean):
                 shard.step(hyperparameters)
             if pull:
                 shard.start_pull(pull_lane)
@@ -230,22 +226,6 @@ class ShardedServer:
                 here = slice(overlap.at, overlap.at + overlap.numel)
                 held = overlap.tensor.detach().reshape(-1)[overlap.start : overlap.end]
                 shard.values[here] = torch.where(held == was[here], shard.values[here], held)
-
-    def _is_usable(self, mean: Tensor) -> bool:
-        """Whether the shard may step with the sum of finite gradients; on CUDA it may, with zeros in their place."""
-        if self._on_nonfinite == "ignore" or not self.wire.is_lossy:
-            return True
-        mark = mark_of([mean])
-        if streams.has(mean.device) and self._on_nonfinite == "skip":
-            mean.copy_(torch.where(mark.isnan(), 0.0, mean))
-            return True
-        if not is_marked(mark.view(1)):
-            return True
-        message = f"the nodes' gradients are finite, but not their sum as {self.wire.codec}"
-        if self._on_nonfinite == "raise":
-            raise NonfiniteError(f"{message}: use wire_dtype='bfloat16', clip gradients, or on_nonfinite='skip'")
-        log.warning("%s: a shard leaves out this step (on_nonfinite='skip')", message)
-        return False
 
     def expect_pulls(self) -> None:
         """Say that all sections of this iteration were pushed and told to pull; returns at once.

@@ -1,1 +1,1 @@
-"""The words of an agreement: when, merged how, through which graph."""
+"""The words of an agreement: when, and merged how."""

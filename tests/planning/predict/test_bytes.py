@@ -121,7 +121,7 @@ def check(make, nodes, ranks_per_node, wire=None):
     period = max(4, 1 if scheme is None else scheme.profile.cycle)
     inter, intra = metered(scheme, nodes, ranks_per_node, (period, 2 * period), wire)
     predicted = predict(scheme, cluster, workload, wire).inter_bytes * period
-    # not predicted: the counters of steps that are compared at every agreement, and what pads unequal parts
+    # not predicted: the preflight of every agreement, and what pads unequal parts
     assert predicted == pytest.approx(inter, rel=5e-3)
     counted = []
     for steps in (period, 2 * period):

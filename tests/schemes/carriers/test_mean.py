@@ -52,17 +52,17 @@ def test_ranks_that_agree_on_the_step_get_the_mean_whatever_the_step(step, count
 @pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
 def test_a_rank_that_took_another_number_of_steps_is_told(nodes, steps, wire):
     messages = [values for values, _ in agree(nodes, steps, wire=wire) if isinstance(values, str)]
-    assert messages
+    assert len(messages) == sum(map(len, nodes))
     for message in messages:
         assert "All ranks must take equally many steps" in message
         rank = int(message.split()[1])
         assert f"came to an agreement after {steps[rank]} optimizer steps" in message
 
 
-def test_the_step_costs_no_message_of_its_own_between_nodes_of_one_lane():
+def test_the_preflight_of_an_exchange_is_one_message_of_24_bytes():
     (_, counters), *_ = agree([[0], [1]], [3, 3], bucket_bytes=1024)
-    assert counters["inter_messages"] == 1
-    assert counters["inter_bytes"] == (5 + 1) * 4
+    assert counters["inter_messages"] == 1 + 1
+    assert counters["inter_bytes"] == 24 + 5 * 4
 
 
 @pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
@@ -83,5 +83,5 @@ def test_parts_that_ranks_hold_alone_are_averaged_with_the_same_parts_of_other_n
         assert own == [0.25 * (rank % 2) + 0.75 * (rank % 2 + 2)] * 3
         assert everywhere == [0.75] * 5
         assert statistics == [2.0] * 2  # (0 + 1) / 8 + 3 (2 + 3) / 8
-        # half of the five (and one of padding) that both hold, and for the statistics a half there and back
-        assert intra_bytes == 4 * 3 + 2 * 4
+        # half of the five (and one of padding) that both hold, for the statistics a half there and back, the preflight
+        assert intra_bytes == 4 * 3 + 2 * 4 + 3 * 8

@@ -30,10 +30,9 @@ from lightning_hiercomm.schemes import (
 )
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
-    arrived_mark,
     begin_state_anew,
     describe,
-    mark_of,
+    is_unfit,
 )
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -328,7 +327,7 @@ def test_what_is_too_large_for_the_wire_travels_as_it_is_or_raises(scheme, wire,
     if scheme.startswith(("periodic", "daso")):
         assert torch.stack([rank.values for rank in ranks]).mean() == pytest.approx(far / 3, rel=0.5)
     if "noloco" not in scheme:
-        with pytest.raises(NonfiniteError, match=r"all parameters are finite, but not what .* makes of them"):
+        with pytest.raises(NonfiniteError, match=r"all parameters are finite, but some may be too large for "):
             run_to_end(work, with_policy(AGREEING[scheme](), "raise"), PAIRS, timeout=5, **training)
 
 
@@ -364,10 +363,6 @@ def test_where_nobody_looks_gradients_that_are_too_large_for_the_wire_reach_the_
     scheme = with_policy(StepsDelay(2, warmup_steps=0), "ignore")
     for rank in run_to_end(work, scheme, PAIRS, shapes=SHAPES, wire="float16", inner=partial(SGD, lr=0.1)):
         assert not rank.values.isfinite().any()
-
-
-def test_a_bucket_of_nothing_brings_no_mark():
-    assert arrived_mark(torch.zeros(0), parts=2) == 0.0
 
 
 def test_statistics_that_are_not_finite_stay_where_they_are():
@@ -431,29 +426,34 @@ def test_where_nobody_is_healthy_it_raises_whatever_the_policy():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_a_mark_changes_no_bit_of_anything_unless_it_is_nan(dtype):
+def test_tensors_that_are_not_finite_are_unfit(dtype):
     values = torch.tensor([0.0, -0.0, 1.5, -3.0], dtype=dtype)
-    marked = values + mark_of([values])
-    assert torch.equal(marked, values)
-    assert torch.equal(torch.view_as_real(marked).signbit() if dtype.is_complex else marked.signbit(),
-                       torch.view_as_real(values).signbit() if dtype.is_complex else values.signbit())  # fmt: skip
+    assert is_unfit([values, torch.zeros(0, dtype=dtype)]) == 0
     for bad in (math.nan, math.inf, -math.inf):
         sick = values.clone()
         sick[2] = bad
-        assert mark_of([values, sick]).isnan()
-    assert not mark_of([]).isnan()
+        assert is_unfit([values, sick]) == 1
 
 
-def test_marks_of_several_dtypes_are_one():
+def test_nothing_is_fit():
+    assert is_unfit([]) == 0
+
+
+def test_tensors_of_several_dtypes_are_checked_each_in_its_own_range():
     wide, narrow = torch.tensor([1e300], dtype=torch.float64), torch.ones(2)
-    assert mark_of([wide, narrow]).signbit()
-    assert mark_of([wide, narrow]) == 0.0
-    assert mark_of([wide * 1e300, narrow]).isnan()
+    assert is_unfit([wide, narrow]) == 0
+    assert is_unfit([wide * 1e300, narrow]) == 1
+    assert is_unfit([wide, narrow * math.nan]) == 1
 
 
-def test_finite_values_whose_sum_overflows_are_looked_at_again():
+@pytest.mark.parametrize(("value", "unfit"), [(4.0, 0), (-4.0, 0), (4.5, 1), (-4.5, 1)])
+def test_values_beyond_the_largest_are_unfit(value, unfit):
+    assert is_unfit([torch.tensor([0.0, value]), torch.ones(1, dtype=torch.float64)], largest=4.0) == unfit
+
+
+def test_finite_values_whose_sum_overflows_are_fit():
     large = torch.full((4,), 3e38)
-    assert mark_of([large]).isnan()
+    assert is_unfit([large]) == 0
     assert describe(Replica([large])) is None
 
     def work(rank: Rank) -> torch.Tensor:

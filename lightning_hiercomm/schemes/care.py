@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -21,9 +22,10 @@ from lightning_hiercomm.schemes.health.nonfinite import (
     OnNonfinite,
     begin_state_anew,
     describe,
-    is_marked,
-    mark_of_buckets,
+    is_unfit,
+    values_of,
 )
+from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
 
 log = logging.getLogger(__name__)
@@ -128,7 +130,7 @@ class Care:
             checks_buffers=True,
             weights=weights,
         )
-        return self.repair(average, average(step), step, average.landed)
+        return average(step).is_flagged() and self.repair(average, range(len(average.buckets)), step)
 
     def average_in_node(self, buckets: Sequence[Bucket], step: int) -> None:
         """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
@@ -143,11 +145,11 @@ class Care:
         Raises:
             NonfiniteError: On all ranks of the node, if that is the policy.
         """
-        topology, looks = self._topology, self.policy.on_nonfinite != "ignore"
+        topology = self._topology
         if topology.ranks_on_node == 1:
             return
-        void = average_in_node(buckets, topology, mark_of_buckets(buckets).to(self.replica.device) if looks else None)
-        if not void:
+        if not Preflight(topology, step, self._is_unfit(buckets), between_nodes=False).is_flagged():
+            average_in_node(buckets, topology)
             return
         found: list[str | None] = topology.intra.all_gather_object(describe(self.replica))
         told = dict(zip(topology.intra.ranks, found, strict=True))
@@ -158,7 +160,7 @@ class Care:
             raise NonfiniteError(f"{trouble}. {self._advice}")
         if not healthy:
             return
-        average_in_node(void, topology, healthy=healthy)
+        average_in_node(buckets, topology, healthy)
         if sick and topology.local_rank == 0:
             log.warning("%s. The node goes on without them (on_nonfinite='skip')", trouble)
         self.nonfinite += bool(sick)
@@ -210,15 +212,56 @@ class Care:
         """
         if self.policy.on_nonfinite == "ignore":
             return None
-        mark = mark_of_buckets(buckets).to(self.replica.device)
+        unfit = self._is_unfit(buckets)
         if self.replica.shares:
-            self._topology.intra.all_reduce(mark).wait()
-        if not is_marked(mark.view(1)):
+            self._topology.intra.all_reduce(unfit, op="max").wait()
+        if not unfit:
             return False
-        found = describe(self.replica) or ("what another rank of the node holds" if self.replica.shares else None)
-        if found is None:  # it was only the sum that is too large
-            return False
-        return self.note_sickness(found, step)
+        return self.note_sickness(describe(self.replica) or "what another rank of the node holds", step)
+
+    def _is_unfit(self, buckets: Sequence[Bucket]) -> Tensor:
+        """Return an int64 scalar on the device: 1 if buckets are not finite, and that matters; otherwise 0."""
+        looks = self.policy.on_nonfinite != "ignore"
+        return is_unfit(values_of(buckets) if looks else ()).to(self.replica.device)
+
+    def has_finite_gradients(self, step: int) -> bool:
+        """Whether this node's gradients may be used and sent, or nobody is to look.
+
+        Args:
+            step: Optimizer steps that were taken, for people.
+
+        Raises:
+            NonfiniteError: On the ranks of this node, if that is the policy.
+        """
+        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
+        if self.policy.on_nonfinite == "ignore" or not is_unfit(gradients):
+            return True
+        return not self.note_sickness(str(describe(self.replica, gradients=True)), step)
+
+    def may_step(self, mean: Tensor, wire: Wire) -> bool:
+        """Whether a shard may step with the mean of finite gradients; on CUDA it may, with zeros in their place.
+
+        Args:
+            mean: Of the gradients.
+            wire: By which they have travelled.
+
+        Raises:
+            NonfiniteError: On this rank, if the mean is too large for the wire and that is the policy.
+        """
+        policy = self.policy.on_nonfinite
+        if policy == "ignore" or not wire.is_lossy:
+            return True
+        unfit = is_unfit([mean])
+        if streams.has(mean.device) and policy == "skip":
+            mean.copy_(torch.where(unfit > 0, 0.0, mean))
+            return True
+        if not unfit:
+            return True
+        message = f"the nodes' gradients are finite, but not their sum as {wire.codec}"
+        if policy == "raise":
+            raise NonfiniteError(f"{message}: use wire_dtype='bfloat16', clip gradients, or on_nonfinite='skip'")
+        log.warning("%s: a shard leaves out this step (on_nonfinite='skip')", message)
+        return False
 
     def note_sickness(self, found: str, step: int) -> bool:
         """Raise, or count and log that this node's values are not finite.
@@ -247,13 +290,12 @@ class Care:
     def repair(
         self,
         spoilt: Average,
-        void: Sequence[int],
+        indexes: Sequence[int],
         step: int,
-        landed: Collection[int] = (),
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
         land: Land | None = None,
     ) -> bool:
-        """Agree without the sick on what an exchange has not brought; collective, for all ranks know that it has not.
+        """Agree without the sick on buckets whose exchange is flagged; collective, for all ranks know that it is.
 
         The healthy agree on their present values, which travel as they are this time, and the sick take what comes of
         it. It is rare, and waited for. With H the ranks that are healthy::
@@ -262,9 +304,8 @@ class Care:
 
         Args:
             spoilt: Whose exchange it was; it knows the last agreed values.
-            void: Its buckets for which nothing finite has arrived.
+            indexes: Its buckets.
             step: Optimizer steps that were taken.
-            landed: Those of them whose last agreed values, of this rank's part, have moved all the same.
             take: Gets every bucket and what takes the mean's place.
             land: Lands the mean in the last agreed values, as for ``spoilt``.
 
@@ -275,44 +316,31 @@ class Care:
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
         """
-        of_buffers = [index for index in void if spoilt.buckets[index].keeps_equal]
-        if of_buffers:
-            gave_up = self._give_up_replaced_buffers()
-            if len(of_buffers) == len(void) and (gave_up or self.policy.on_nonfinite == "ignore"):
-                again = Average(
-                    self.replica,
-                    self._topology,
-                    buckets=[spoilt.buckets[index] for index in of_buffers],
-                    on_nonfinite=self.policy.on_nonfinite,
-                    checks_buffers=gave_up,
-                    weights=lambda index: spoilt.weights(of_buffers[index]),
-                )
-                return self.repair(again, again(step), step)
-        self._healthy, anywhere = None, bool(void)
-        if self.replica.shares and self.policy.on_nonfinite != "ignore" and spoilt.wire.is_lossy:
-            # what is too large for the wire may lie in the part of one rank
-            count = torch.tensor(float(anywhere), device=self.replica.device)
-            self._topology.intra.all_reduce(count).wait()
-            anywhere = bool(count)
-        if not anywhere:
-            return False
-        self._healthy = healthy = self._find_healthy(step, spoilt.wire)
+        looks = self.policy.on_nonfinite != "ignore"
+        own = describe(self.replica) if looks else None, self.replica.replaced_buffers
+        found: list[tuple[str | None, list[int]]] = self._topology.world.all_gather_object(own)
+        self._healthy = None
+        replaced = set[int]().union(*(places for _, places in found))
+        if replaced:  # a rank's module holds another shape in their place: they are each rank's own from now on
+            self.replica.give_up_buffers(replaced)
+            if not any(what for what, _ in found):
+                again = spoilt(step, spoilt.turn, indexes, take)
+                return again.is_flagged() and self.repair(spoilt, indexes, step, take, land)
+        self._healthy = healthy = self._healthy_of([what for what, _ in found], step, spoilt.wire)
         is_sick = self._topology.rank not in healthy
-        buckets = [spoilt.buckets[index] for index in void]
-        for index, bucket in zip(void, buckets, strict=True):
+        buckets = [spoilt.buckets[index] for index in indexes]
+        for index, bucket in zip(indexes, buckets, strict=True):
             known = None if land is None else spoilt.whole(index, spoilt.anchors[index])
             if is_sick:  # counts as nothing or, where differences count, as having gone nowhere
                 bucket.unpack(bucket.empty().zero_() if known is None else known[: bucket.numel])
 
         def land_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-            if land is None or void[index] in landed:  # on this lane all had arrived, or the wire was large enough
-                return agreed
-            return land(void[index], agreed, difference)
+            return agreed if land is None else land(indexes[index], agreed, difference)
 
         def weights_of_healthy(index: int) -> list[float]:
-            return among(healthy, spoilt.weights(void[index]))
+            return among(healthy, spoilt.weights(indexes[index]))
 
-        places = {id(bucket): index for index, bucket in zip(void, buckets, strict=True)}
+        places = {id(bucket): index for index, bucket in zip(indexes, buckets, strict=True)}
 
         def take_agreed(bucket: Bucket, agreed: Tensor) -> None:
             own = bucket.pack()
@@ -322,51 +350,45 @@ class Care:
                 bucket.unpack(own)
                 take(bucket, agreed)
 
-        if buckets:  # of a sharded model, it may be that only other ranks have some
-            mean = Average(
-                self.replica,
-                self._topology,
-                buckets=buckets,
-                land=None if land is None else land_healthy,
-                weights=weights_of_healthy,
-            )
-            if land is not None:
-                mean.anchors = [spoilt.anchors[index] for index in void]
-            mean(step, take=take_agreed)
+        mean = Average(
+            self.replica,
+            self._topology,
+            buckets=buckets,
+            land=None if land is None else land_healthy,
+            weights=weights_of_healthy,
+        )
+        if land is not None:
+            mean.anchors = [spoilt.anchors[index] for index in indexes]
+        mean(step, take=take_agreed)
         self.nonfinite += 1
         return is_sick
 
-    def _give_up_replaced_buffers(self) -> bool:
-        """Stop averaging buffers that a rank's module has replaced by others of another shape. Collective; blocks.
-
-        Returns:
-            Whether there were any.
-        """
-        of_ranks = self._topology.world.all_gather_object(self.replica.replaced_buffers)
-        places = set[int]().union(*of_ranks)
-        if places:
-            self.replica.give_up_buffers(places)
-        return bool(places)
-
-    def _find_healthy(self, step: int, wire: Wire) -> frozenset[int]:
-        """The ranks whose values are finite, now that something was not. Collective over the world; blocks.
+    def _healthy_of(self, found: Sequence[str | None], step: int, wire: Wire) -> frozenset[int]:
+        """The ranks whose values are finite.
 
         Ranks of a node that hold the same parameters are sick together.
+
+        Args:
+            found: What is not finite, of every rank.
+            step: Optimizer steps that were taken, for people.
+            wire: Of the flagged exchange.
+
+        Raises:
+            NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
         """
         topology = self._topology
-        found: list[str | None] = topology.world.all_gather_object(describe(self.replica))
         sick = {rank for rank, what in enumerate(found) if what is not None}
         where = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
         said = "; ".join(f"rank {rank} (node {where[rank]}): {found[rank]}" for rank in sorted(sick)[:8])
         trouble = (
             f"after {step} optimizer steps these are NaN or infinite: {said}"
             if sick
-            else f"after {step} optimizer steps all parameters are finite, but not what {wire.codec} makes of them"
+            else f"after {step} optimizer steps all parameters are finite, but some may be too large for {wire.codec}"
         )
         if self.replica.equal_in_node:
             sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
         healthy = frozenset(range(topology.world_size)) - sick
-        if not sick and not wire.is_lossy:  # it was only their sum that is too large
+        if not sick and not wire.is_lossy:  # they have become finite since it left
             return healthy
         if not healthy:
             raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")

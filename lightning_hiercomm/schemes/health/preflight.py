@@ -1,0 +1,124 @@
+"""Checks before an exchange: all ranks are at the same step, and no rank holds values that cannot be sent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import CommunicationError, Handle, finished
+from lightning_hiercomm.nodes.topology import Topology
+
+
+class Verdict(Handle):
+    """The known result of a preflight.
+
+    Args:
+        is_flagged: Whether a rank cannot send, so that all ranks throw the exchange away.
+        is_sick: Whether this node's values are not finite, and peers go on without them.
+    """
+
+    def __init__(self, is_flagged: bool = False, is_sick: bool = False) -> None:
+        self._is_flagged = is_flagged
+        self.is_sick = is_sick
+
+    def wait(self) -> None:
+        """Return when the result is known.
+
+        Raises:
+            CommunicationError: On all ranks, if they have taken unequal numbers of steps.
+        """
+
+    def is_done(self) -> bool:
+        return True
+
+    def is_flagged(self) -> bool:
+        """Wait, and return whether a rank cannot send; equal on all ranks."""
+        self.wait()
+        return self._is_flagged
+
+
+class Preflight(Verdict):
+    """One all-reduce (maximum) of three numbers: the step, minus the step, and whether this rank cannot send.
+
+    It runs inside the node and then over each lane; inside the node again where a rank is in no lane, or a lane may
+    break. Without ``inbound`` the constructor waits for it.
+
+    Args:
+        topology: All ranks; the training thread launches on its communicators.
+        step: Optimizer steps that this rank has taken.
+        unfit: An int64 scalar on the ranks' device: 1 if this rank cannot send, otherwise 0.
+        through: The twin of ``topology`` whose communicators move the exchange. Default: the topology itself.
+        inbound: The background thread that waits for it, in front of the exchange.
+        outbound: The background thread on which the exchange leaves the node, if there is one.
+        between_nodes: Whether other nodes take part.
+
+    Attributes:
+        flag: Whether a rank cannot send, on the device; for work that follows in the same stream as the exchange.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        step: int,
+        unfit: Tensor,
+        through: Topology | None = None,
+        inbound: Background | None = None,
+        outbound: Background | None = None,
+        between_nodes: bool = True,
+    ) -> None:
+        super().__init__()
+        self._topology = topology
+        self._step = step
+        self._is_known = False
+        lanes = through or topology
+        found = torch.full((3,), step, device=unfit.device)  # made there, or the host would wait for training
+        found[1].neg_()
+        found[2] = unfit
+        self.flag = found[2]
+        for background in (inbound, outbound):
+            if background is not None:
+                background.uses(found)
+        in_node = topology.intra.all_reduce(found, op="max")
+        launched: list[Handle] = []
+
+        def leave() -> None:
+            in_node.wait()
+            if lanes.inter is not None and between_nodes:
+                launched.append(lanes.inter.all_reduce(found, op="max", waiting=inbound is None))
+
+        def arrive() -> Tensor:
+            has_left.wait()
+            while launched:
+                launched.pop().wait()
+            if between_nodes and (topology.ranks_on_node > topology.lanes or topology.may_grow):
+                lanes.intra.all_reduce(found, op="max").wait()
+            streams.keep_here(found)
+            return found
+
+        has_left = finished
+        if outbound is None:
+            leave()
+        else:
+            has_left = outbound.submit(leave)
+        self._found = arrive() if inbound is None else inbound.read(arrive)
+        if inbound is None:
+            self.wait()
+
+    def wait(self) -> None:
+        if self._is_known:
+            return
+        numbers = self._found.tolist() if isinstance(self._found, Tensor) else self._found.numbers()
+        most, least, flag = (int(number) for number in numbers)
+        # where nodes come and go they compare their steps when they meet
+        if not self._topology.may_grow and not most == self._step == -least:
+            raise CommunicationError(
+                f"rank {self._topology.rank} (node {self._topology.node}) came to an agreement after {self._step}"
+                f" optimizer steps, others after {-least} to {most}. All ranks must take equally many steps: give all"
+                " ranks dataloaders of one length (or limit_train_batches)."
+            )
+        self._is_flagged, self._is_known = bool(flag), True
+
+    def is_done(self) -> bool:
+        return isinstance(self._found, Tensor) or self._found.is_done()

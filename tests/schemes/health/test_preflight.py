@@ -1,0 +1,123 @@
+"""All ranks know before an exchange whether they are at one step, and whether one of them cannot send."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from harness import on_ranks, place
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import CommunicationError
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+
+NODES = {"2 + 2": ((0, 1), (2, 3)), "3 + 1": ((0, 1, 2), (3,)), "1 + 1 + 1 + 1": ((0,), (1,), (2,), (3,))}
+
+
+def number(value: int) -> torch.Tensor:
+    return torch.tensor(value, device=place.device)
+
+
+def waiting(topology, step, unfit):
+    return Preflight(topology, step, number(unfit))
+
+
+def in_background(topology, step, unfit, threads=1):
+    backgrounds = [Background(place.device, topology.meter) for _ in range(threads)]
+    try:
+        preflight = Preflight(topology, step, number(unfit), topology.twin(), *backgrounds)
+        preflight.is_flagged()
+    finally:
+        for background in backgrounds:
+            background.close()
+    return preflight
+
+
+leaving_in_background = partial(in_background, threads=2)
+
+
+@pytest.mark.parametrize("launch", [waiting, in_background, leaving_in_background])
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("victim", [None, 0, 1, 2, 3])
+def test_every_rank_knows_whether_any_rank_cannot_send(nodes, victim, launch):
+    def work(topology):
+        preflight = launch(topology, 7, int(topology.rank == victim))
+        return preflight.is_flagged(), int(preflight.flag), preflight.is_done()
+
+    expected = (victim is not None, int(victim is not None), True)
+    assert on_ranks(work, NODES[nodes]) == [expected] * 4
+
+
+@pytest.mark.parametrize("launch", [waiting, in_background, leaving_in_background])
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("steps", [(10**9, 10**9 + 1, 10**9 + 1, 10**9), (3, 3, 3, 2), (0, 4096, 8, 9)])
+def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, launch):
+    def work(topology):
+        with pytest.raises(CommunicationError) as raised:
+            launch(topology, steps[topology.rank], 0)
+        return str(raised.value)
+
+    for rank, message in enumerate(on_ranks(work, NODES[nodes])):
+        where = f"rank {rank} (node {[rank in ranks for ranks in NODES[nodes]].index(True)})"
+        told = f"after {steps[rank]} optimizer steps, others after {min(steps)} to {max(steps)}"
+        assert message.startswith(f"{where} came to an agreement {told}")
+
+
+def test_ranks_of_one_node_check_each_other_without_other_nodes():
+    def work(topology):
+        preflight = Preflight(topology, topology.node, number(int(topology.rank == 1)), between_nodes=False)
+        return preflight.is_flagged(), topology.meter.snapshot()["inter_messages"]
+
+    assert on_ranks(work, NODES["2 + 2"]) == [(True, 0), (True, 0), (False, 0), (False, 0)]
+
+
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("victim", range(4))  # alone in its node, as after a fault of its memory
+def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
+    def work(topology):
+        x = torch.full((1000,), float(topology.rank), device=place.device)
+        if topology.rank == victim:
+            x[3] = math.inf
+        before = x.clone()
+        is_carried = not Average(Replica([x]), topology, on_nonfinite="raise")(5).is_flagged()
+        meter = topology.meter.snapshot()
+        return is_carried, torch.equal(x, before), meter["inter_bytes"] + meter["intra_bytes"] <= 4 * 2 * 24
+
+    assert on_ranks(work, NODES[nodes]) == [(False, True, True)] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "wire", "is_carried"),
+    [
+        (30000.0, Wire(torch.float16), True),
+        (33000.0, Wire(torch.float16), False),  # from -33000 the difference would be too large
+        (65000.0, Wire(torch.float16, raw=True), True),
+        (66000.0, Wire(torch.float16, raw=True), False),
+        (66000.0, Wire(torch.bfloat16), True),
+        (66000.0, None, True),
+    ],
+)
+def test_values_that_may_be_too_large_for_the_wire_do_not_leave(value, wire, is_carried):
+    def work(topology):
+        x = torch.full((4,), -value, device=place.device)
+        average = Average(Replica([x]), topology, wire, on_nonfinite="raise")
+        x.fill_(value if topology.node == 1 else -value)
+        carried = not average(1).is_flagged()
+        return carried, bool(x.abs().max() < 0.01 * value)  # their mean is zero, but for rounding
+
+    assert on_ranks(work, ((0,), (1,))) == [(is_carried, is_carried)] * 2
+
+
+def test_a_known_verdict_waits_for_nobody():
+    for is_flagged in (False, True):
+        verdict = Verdict(is_flagged)
+        verdict.wait()
+        assert verdict.is_done()
+        assert verdict.is_flagged() == is_flagged
