@@ -187,6 +187,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
             verify_replicas=verify_replicas,
             bucket_mb=bucket_mb,
         )
+        first_phase = getattr(self._settings.scheme, "first_phase", 0)
+        if first_phase:
+            raise ValueError(
+                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks between which DDP"
+                " averages gradients: leave it out, or train the first steps with AllReduce"
+            )
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
         self._starts_ranks = False

@@ -321,7 +321,7 @@ class _Replica:
         (loss * self._experiment.gradient_scale).backward()
         run.watch_loss(loss)
         gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
-        if self._experiment.scheme.gradients != "none" and self._topology.world_size > 1:
+        if run.gradients_over != "none" and self._topology.world_size > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             run.gradients.reduce(flat).wait()
             parts = flat.split([gradient.numel() for gradient in gradients])
