@@ -685,8 +685,9 @@ class RunningAgreement(RunningScheme[A]):
     def scalars(self) -> dict[str, float]:
         """``sync_every``, ``staleness``, ``outer_lr`` with an outer optimizer, and ``disagreement``.
 
-        With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is how far this node was from the mean of all when they last agreed, relative to the mean: before the
-        merge, and estimated, for free, on up to 4096 elements of every bucket that this rank carries.
+        With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is how far this node was
+        from the mean of all when they last agreed, relative to the mean: before the merge, and estimated, for free, on
+        up to 4096 elements of every bucket that this rank carries.
         """
         values = {"sync_every": float(self.period or 0), "staleness": float(self.staleness)}
         if self.config.first_phase:

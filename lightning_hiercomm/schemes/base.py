@@ -173,7 +173,7 @@ class RunningScheme(Generic[S]):
         self.wire = context.wire
         self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
         can_skip = config.gradients != "world"
-        self.care = Care(self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone)
+        self.care = Care(self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone, self.wire)
         self.care.follow(self.replica)
         self.steps = 0
         self.step_in_epoch = 0
@@ -318,7 +318,9 @@ class RunningScheme(Generic[S]):
 
     def state_dict(self) -> dict[str, Any]:
         """All state: :meth:`schedule`, and this rank's own. The replica's values are not part of it. Collective."""
-        return {**self.schedule(), "unagreed_steps": self.unagreed_steps}
+        state = {**self.schedule(), "unagreed_steps": self.unagreed_steps}
+        of_optimizer = self.care.state_dict()
+        return {**state, "optimizer_average": of_optimizer} if of_optimizer else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, or :meth:`schedule`.
@@ -330,6 +332,7 @@ class RunningScheme(Generic[S]):
         self.epoch = state["epoch"]
         self.agreements = state["agreements"]
         self.unagreed_steps = state.get("unagreed_steps", 0)
+        self.care.load_state_dict(state.get("optimizer_average", {}))
 
     def undo_point(self) -> Callable[[], None]:
         """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""

@@ -51,9 +51,9 @@ class DiLoCo(Agreement):
     Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", Algorithm 1;
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", Algorithm 2. Paper settings:
     ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads (of
-    floating point; ``"int4"`` is a linear code with a scale per block). ``warmup_steps`` is the first paper's pretraining
-    of 24,000 steps, and Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3. The first paper's outer learning rate for
-    streaming, too, is a default of ours.
+    floating point; ``"int4"`` is a linear code with a scale per block). The first paper's outer learning rate for
+    streaming, too, is a default of ours. ``warmup_steps``: the first paper trains 24,000 steps synchronously before;
+    Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3 (post-local SGD).
 
     Args:
         sync_every: H, optimizer steps between two agreements on the same fragment. ``"auto"``: a few steps at first,

@@ -26,8 +26,8 @@ class PeriodicAveraging(Agreement):
         x   := optimizer(x, g)
         x   := sum over all nodes of W_m x_m                    if i % sync_every == 0 or i == K  (Eq. 9)
 
-    In the first ``warmup_steps`` of a run (post-local SGD) nodes do not differ: the gradient is averaged over all nodes at
-    every step, in the form that ``wire_dtype`` names, with error feedback::
+    In the first ``warmup_steps`` of a run (post-local SGD) nodes do not differ. At every step the gradient is averaged
+    over all nodes, encoded as ``wire_dtype`` says, with error feedback::
 
         g   := sum over all ranks of w_r g_r
         x   := optimizer(x, g)
