@@ -20,7 +20,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.all_reduce import AllReduce
-from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
@@ -268,6 +268,7 @@ class RunningAgreement(RunningScheme[A]):
         self.tuner = None if config.auto is None else PeriodTuner(config.auto)
         self.synchronizations = 0
         self._begins_at = None if config.first_phase else 0  # optimizer steps before the schedule; None: not known yet
+        self._enter(self.gradients)
         self._parts_sent = 0
         self._merge = config.merging
         self._was_sick = False
@@ -419,9 +420,15 @@ class RunningAgreement(RunningScheme[A]):
         if self._begins_at is not None and self.steps >= self._begins_at:
             self._end_first_phase()
 
+    def _enter(self, gradients: Gradients) -> None:
+        """Begin a phase, by the ranks over which it averages gradients."""
+        self.gradients = gradients
+        if self.config.first_phase:
+            self.phase = "warm-up" if self.in_first_phase else "training"
+
     def _end_first_phase(self) -> None:
         """Let nodes, whose parameters are equal, train by the schedule from now on; collective."""
-        self.gradients = self.config.gradients
+        self._enter(self.config.gradients)
         self._begins_at = self.steps
         self._average_buffers()
         self.unagreed_steps = 0
@@ -878,7 +885,7 @@ class RunningAgreement(RunningScheme[A]):
         given, begins_at, is_first = state.get("first_phase", [0, 0, not state["steps"]])
         first_gradients = self.config.first_gradients if is_first else None
         is_first = first_gradients is not None
-        self.gradients = first_gradients or self.config.gradients
+        self._enter(first_gradients or self.config.gradients)
         if not is_first:
             self._begins_at = state["steps"] if begins_at is None else min(begins_at, state["steps"])
         elif given == self.config.first_phase:

@@ -79,7 +79,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
             such as queues of samples, stay each rank's own.
         average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) at agreements of
-            ``PeriodicAveraging``.
+            ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``; once in full.
         evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each rank's own
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
