@@ -143,6 +143,7 @@ class Combination:
         epochs: How many.
         steps: Of every epoch.
         knows_last: Whether an epoch's last step is known to be.
+        warmup: ``warmup_steps`` of periodic averaging and DiLoCo: steps, or a share of the run.
     """
 
     scheme: str = "all_reduce"
@@ -171,6 +172,7 @@ class Combination:
     epochs: int = 2
     steps: int = 7
     knows_last: bool = True
+    warmup: int | float = 0
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -185,6 +187,11 @@ class Combination:
     def total(self) -> int:
         """How many steps there are."""
         return self.epochs * self.steps
+
+    @property
+    def synchronous_steps(self) -> int:
+        """How many steps average gradients over all ranks before the schedule begins."""
+        return round(self.warmup * self.total) if isinstance(self.warmup, float) else self.warmup
 
     def argument(self, name: str, default: Any = None) -> Any:
         """One of the scheme's."""
@@ -214,6 +221,8 @@ class Combination:
                 arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], scheduler, keep)
             elif keep:
                 arguments["merge"] = Replace(keep)
+        if self.warmup:
+            arguments["warmup_steps"] = self.warmup
         scheme = _SCHEMES[self.scheme](**arguments)
         return with_policy(scheme, on_nonfinite=self.policy, average_optimizer_state=self.state)
 
@@ -324,7 +333,16 @@ def drawn(number: int) -> Combination:
             combination = replace(combination, sick=(draw.randrange(total), draw.randrange(ranks)))
     if kind != "all_reduce" and chance(0.2):
         combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
+    if kind in ("periodic", "diloco") and chance(0.4):
+        combination = replace(combination, warmup=draw.choice([draw.randint(1, total), draw.choice([0.25, 0.5, 0.9])]))
+    if kind == "diloco" and _can_average_state(combination) and chance(0.3):
+        combination = replace(combination, state=True)
     return combination if goes_together(combination) else drawn(number + 1_000_003)
+
+
+def _can_average_state(c: Combination) -> bool:
+    waits = c.argument("fragments") == 1 and c.argument("staleness") == 0
+    return waits and not c.argument("keep_local")
 
 
 _BUFFERS = ("mask",)
@@ -427,6 +445,10 @@ def goes_together(c: Combination) -> bool:
         return False
     if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
         return False  # refused after its warm-up
+    if c.warmup and c.policy == "skip":
+        return False  # refused: a gradient that is not finite reaches all nodes
+    if c.skip is not None and c.skip[0] < c.synchronous_steps:
+        return False  # then all nodes skip
     if c.sick is not None and c.policy == "ignore":
         return False  # then a NaN reaches everybody
     parts = c.argument("what", c.argument("fragments"))
@@ -714,7 +736,7 @@ class Reference:
         """Every rank's own, or its node's mean."""
         own = {rank: self.gradient(rank, self.step, self.names, values) for rank, values in self.x.items()}
         is_alone = self.c.argument("gradients") == "none" or not self.c.argument("hierarchical", True)
-        if self.c.scheme == "all_reduce":
+        if self.c.scheme == "all_reduce" or self.step < self.c.synchronous_steps:
             own = dict.fromkeys(own, self.mean(own))
         elif not is_alone:
             own = {r: self.node_mean(own, self.node_of[r]) for r in own}
@@ -849,6 +871,7 @@ class Averaging(Reference):
         kind, period = self.when
         if period is None:
             return []
+        step -= min(self.c.synchronous_steps, self.c.total)
         parts = len(self.parts)
         if kind == "staggered":
             return [p for p in range(parts) if step % period == (p + 1) * period // parts % period]
@@ -946,6 +969,10 @@ class Averaging(Reference):
     def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         if self.is_alone:
             super().one_step(step, in_epoch, epoch, last)
+        elif step <= self.c.synchronous_steps:
+            super().one_step(step, in_epoch, epoch, last)
+            if step == self.c.synchronous_steps:
+                self.begin()
         elif self.c.scheme == "periodic":
             self.periodic_step(step, in_epoch, epoch, last)
         else:

@@ -25,7 +25,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.care import Policy
-from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]
@@ -356,13 +356,17 @@ def attached(
         target = _flat([torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()])
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
-    gradients = gradient_path(scheme.gradients, topology, place.device, wire, piece_bytes=bucket_bytes)
+    gradients = gradient_path(
+        scheme.gradients, topology, place.device, wire, piece_bytes=bucket_bytes, first=scheme.first_gradients
+    )
     replicas = Replicas(module, [optimizer], bucket_bytes)
     policy = vars(scheme).get("policy_of_test", Policy())
     with ExitStack() as closing:
         closing.callback(gradients.close, timeout=1.0)
         own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy))
         closing.callback(own.close, timeout=1.0)
+        if isinstance(gradients, InPhases):
+            gradients.is_first = lambda: own.in_first_phase
         own.begin_run(epochs, steps)
         if begins_epoch:
             own.begin_epoch(0, {})

@@ -206,6 +206,8 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
     """The same without what the Trainer refuses, or would have no effect."""
     if fit.manual:
         fit = replace(fit, accumulate=1, short=0, clip=None, schedule=None)
+    if isinstance(fit.warmup, float) and fit.manual:
+        fit = replace(fit, warmup=fit.synchronous_steps)  # nobody knows the steps of such a run
     if fit.skip is not None:
         fit = replace(fit, precision="scaled")
     if fit.precision == "bf16-true":
@@ -251,7 +253,7 @@ def goes_together(fit: Fit) -> bool:
     if "noise" in fit.module and fit.resume is not None and fit.validate is not None:
         return False  # Lightning does not repeat a validation that comes after the file, and it draws a number
     if (
-        fit.scheme == "all_reduce"
+        (fit.scheme == "all_reduce" or fit.warmup)
         and fit.wire in ("int8", "int4")
         and fit.thaw
         and fit.freeze

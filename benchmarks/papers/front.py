@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, product
 from pathlib import Path
@@ -25,6 +25,7 @@ from benchmarks.papers.many import (
     Outer,
     Stale,
     Synchronous,
+    synchronous_steps,
     warm_up_steps,
 )
 from benchmarks.papers.paired import Difference, difference
@@ -53,6 +54,8 @@ MARGIN = 1.0
 LOOKS = 25
 NODES = (2, 8, 32)
 OPTIMIZERS = ("sgd", "adamw")
+STATE = {"sgd": ("momentum",), "adamw": ("first moment", "second moment")}
+"""What an optimizer remembers of every parameter."""
 LENGTHS = {"short": 1, "long": 4}
 _EXAMPLES = {"cnn": 64, "batchnorm": 64, "characters": 256}
 _EPOCHS = {"cnn": 12, "batchnorm": 12, "characters": 1}
@@ -87,6 +90,8 @@ class Way:
         about: Changes when the method does; what is stored of other words is forgotten.
         lower: Rungs by which its ladder begins below all-reduce's, with momentum SGD.
         optimizers: With which it is tried.
+        with_state: Whether what the optimizer remembers travels with parameters; once as it is, which bytes and times
+            leave out.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Way:
     about: str
     lower: int = 0
     optimizers: tuple[str, ...] = OPTIMIZERS
+    with_state: bool = False
 
     def contender(self, arena: Arena) -> Contender:
         """Return the method as the ladder takes it."""
@@ -130,6 +136,24 @@ def _periodic(every: int, wire: str, lower: int) -> Way:
         scheme_at,
         f"means every {every} steps and at epoch ends, {wire}",
         lower,
+    )
+
+
+def _post_local(every: int, wire: str, share: float, with_state: bool, lower: int) -> Way:
+    averaging = _periodic(every, wire, lower)
+
+    def scheme_at(arena: Arena, step: int) -> Scheme:
+        is_synchronous = step < synchronous_steps(arena, share)
+        return AllReduce() if is_synchronous else averaging.scheme_at(arena, step)
+
+    state = ", with optimizer state" if with_state else ""
+    return replace(
+        averaging,
+        name=_named(f"PeriodicAveraging({every}, warmup_steps={share:g}){state}", wire),
+        make=lambda _: Averages(every, wire_named(wire), share, with_state),
+        scheme_at=scheme_at,
+        about=f"gradients for {share:g} of the run, then {averaging.about}{state}",
+        with_state=with_state,
     )
 
 
@@ -211,6 +235,7 @@ WAYS = (
         for every, lower in ((2, 1), (4, 1), (16, 3), (64, 4))
         for wire in ("float32", "int4")
     ),
+    *(_post_local(4, "int4", 0.25, with_state, 1) for with_state in (False, True)),
     *(_daso(4, 1, "delta", wire) for wire in ("float32", "int4")),
     *(_diloco(every, wire, lower) for every, lower in ((16, 5), (64, 6)) for wire in ("float32", "int4")),
     *map(_gossip, ("float32", "int4")),
@@ -267,8 +292,13 @@ def _of_steps(way: Way | None, arena: Arena, rate: float, workload: Workload) ->
     """The prediction for every step of a run."""
     if way is None:
         return [_predicted(None, "float32", arena.nodes, rate, workload)] * arena.steps
+    copies = 1 + (len(STATE[arena.optimizer]) if way.with_state else 0)
+    with_state = replace(workload, parameters=copies * workload.parameters)
     schemes = [way.scheme_at(arena, step) for step in range(arena.steps)]
-    return [_predicted(scheme, way.wire, arena.nodes, rate, workload) for scheme in schemes]
+    return [
+        _predicted(scheme, way.wire, arena.nodes, rate, workload if isinstance(scheme, AllReduce) else with_state)
+        for scheme in schemes
+    ]
 
 
 def bytes_per_step(way: Way, arena: Arena, workload: Workload = WORKLOAD) -> float:

@@ -31,7 +31,7 @@ from benchmarks.papers.networks import (
     scores,
 )
 from benchmarks.papers.perceptron import PERCEPTRON
-from benchmarks.papers.wires import NodeMean, ParameterMean, decoded
+from benchmarks.papers.wires import NodeMean, ParameterMean, StateMean, decoded
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.comm.codec import AsIs, Codec
 from lightning_hiercomm.planning.simulate.simulation import schedule
@@ -276,18 +276,35 @@ class Averages(Method):
     Args:
         every: Steps between two means, counted in the epoch.
         codec: Encodes the differences from the last mean.
+        synchronous: The share of the run in which nodes take the mean gradient instead, at every step.
+        with_state: Whether means are also taken of what the optimizer remembers.
     """
 
-    def __init__(self, every: int | None, codec: Codec | None = None) -> None:
+    def __init__(
+        self, every: int | None, codec: Codec | None = None, synchronous: float = 0.0, with_state: bool = False
+    ) -> None:
         self._every, self._codec = every, codec or AsIs()
+        self._synchronous, self._with_state = synchronous, with_state
 
     def begin(self, state: State) -> None:
         self._mean = ParameterMean(self._codec, state.weights)
+        self._gradients = NodeMean(self._codec)
+        self._of_state = [StateMean(self._codec, of_squares) for of_squares in (False, True)]
 
     def step(self, state: State, gradients: Tensor) -> None:
+        until = synchronous_steps(state.arena, self._synchronous)
+        if state.step < until:
+            state.descend(self._gradients(gradients).expand_as(gradients))
+            if state.step + 1 == until:
+                self._mean = ParameterMean(self._codec, state.weights)
+            return
         state.descend(gradients)
         if state.is_last or (self._every is not None and (state.index + 1) % self._every == 0):
             state.weights.copy_(self._mean(state.weights).expand_as(state.weights))
+            if self._with_state:
+                tensors = [state.velocity, *(state.extra[name] for name in ("squares",) if name in state.extra)]
+                for mean, tensor in zip(self._of_state, tensors, strict=False):
+                    tensor.copy_(mean(tensor).expand_as(tensor))
 
 
 class Stale(Method):
@@ -481,6 +498,11 @@ class Outer(Method):
             way.mul_(self._momentum).add_(difference)
             agreed.sub_(self._rate * (difference + self._momentum * way))
             state.weights.lerp_(agreed.expand_as(state.weights), 1.0 - self._keep_local)
+
+
+def synchronous_steps(arena: Arena, share: float) -> int:
+    """Return the steps of the first phase of :class:`Averages`."""
+    return round(share * arena.steps)
 
 
 def warm_up_steps(arena: Arena, delay: int, share: float) -> int:

@@ -93,6 +93,33 @@ class ParameterMean:
         return self._last
 
 
+class StateMean:
+    """The mean of a tensor of the nodes' optimizers, as
+    :class:`~lightning_hiercomm.schemes.optimizer_average.OptimizerStateMean` takes it.
+
+    Args:
+        codec: Encodes the differences from the last mean; the first one is taken of the tensors as they are.
+        of_squares: No element is negative: roots travel, and none falls below half of the last one.
+    """
+
+    def __init__(self, codec: Codec, of_squares: bool) -> None:
+        self._codec, self._mean, self._of_squares = codec, NodeMean(codec), of_squares
+        self._last: Tensor | None = None
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the mean over the nodes: runs x 1 x parameters."""
+        is_first = self._last is None
+        if is_first or not self._codec.narrows(values.dtype):
+            mean = values.mean(1, keepdim=True)
+            self._last = mean.sqrt() if self._of_squares else mean
+            return mean
+        assert self._last is not None
+        sent = values.sqrt() if self._of_squares else values
+        mean = self._last + self._mean(sent - self._last)
+        self._last = torch.maximum(mean, self._last / 2) if self._of_squares else mean
+        return self._last.square() if self._of_squares else self._last
+
+
 def wire_named(name: str | None) -> Codec:
     """The codec of a ``wire_dtype``; float32 travels as it is."""
     codec = codec_named(name)

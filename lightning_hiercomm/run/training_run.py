@@ -27,8 +27,9 @@ from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.run.uncounted import UncountedChanges
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.care import Policy
-from lightning_hiercomm.schemes.gradients import GradientPath, gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas, print_of
 
@@ -91,6 +92,7 @@ class TrainingRun:
             self.wire,
             piece_bytes=replicas.bucket_bytes,
             parameters=replicas.module.parameters(),
+            first=scheme.first_gradients,
         )
         policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
         if topology.may_grow:
@@ -99,6 +101,9 @@ class TrainingRun:
         check_equal_layouts(held, topology.world, replicas.device)
         contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
         self.schemes = [scheme.build(context) for context in contexts]
+        self._scheme = scheme
+        if isinstance(self.gradients, InPhases):
+            self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
         self.agreed_model = AgreedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
@@ -126,6 +131,12 @@ class TrainingRun:
     def optimizers(self) -> list[Optimizer]:
         """The user's own, outside of any wrapper."""
         return self.replicas.optimizers
+
+    @property
+    def gradients_over(self) -> Gradients:
+        """Over whom gradients are averaged now: in the first phase until the last of the optimizers has left it."""
+        phases = (scheme.gradients for scheme in self.schemes if scheme.in_first_phase)
+        return next(phases, self._scheme.gradients)
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
         """The scheme of an optimizer.
@@ -394,7 +405,7 @@ class TrainingRun:
         By their loss, optimizers like LBFGS decide how often they evaluate it: those ranks must decide alike, or their
         backward passes no longer match.
         """
-        topology, gradients = self.topology, self.schemes[0].config.gradients
+        topology, gradients = self.topology, self.gradients_over
         if gradients == "none" or not isinstance(loss, Tensor):
             return loss
         # by numbers that nothing rounds, or none would seem to change any more

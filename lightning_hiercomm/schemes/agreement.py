@@ -19,13 +19,15 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.all_reduce import AllReduce
+from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
 from lightning_hiercomm.schemes.carriers.graphs import Graph
 from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
 from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
 from lightning_hiercomm.schemes.carriers.peers import PeerMean
 from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
 from lightning_hiercomm.schemes.words.merging import MERGES, Merge
@@ -91,6 +93,8 @@ class Agreement(Scheme):
         merging: The merge itself, also where it was given by its name.
         auto: How the period is chosen, with ``sync_every="auto"``; otherwise None.
         is_exact_beside_training: Whether what training does not wait for travels as it is, whatever the wire.
+        first_phase: Optimizer steps, or the share of the run, in which gradients are averaged over all nodes and
+            parameters are not exchanged.
 
     Raises:
         ValueError: For arguments out of range, or that contradict each other.
@@ -98,6 +102,7 @@ class Agreement(Scheme):
 
     auto: AutoPeriod | None = None
     is_exact_beside_training = False
+    first_phase: int | float = 0
 
     def __init__(
         self,
@@ -138,6 +143,13 @@ class Agreement(Scheme):
     def build(self, context: Context) -> RunningAgreement[Agreement]:
         return RunningAgreement(self, context)
 
+    def _begin_synchronously(self, warmup_steps: int | float) -> None:
+        """Set the first phase, for the constructors of schemes that have one."""
+        check_length("warmup_steps", warmup_steps)
+        self.first_phase = warmup_steps
+        if warmup_steps:
+            self.first_gradients = "world"
+
     @property
     def period(self) -> int | None:
         """Optimizer steps between two agreements on the same part; None if the schedule has no such number."""
@@ -151,8 +163,18 @@ class Agreement(Scheme):
     @property
     def profile(self) -> Profile:
         kind, general, no_period = type(self).__name__, super().profile, None
-        stay = whole = None
-        if self.through == "rotating":
+        stay = whole = first_phase = None
+        if self.first_phase:
+            stay = (
+                f"warmup_steps={self.first_phase} averages gradients over all nodes at every step, so none may leave or"
+                " join meanwhile: leave it out"
+            )
+            whole = f"warmup_steps={self.first_phase} needs HierarchicalStrategy: leave it out here"
+            first_phase = (
+                f"Before, in warmup_steps={self.first_phase}, a step takes {{seconds}}: gradients are averaged over all"
+                " nodes."
+            )
+        elif self.through == "rotating":
             stay = f"{kind} lets ranks of a node carry the model in turn: take {self._sharded}"
             whole = (
                 f"{kind} lets one rank of a node carry the whole model in turn, but every rank holds a part of it: use"
@@ -176,6 +198,7 @@ class Agreement(Scheme):
             general,
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_nodes_that_stay=stay,
+            first_phase=first_phase,
             begins_with_copy=self.begins_with_copy,
             can_average_optimizer_state=self.staleness == 0
             and self.what == 1
@@ -192,12 +215,24 @@ class Agreement(Scheme):
         makes_equal = self.merging.ends_in_agreement and not isinstance(self.through, Graph)
         return self.what != 1 or self.staleness > 0 or not makes_equal
 
+    def next_step(self, steps_of_epoch: int) -> Scheme:
+        return AllReduce() if self.first_phase else self
+
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
+        yield from self._check_first_phase(steps)
         if self.period is not None and 0 < steps < self.period:
             yield (
                 f"nodes that train by {self!r} agree every {self.period} optimizer steps, but the run ends after"
                 f" {steps:.0f}: they agree at its end only. Choose a shorter period."
+            )
+
+    def _check_first_phase(self, steps: float) -> Iterator[str]:
+        if 0 < steps <= self.first_phase:
+            yield (
+                f"{type(self).__name__}(warmup_steps={self.first_phase}) averages gradients over all nodes that long,"
+                f" but the run ends after {steps:.0f} optimizer steps: nodes never train alone. Choose a smaller"
+                " warmup_steps."
             )
 
     def _check_epoch(self, nodes: int, steps: float) -> None:
@@ -232,6 +267,8 @@ class RunningAgreement(RunningScheme[A]):
         self.staleness = config.staleness
         self.tuner = None if config.auto is None else PeriodTuner(config.auto)
         self.synchronizations = 0
+        self._begins_at = None if config.first_phase else 0  # optimizer steps before the schedule; None: not known yet
+        self._enter(self.gradients)
         self._parts_sent = 0
         self._merge = config.merging
         self._was_sick = False
@@ -343,7 +380,8 @@ class RunningAgreement(RunningScheme[A]):
             return
         parts = len(self._parts)
         ahead = self.staleness
-        leaving = self.when.due(self.steps + ahead, self.step_in_epoch + ahead, parts)
+        steps = self.steps - (self._begins_at or 0)
+        leaving = self.when.due(steps + ahead, self.step_in_epoch + ahead, parts)
         if not ahead:
             if leaving:
                 self._agree_now(leaving)
@@ -354,15 +392,65 @@ class RunningAgreement(RunningScheme[A]):
         if arrived is not None or leaving:
             self._turn(arrived, leaving)
 
-    # ---- sync_every="auto" ---------------------------------------------------------------------------------------
+    # ---- the first phase -----------------------------------------------------------------------------------------
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
+        given = self.config.first_phase
+        if self.in_first_phase:
+            if self._begins_at is None:
+                self._begins_at = steps_of_phase("warmup_steps", given, steps)
+            if self.steps >= self._begins_at:
+                self._end_first_phase()
+        elif given and self.topology.rank == 0:
+            self._warn_of_skipped_phase(given, steps)
+        self._check_tuning(steps)
+
+    def _warn_of_skipped_phase(self, given: int | float, steps: int | None) -> None:
+        is_known = steps is not None or not isinstance(given, float)
+        if is_known and self.steps < steps_of_phase("warmup_steps", given, steps):
+            log.warning(
+                "%s: the run goes on without warmup_steps=%s, because nodes have trained alone before",
+                type(self.config).__name__,
+                given,
+            )
+
+    def after_synchronous_step(self) -> None:
+        super().after_synchronous_step()
+        if self._begins_at is not None and self.steps >= self._begins_at:
+            self._end_first_phase()
+
+    def _enter(self, gradients: Gradients) -> None:
+        """Begin a phase, by the ranks over which it averages gradients."""
+        self.gradients = gradients
+        if self.config.first_phase:
+            self.phase = "warm-up" if self.in_first_phase else "training"
+
+    def _end_first_phase(self) -> None:
+        """Let nodes, whose parameters are equal, train by the schedule from now on; collective."""
+        self._enter(self.config.gradients)
+        self._begins_at = self.steps
+        self._average_buffers()
+        self.unagreed_steps = 0
+        self._begin_from_present()
+        if self.tuner is not None:
+            self.tuner.begin_epoch(self.replica.device)
+
+    def _begin_from_present(self) -> None:
+        """Take the present parameters as the reference parameters, with a new outer optimizer."""
+        if not self.is_alone:
+            self._carrier.anchor()
+            self.outer = self._built_outer(None)
+
+    # ---- sync_every="auto" ---------------------------------------------------------------------------------------
+
+    def _check_tuning(self, steps: int | None) -> None:
         needed = 0 if self.tuner is None or self.is_alone else self.tuner.auto.steps
-        if steps is not None and needed and steps - self.steps < needed:
+        left = 0 if steps is None else steps - max(self.steps, self._begins_at or 0)
+        if steps is not None and needed and left < needed:
             raise ValueError(
                 f"sync_every='auto' times exchanges for the first {needed} optimizer steps, but the run ends"
-                f" after {steps - self.steps}: give sync_every a number, or train for longer"
+                f" after {left}: give sync_every a number, or train for longer"
             )
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
@@ -372,7 +460,8 @@ class RunningAgreement(RunningScheme[A]):
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
         result = super().step(run, last)
-        if self.tuner is not None and not self.is_alone and self.tuner.end_step():
+        can_tune = not self.is_alone and not self.in_first_phase
+        if self.tuner is not None and can_tune and self.tuner.end_step():
             choice = self.tuner.choose(self.topology.world)
             self._set_period(choice.period)
             self.tuner = None
@@ -605,10 +694,15 @@ class RunningAgreement(RunningScheme[A]):
     def scalars(self) -> dict[str, float]:
         """``sync_every``, ``staleness``, ``outer_lr`` with an outer optimizer, and ``disagreement``.
 
-        The last is how far this node was from the mean of all when they last agreed, relative to the mean: before the
-        merge, and estimated, for free, on up to 4096 elements of every bucket that this rank carries.
+        With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is how far this node was
+        from the mean of all when they last agreed, relative to the mean: before the merge, and estimated, for free, on
+        up to 4096 elements of every bucket that this rank carries.
         """
         values = {"sync_every": float(self.period or 0), "staleness": float(self.staleness)}
+        if self.config.first_phase:
+            values["phase"] = float(not self.in_first_phase)
+            if self.in_first_phase:
+                values |= {"sync_every": 1.0, "staleness": 0.0}
         if isinstance(self._merge, OuterOptimizer):
             values["outer_lr"] = 0.0 if self.outer is None else self.outer.learning_rate
         relative = self._carrier.disagreement.relative()
@@ -621,6 +715,10 @@ class RunningAgreement(RunningScheme[A]):
             "parts_sent": self._parts_sent,
             "tuned_period": self._tuned_period,
         }
+        if self.config.first_phase:
+            state["first_phase"] = [self.config.first_phase, self._begins_at, self.in_first_phase]
+        if self.in_first_phase:  # the reference parameters of a run that goes on without this phase
+            self._begin_from_present()
         if not self.may_ask:
             return state
         if self._merge.keeps_agreed:
@@ -759,6 +857,7 @@ class RunningAgreement(RunningScheme[A]):
         With the latter, what was in flight is dropped, and the nodes go on from the agreed parameters.
         """
         super().load_state_dict(state)
+        self._load_first_phase(state)
         self.synchronizations = state["synchronizations"]
         self._parts_sent = state["parts_sent"]
         self._in_flight.drop()
@@ -782,3 +881,16 @@ class RunningAgreement(RunningScheme[A]):
                     self.outer.end_round()
         if self.outer is not None and "outer_parts" in state:
             self.outer.load_part_states(state["outer_parts"])
+
+    def _load_first_phase(self, state: Mapping[str, Any]) -> None:
+        """Go on in the phase in which a state was saved: nodes that have trained alone do not begin a first phase."""
+        given, begins_at, is_first = state.get("first_phase", [0, 0, not state["steps"]])
+        first_gradients = self.config.first_gradients if is_first else None
+        is_first = first_gradients is not None
+        self._enter(first_gradients or self.config.gradients)
+        if not is_first:
+            self._begins_at = state["steps"] if begins_at is None else min(begins_at, state["steps"])
+        elif given == self.config.first_phase:
+            self._begins_at = begins_at
+        else:
+            self._begins_at = None  # somebody wants another length from here on

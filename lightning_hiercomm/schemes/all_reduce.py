@@ -9,8 +9,6 @@ from torch import Tensor
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.profile import Profile
 
-_LOOK_EVERY = 10
-
 
 class AllReduce(Scheme):
     """Average gradients over all ranks at every step; nodes never differ.
@@ -45,23 +43,13 @@ class AllReduce(Scheme):
 
 
 class RunningAllReduce(RunningScheme[AllReduce]):
-    """Looks at the parameters every now and then, and averages float buffers."""
+    """Checks parameters every now and then, and averages float buffers."""
 
     def after_step(self, last: bool) -> None:
-        self.agreements += 1
-        if not self.replica.buffers:
-            self.unagreed_steps = 0
-        if self.steps % _LOOK_EVERY == 0:
-            self._look_at_parameters()
+        self.after_synchronous_step()
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        self.care.verify(self.steps)
-        self._look_at_parameters()
-
-    def _look_at_parameters(self) -> None:
-        if not self.is_alone:
-            self.care.look(self.replica.buckets_of_parameters, self.steps)
+        self.end_synchronous_epoch()
 
     def exact_mean(self) -> bool:
-        """Write the weighted mean of the float buffers over all ranks; blocks. Parameters never differ."""
-        return self.care.average(self.replica.buckets_of_buffers, self.steps)
+        return self.synchronous_mean()

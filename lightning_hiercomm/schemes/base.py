@@ -21,6 +21,9 @@ from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.profile import Profile
 
+_CHECK_EVERY = 10
+"""Steps between two checks for non-finite parameters, where every step synchronizes gradients."""
+
 T = TypeVar("T")
 S = TypeVar("S", bound="Scheme", covariant=True)
 
@@ -55,10 +58,12 @@ class Scheme(Value):
 
     Attributes:
         gradients: Over whom gradients are averaged: the ranks of the ``"node"``, the ``"world"``, or ``"none"`` other.
+        first_gradients: The same in a first phase of the run; None if the scheme has no such phase.
         watches_loss: Whether :meth:`RunningScheme.end_epoch` needs the training loss.
     """
 
     gradients: Gradients = "node"
+    first_gradients: Gradients | None = None
     watches_loss: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -141,6 +146,7 @@ class RunningScheme(Generic[S]):
 
     Attributes:
         config: As above.
+        gradients: Over whom gradients are averaged in the present phase.
         phase: The name of what the scheme is doing, for progress bars.
         replica: The parameters (and float buffers) that agree.
         topology: The nodes, their communicators and weights.
@@ -161,13 +167,14 @@ class RunningScheme(Generic[S]):
     def __init__(self, config: S, context: Context) -> None:
         topology = context.topology
         self.config = config
+        self.gradients: Gradients = config.first_gradients or config.gradients
         self.replica = _held_by_ranks(context.replica, config)
         self.topology = topology
         self.optimizer = context.optimizer
         self.wire = context.wire
         self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
         can_skip = config.gradients != "world"
-        self.care = Care(self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone)
+        self.care = Care(self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone, self.wire)
         self.care.follow(self.replica)
         self.steps = 0
         self.step_in_epoch = 0
@@ -219,13 +226,17 @@ class RunningScheme(Generic[S]):
         Returns:
             What ``run`` returns.
         """
-        update = self.before_step(last)
+        is_synchronous = self.in_first_phase
+        update = None if is_synchronous else self.before_step(last)
         with nullcontext() if update is None else in_place_of_step(self.required_optimizer, update):
             result = run()
         self.steps += 1
         self.step_in_epoch += 1
         self.unagreed_steps += 1
-        self.after_step(last)
+        if is_synchronous:
+            self.after_synchronous_step()
+        else:
+            self.after_step(last)
         return result
 
     def end_epoch(self, loss: Tensor | None) -> None:
@@ -309,7 +320,9 @@ class RunningScheme(Generic[S]):
 
     def state_dict(self) -> dict[str, Any]:
         """All state: :meth:`schedule`, and this rank's own. The replica's values are not part of it. Collective."""
-        return {**self.schedule(), "unagreed_steps": self.unagreed_steps}
+        state = {**self.schedule(), "unagreed_steps": self.unagreed_steps}
+        of_optimizer = self.care.state_dict()
+        return {**state, "optimizer_average": of_optimizer} if of_optimizer else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, or :meth:`schedule`.
@@ -321,6 +334,7 @@ class RunningScheme(Generic[S]):
         self.epoch = state["epoch"]
         self.agreements = state["agreements"]
         self.unagreed_steps = state.get("unagreed_steps", 0)
+        self.care.load_state_dict(state.get("optimizer_average", {}))
 
     def undo_point(self) -> Callable[[], None]:
         """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
@@ -372,6 +386,35 @@ class RunningScheme(Generic[S]):
     def after_step(self, last: bool) -> None:
         """Called after the user's step was counted: launch, collect or merge, as the schedule says."""
 
+    @property
+    def in_first_phase(self) -> bool:
+        """Whether gradients are averaged over more ranks than later."""
+        return self.gradients != self.config.gradients
+
+    def after_synchronous_step(self) -> None:
+        """Count a step whose gradients were averaged over all ranks, so that only float buffers differ.
+
+        In a first phase it is called in place of :meth:`after_step`.
+        """
+        self.agreements += 1
+        if not self.replica.buffers:
+            self.unagreed_steps = 0
+        if self.steps % _CHECK_EVERY == 0:
+            self._check_parameters()
+
+    def end_synchronous_epoch(self) -> None:
+        """Check parameters at the end of an epoch in which gradients were averaged over all ranks."""
+        self.care.verify(self.steps)
+        self._check_parameters()
+
+    def synchronous_mean(self) -> bool:
+        """Write the weighted mean of the float buffers over all ranks, where parameters are equal; blocks."""
+        return self.care.average(self.replica.buckets_of_buffers, self.steps)
+
+    def _check_parameters(self) -> None:
+        if not self.is_alone:
+            self.care.look(self.replica.buckets_of_parameters, self.steps)
+
     def background(self, waits_for_nodes: bool = True) -> Background:
         """A new thread (or stream) beside training, which :meth:`close` ends; for constructors.
 
@@ -404,6 +447,8 @@ class RunningScheme(Generic[S]):
         Returns:
             Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
         """
+        if self.in_first_phase:
+            return self.synchronous_mean()
         return self.care.average(self.replica.buckets, self.steps)
 
 

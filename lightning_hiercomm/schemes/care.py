@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.carriers.base import Land
-from lightning_hiercomm.schemes.carriers.mean import Average, among, average_in_node, average_optimizer_state
+from lightning_hiercomm.schemes.carriers.mean import Average, among, average_in_node
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
@@ -27,6 +28,7 @@ from lightning_hiercomm.schemes.health.nonfinite import (
 )
 from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
+from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Care:
         policy: What the user has chosen.
         can_skip: Whether a node can be left out, which is then advised.
         is_alone: Whether there is nobody to agree with.
+        wire: What parameters look like between nodes, and with them the optimizer's state.
 
     Attributes:
         policy: As above.
@@ -84,6 +87,7 @@ class Care:
         policy: Policy,
         can_skip: bool,
         is_alone: bool,
+        wire: Wire | None = None,
     ) -> None:
         self.replica = replica
         self._topology = topology
@@ -91,6 +95,9 @@ class Care:
         self.policy = policy
         self._advice = f"{_ADVICE}{_SKIPPING if can_skip else ''}"
         self._is_alone = is_alone
+        self._state_mean: OptimizerStateMean | None = None
+        if optimizer is not None and policy.average_optimizer_state:
+            self._state_mean = OptimizerStateMean(optimizer, topology, wire or Wire(), policy.on_nonfinite)
         self._healthy: frozenset[int] | None = None  # of the agreement under way; None: all
         self.nonfinite = 0
         self.has_healed = False
@@ -103,6 +110,8 @@ class Care:
             replica: What agrees from now on.
         """
         self.replica = replica
+        if self._state_mean is not None:
+            self._state_mean.forget()
         if not self._is_alone:
             self.begin_optimizer_anew()
 
@@ -172,9 +181,18 @@ class Care:
         healthy, self._healthy = self._healthy, None
         if not self.policy.average_optimizer_state:
             return
-        if self._optimizer is None:
+        if self._state_mean is None:
             raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-        average_optimizer_state(self._optimizer, self.replica, self._topology, healthy, self.policy.on_nonfinite)
+        self._state_mean(self.replica, healthy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must know for an exact resume; empty where that is nothing."""
+        return {} if self._state_mean is None else self._state_mean.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
+        if self._state_mean is not None:
+            self._state_mean.load_state_dict(state)
 
     def verify(self, step: int) -> None:
         """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.base import Context, Scheme
 from lightning_hiercomm.schemes.carriers.base import Carrier
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
+from lightning_hiercomm.schemes.phases import Moment
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
@@ -30,37 +31,15 @@ _EPOCHS = 4
 _LARGEST_SHARE = 1 / 4  # of a short run, or it would have nothing but warm-up and cool-down
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """When a phase changes: before an epoch, or before a step of the run. As a length: so much from the beginning."""
-
-    epoch: int | None = None
-    step: int | None = None
-
-    def has_come(self, epoch: int, step: int) -> bool:
-        return step >= self.step if self.step is not None else epoch >= (self.epoch or 0)
-
-    def before(self, epochs: int | None, steps: int | None) -> _Moment | None:
-        """So long before the end of the run; None if nobody knows when that is, or there is nothing before it."""
-        if self.step is not None:
-            return None if steps is None or not self.step else _Moment(step=steps - self.step)
-        return None if epochs is None or not self.epoch else _Moment(epoch=epochs - self.epoch)
-
-    def share(self, epochs: int | None, steps: int | None) -> float | None:
-        """Of the run, as far as one can tell."""
-        moment, length = (self.epoch, epochs) if self.step is None else (self.step, steps)
-        return None if moment is None or not length else moment / length
-
-
-def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> _Moment:
+def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> Moment:
     """How long warm-up, or cool-down, takes in a run, as the user has set it or by default."""
     if in_steps is not None:
-        return _Moment(step=in_steps)
+        return Moment(step=in_steps)
     if in_epochs is not None:
-        return _Moment(epoch=in_epochs)
+        return Moment(epoch=in_epochs)
     if steps is not None and (epochs is None or epochs * _LARGEST_SHARE < 1):
-        return _Moment(step=int(steps * _LARGEST_SHARE))
-    return _Moment(epoch=_EPOCHS if epochs is None else min(_EPOCHS, int(epochs * _LARGEST_SHARE)))
+        return Moment(step=int(steps * _LARGEST_SHARE))
+    return Moment(epoch=_EPOCHS if epochs is None else min(_EPOCHS, int(epochs * _LARGEST_SHARE)))
 
 
 class DASO(Agreement):
@@ -236,8 +215,8 @@ class RunningDASO(RunningAgreement[DASO]):
         self.initial_sync_every = self._period
         self.plateau = config.make_plateau()
         self._exact_carrier = self._cut_exact()
-        self._warmup_ends = _Moment(epoch=0)
-        self._cooldown_begins: _Moment | None = None
+        self._warmup_ends = Moment(epoch=0)
+        self._cooldown_begins: Moment | None = None
         self._awaits_metric = False
         self._last_metric: Tensor | None = None  # as it was known when the epoch began
         self._heard_metric: tuple[float, float] | None = None  # of the epoch to be judged, when a file was saved

@@ -42,13 +42,18 @@ class DiLoCo(Agreement):
     NoLoCo exchanges with one random other node instead of all: see
     :class:`~lightning_hiercomm.schemes.agreement.Agreement`.
 
+    DiLoCo from a model that was trained synchronously for 1,000 steps, in the same run::
+
+        HierarchicalStrategy(DiLoCo(64, warmup_steps=1000), wire_dtype="int4")
+
     On one node this is plain data-parallel training.
 
     Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", Algorithm 1;
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", Algorithm 2. Paper settings:
     ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads (of
     floating point; ``"int4"`` is a linear code with a scale per block). The first paper's outer learning rate for
-    streaming, too, is a default of ours.
+    streaming, too, is a default of ours. ``warmup_steps``: the first paper trains 24,000 steps synchronously before;
+    Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3 (post-local SGD).
 
     Args:
         sync_every: H, optimizer steps between two agreements on the same fragment. ``"auto"``: a few steps at first,
@@ -65,6 +70,9 @@ class DiLoCo(Agreement):
             replicas. ``"none"``: every rank is one.
         outer_scheduler: Makes a learning-rate scheduler of the outer optimizer; it steps once per period.
         overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
+        warmup_steps: The first optimizer steps, or the first share of the run (a float below 1), in which gradients are
+            averaged over all nodes instead, as ``AllReduce`` does it. Then the outer parameters are the present ones,
+            the outer optimizer begins, and t counts from 1.
 
     Raises:
         ValueError: For arguments out of range; when it is built, for an outer optimizer that needs whole tensors.
@@ -80,6 +88,7 @@ class DiLoCo(Agreement):
         gradients: Literal["node", "none"] = "node",
         outer_scheduler: SchedulerFactory | None = None,
         overhead_target: float = OVERHEAD_TARGET,
+        warmup_steps: int | float = 0,
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
@@ -110,6 +119,8 @@ class DiLoCo(Agreement):
         self.overhead_target = overhead_target
         self.fragments = fragments
         self.keep_local = keep_local
+        self.warmup_steps = warmup_steps
+        self._begin_synchronously(warmup_steps)
 
     def build(self, context: Context) -> RunningDiLoCo:
         return RunningDiLoCo(self, context)

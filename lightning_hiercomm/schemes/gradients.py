@@ -73,6 +73,9 @@ class GradientPath(ABC):
             self.note_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
         return self.reduce(gradients, bucket.index()).future(gradients)
 
+    def forget(self) -> None:
+        """Drop what encoding has kept back."""
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know for an exact resume."""
         return {}
@@ -173,6 +176,10 @@ class _KeptBack:
         self._feedback[key] = held
         return known
 
+    def forget(self) -> None:
+        """Drop all of it."""
+        self._feedback.clear()
+
     def _forget_others(self, index: int, contents: Contents | None) -> None:
         """What is kept back of a parameter is so in one place: buckets may have been made anew."""
         for (other_index, _), held in self._feedback.items():
@@ -250,6 +257,9 @@ class WorldSum(GradientPath):
         self._outbound.close(timeout)
         self._inbound.close(timeout)
 
+    def forget(self) -> None:
+        self._kept_back.forget()
+
     def state_dict(self) -> dict[str, Any]:
         return self._kept_back.state_dict()
 
@@ -324,11 +334,71 @@ class NodesMean(GradientPath):
     def note_scale(self, scale: float) -> None:
         self._kept_back.note_scale(scale)
 
+    def forget(self) -> None:
+        self._kept_back.forget()
+
     def state_dict(self) -> dict[str, Any]:
         return self._kept_back.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._kept_back.load_state_dict(state)
+
+
+class InPhases(GradientPath):
+    """One path in the first phase of a run, another one after it.
+
+    Args:
+        first: The path of the first phase.
+        then: The path after it, which keeps nothing back.
+
+    Attributes:
+        is_first: Whether the first phase lasts; whoever runs the schemes sets it.
+    """
+
+    def __init__(self, first: GradientPath, then: GradientPath) -> None:
+        self._first, self._then = first, then
+        self.is_first: Callable[[], bool] = lambda: True
+
+    @property
+    def present(self) -> GradientPath:
+        """The path that gradients take now."""
+        if self.is_first():
+            return self._first
+        self._first.forget()
+        return self._then
+
+    @property
+    def tier(self) -> str:  # type: ignore[override]
+        return self.present.tier
+
+    @property
+    def keeps_back(self) -> bool:  # type: ignore[override]
+        return self.present.keeps_back
+
+    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+        return self.present.reduce(bucket, index)
+
+    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        self.present.note_contents(index, contents)
+
+    def note_scale(self, scale: float) -> None:
+        self.present.note_scale(scale)
+
+    def reduce_sparse(self, gradient: Tensor) -> Tensor:
+        return self.present.reduce_sparse(gradient)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.present.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._first.load_state_dict(state)
+        else:
+            self._first.forget()
+
+    def close(self, timeout: float = 10.0) -> None:
+        self._first.close(timeout)
+        self._then.close(timeout)
 
 
 class _Completed(Handle):
@@ -377,6 +447,7 @@ def gradient_path(
     wire: Wire,
     piece_bytes: int,
     parameters: Iterable[Tensor] = (),
+    first: Gradients | None = None,
 ) -> GradientPath:
     """The path that a scheme asks for. Collective, for it may open communicators.
 
@@ -387,7 +458,11 @@ def gradient_path(
         wire: What they look like between nodes.
         piece_bytes: Upper bound in bytes of what travels between nodes at once.
         parameters: Of the model.
+        first: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.first_gradients`.
     """
+    if first is not None:
+        in_first_phase = gradient_path(first, topology, device, wire, piece_bytes, parameters)
+        return InPhases(in_first_phase, gradient_path(gradients, topology, device, wire, piece_bytes))
     if gradients == "none":
         return Untouched()
     if gradients == "world" and topology.num_nodes > 1:

@@ -102,7 +102,8 @@ class HierarchicalFabricStrategy(DDPStrategy):
         average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
             those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
             such as queues of samples, stay each rank's own.
-        average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``.
+        average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``, in the form
+            of ``wire_dtype``.
         on_nonfinite: What becomes of parameters that are NaN or infinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
         verify_replicas: Compare the ranks of a node at agreements: ``"off"``, ``"warn"`` or ``"raise"``.
         bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
@@ -188,6 +189,12 @@ class HierarchicalFabricStrategy(DDPStrategy):
             verify_replicas=verify_replicas,
             bucket_mb=bucket_mb,
         )
+        first_phase = getattr(self._settings.scheme, "first_phase", 0)
+        if first_phase:
+            raise ValueError(
+                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks between which DDP"
+                " averages gradients: leave it out, or train the first steps with AllReduce"
+            )
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
         self._starts_ranks = False

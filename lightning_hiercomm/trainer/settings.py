@@ -115,10 +115,11 @@ class Settings:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive, and a size that memory can have")
         if on_nonfinite not in ("raise", "skip", "ignore"):
             raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
-        if on_nonfinite == "skip" and scheme.gradients == "world":
+        if on_nonfinite == "skip" and "world" in (scheme.gradients, scheme.first_gradients):
+            who = type(scheme).__name__ if scheme.first_gradients is None else f"{scheme!r} first"
             raise ValueError(
-                f"on_nonfinite='skip' leaves a node out of an agreement, but {type(scheme).__name__} averages every"
-                " gradient over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
+                f"on_nonfinite='skip' leaves a node out of an agreement, but {who} averages every gradient over all"
+                " nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
             )
         if verify_replicas not in ("off", "warn", "raise"):
             raise ValueError(f"verify_replicas={verify_replicas!r} must be 'off', 'warn' or 'raise'")

@@ -38,6 +38,7 @@ from lightning_hiercomm._lightning.ddp import (
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
@@ -78,7 +79,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
             such as queues of samples, stay each rank's own.
         average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) at agreements of
-            ``PeriodicAveraging``.
+            ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``; once in full.
         evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each rank's own
             (``"replica"``), which costs no communication.
         checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
@@ -200,6 +201,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         self._seen: list[Replica] = []
         self._last_bucket: Mark | None = None
         self._expects_all_used = False
+        self._gradients_over = self.scheme.gradients
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -237,16 +239,17 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        module, intra, world = self._module, self._topology.intra, self._topology.world
+        module, intra = self._module, self._topology.intra
         self._begin_equal()  # DDP over the node would leave the nodes with different initial values
         keep_sync_batchnorm_in_group(module, process_group(intra))
-        # its own group tells DDP which parameters nobody used: those get no gradient
-        group = process_group(world if self.scheme.gradients == "world" else intra)
-        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
+        self._gradients_over = self.scheme.first_gradients or self.scheme.gradients
         self._frozen, self._known = [], {}  # what is frozen since the last fit is not so for another's turn
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
+        # its own group tells DDP which parameters nobody used: those get no gradient
+        group = process_group(self._group_of_gradients or self._topology.intra)
+        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
         reduced = self._known.keys() - {id(parameter) for parameter in self._frozen}
         self._known = {id(parameter): parameter for parameter in self._module.parameters()}
         self._frozen = [p for p in self._known.values() if not p.requires_grad]
@@ -261,13 +264,18 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             return
         self.model = PassThroughDDP(self._module, self.determine_ddp_device_ids(), self._ddp_kwargs)
         finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
-        self._expects_all_used = not crosses and self.scheme.gradients != "none" and not finds_unused
+        self._expects_all_used = not crosses and self._gradients_over != "none" and not finds_unused
 
     def _gradients_cross_ranks(self) -> bool:
         """Whether DDP has anything to do: not on a node of one rank whose gradients stay on the node."""
-        topology = self._topology
-        group = {"node": topology.intra, "world": topology.world, "none": None}[self.scheme.gradients]
+        group = self._group_of_gradients
         return group is not None and group.size > 1
+
+    @property
+    def _group_of_gradients(self) -> Communicator | None:
+        """The ranks whose gradients are averaged in the present phase; None if every rank keeps its own."""
+        topology = self._topology
+        return {"node": topology.intra, "world": topology.world, "none": None}[self._gradients_over]
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -277,12 +285,16 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
 
     @override
     def _new_run(self) -> TrainingRun:
-        run, topology = super()._new_run(), self._topology
+        run = super()._new_run()
         run.agreed_model.has_found_unequal = self._leave_to_ranks
-        if self._gradients_cross_ranks() and not self._module.automatic_optimization:
-            group = topology.world if self.scheme.gradients == "world" else topology.intra
-            run.gradient_check = GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
+        run.gradient_check = self._new_gradient_check()
         return run
+
+    def _new_gradient_check(self) -> GradientCheck | None:
+        group = self._group_of_gradients
+        if group is None or group.size == 1 or self._module.automatic_optimization:
+            return None
+        return GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
 
     def _leave_to_ranks(self, names: Collection[str]) -> None:
         """Exchange no more tensors whose shapes differ between ranks."""
@@ -292,8 +304,12 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        has_new_phase = self._gradients_over != self._run.gradients_over
+        if has_new_phase:
+            self._gradients_over = self._run.gradients_over
+            self._run.gradient_check = self._new_gradient_check()
         # DDP ignores what was frozen, or not there, when it was made
-        if any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
+        if has_new_phase or any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
             self._compare_in_node()
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it

@@ -69,6 +69,7 @@ class Experiment:
         gradient_scale: What every loss is multiplied by before the backward pass.
         shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Otherwise every rank draws
             from all of them, with replacement.
+        average_optimizer_state: As for the strategy.
 
     Raises:
         PlanningError: For numbers with which nothing can be trained.
@@ -89,6 +90,7 @@ class Experiment:
     weights: tuple[float, ...] | None = None
     gradient_scale: float = 1.0
     shards: bool = False
+    average_optimizer_state: bool = False
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "steps", "batch"):
@@ -307,7 +309,8 @@ class _Replica:
         experiment = self._experiment
         wire = Wire.named(experiment.wire_dtype)
         optimizers = [optimizer for _, optimizer in self._turns]
-        run = TrainingRun(experiment.scheme, Replicas(self.module, optimizers), self._topology, wire)
+        replicas = Replicas(self.module, optimizers)
+        run = TrainingRun(experiment.scheme, replicas, self._topology, wire, experiment.average_optimizer_state)
         try:
             run.begin(-(-experiment.steps // experiment.steps_per_epoch), experiment.steps)
             yield run
@@ -321,7 +324,7 @@ class _Replica:
         (loss * self._experiment.gradient_scale).backward()
         run.watch_loss(loss)
         gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
-        if self._experiment.scheme.gradients != "none" and self._topology.world_size > 1:
+        if run.gradients_over != "none" and self._topology.world_size > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             run.gradients.reduce(flat).wait()
             parts = flat.split([gradient.numel() for gradient in gradients])

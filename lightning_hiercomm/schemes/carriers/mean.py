@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
@@ -22,7 +20,6 @@ from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wide_sum import is_short, send_parts
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
-from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.carriers.base import Carrier, Land
@@ -31,7 +28,6 @@ from lightning_hiercomm.schemes.carriers.in_flight import Move
 from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite, is_unfit, values_of
 from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
-from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 
 
 @dataclass(frozen=True)
@@ -403,52 +399,6 @@ def average_in_node(buckets: Sequence[Bucket], topology: Topology, healthy: Coll
         flat = bucket.pack() if healthy is None or topology.rank in healthy else bucket.empty().zero_()
         mean.launch(flat, weights=topology.in_node(weights))()
         bucket.unpack(flat)
-
-
-@torch.no_grad()
-def average_optimizer_state(
-    optimizer: Optimizer,
-    replica: Replica,
-    topology: Topology,
-    healthy: Collection[int] | None = None,
-    on_nonfinite: OnNonfinite = "ignore",
-) -> None:
-    """Replace momentum and moments by their weighted mean over all ranks; blocks.
-
-    What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
-    anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
-    parameter no gradient, has no mean: the others keep their own until all hold it. So do they where one has a state
-    that is not finite (the square of a gradient of 1e20), unless that is ignored.
-
-    Args:
-        optimizer: Whose state.
-        replica: What it trains.
-        topology: The ranks.
-        healthy: Those of whom the mean is; the others, which begin anew, take their count of steps, too. None: all.
-        on_nonfinite: Whether anybody looks.
-    """
-    held = {
-        (index, name): tensor
-        for index, parameter in enumerate(replica.parameters)
-        for name, tensor in sorted(optimizer.state.get(parameter, {}).items())
-        if is_elementwise(tensor, name, parameter) and is_of_numbers(tensor)
-    }
-    digest = hashlib.blake2b(repr(list(held)).encode(), digest_size=8).digest()
-    if len(set(topology.world.all_gather_object(digest))) > 1:
-        everywhere = set(held).intersection(*topology.world.all_gather_object(list(held)))
-        held = {key: tensor for key, tensor in held.items() if key in everywhere}
-    state = list(held.values())
-    whole = Replica(state, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node)
-    if healthy is None:
-        Average(whole, topology, on_nonfinite=on_nonfinite)()
-        return
-    weights = among(healthy, topology.weights)
-    Average(whole, topology, on_nonfinite=on_nonfinite, weights=lambda _: weights)()
-    states = [optimizer.state.get(parameter, {}) for parameter in replica.parameters]
-    taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(healthy)]
-    for state, steps in zip(states, taken, strict=True):
-        if topology.rank not in healthy and "step" in state:
-            state["step"] = torch.full_like(state["step"], steps) if isinstance(state["step"], Tensor) else int(steps)
 
 
 def among(ranks: Collection[int], weights: Sequence[float]) -> list[float]:

@@ -1,0 +1,225 @@
+"""The mean of an optimizer's state over all ranks, in the form in which the wire carries it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm.codec import Quantized
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.buffers import is_of_numbers
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.carriers.mean import Average, among
+from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.optimizer_state import is_elementwise
+
+_LEAST_LEFT = 0.5
+"""Of a root, after one average. An element that rounds to zero would get steps of any size from Adam."""
+
+_Key = tuple[int, str]
+"""Which parameter's, and the name of the tensor."""
+
+
+class OptimizerStateMean:
+    """Replaces momentum and moments by their weighted mean over all ranks; it knows what they agreed on last.
+
+    What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
+    anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
+    parameter no gradient, has no mean: the others keep their own until all hold it. So do they where one has a state
+    that is not finite (the square of a gradient of 1e20), unless that is ignored.
+
+    Through a codec that is not exact travel the differences from the last averaged state, with error feedback, as of
+    parameters. What has no last average yet travels as it is, once. Tensors without a negative element on any rank
+    (second moments) travel as their square roots, and no root falls below half of the last one in one average::
+
+        m := a + mean of C(m_r - a)                                   a: the last averaged m
+        v := max(b + mean of C(sqrt(v_r) - b), b / 2) squared         b: the last averaged root of v
+
+    So second moments stay non-negative, and positive where they were so: an element that the codec rounds to zero would
+    make a step of Adam as large as you like.
+
+    Args:
+        optimizer: Whose state.
+        topology: The ranks.
+        wire: What parameters look like between nodes. A codec that sends most elements much later sends the state as
+            int4: until a momentum arrives it would be set to an old one again and again.
+        on_nonfinite: Whether anybody looks.
+    """
+
+    def __init__(self, optimizer: Optimizer, topology: Topology, wire: Wire, on_nonfinite: OnNonfinite) -> None:
+        self._optimizer = optimizer
+        self._topology = topology
+        self._wire = Wire(Quantized(4) if wire.codec.needs_feedback else wire.codec)
+        self._on_nonfinite = on_nonfinite
+        self._tensors: list[Tensor] = []
+        self._keys: list[_Key] = []
+        self._roots: list[_Key] = []  # of the keys
+        self._means: list[Average] = []  # of the others, and of the roots
+        self._signed: set[_Key] = set()  # those of which an element was negative
+        self._loaded: Mapping[str, Any] | None = None
+
+    def forget(self) -> None:
+        """Begin anew: the next state travels as it is."""
+        self._tensors, self._keys, self._roots, self._means = [], [], [], []
+        self._signed, self._loaded = set(), None
+
+    @torch.no_grad()
+    def __call__(self, replica: Replica, healthy: Collection[int] | None = None) -> None:
+        """Average the state; blocks. Collective.
+
+        Args:
+            replica: What the optimizer trains.
+            healthy: The ranks of whom the mean is; the others, which begin anew, take their count of steps, too. None:
+                all.
+        """
+        held = self._held(replica)
+        narrowed = [] if self._topology.is_one_node else [k for k, t in held.items() if self._wire.compresses(t.dtype)]
+        held, narrowed, negative = self._common(held, narrowed)
+        if not narrowed or healthy is not None:
+            self.forget()
+            self._average_as_it_is(replica, held, healthy)
+            return
+        loaded = self._loaded
+        if loaded is not None:
+            self._signed = {*loaded["keys"]} - {*loaded["roots"]}
+        self._signed |= negative
+        roots = [key for key in narrowed if key not in self._signed]
+        tensors = [held[key] for key in narrowed]
+        layout = (narrowed, roots)
+        if loaded is not None and layout == (loaded["keys"], loaded["roots"]):
+            self._remember(replica, tensors, *layout)
+            self._load_means(loaded["means"])
+        elif layout == (self._keys, self._roots) and not all(map(is_, tensors, self._tensors)):
+            means = self._state_of_means()  # an optimizer that makes new tensors
+            self._remember(replica, tensors, *layout)
+            self._load_means(means)
+        self._loaded = None
+        if layout != (self._keys, self._roots):
+            if self._average_as_it_is(replica, held):
+                self.forget()
+            else:
+                self._remember(replica, tensors, *layout)
+            return
+        rest = {key: tensor for key, tensor in held.items() if key not in narrowed}
+        is_flagged = bool(rest) and self._average_as_it_is(replica, rest)
+        for mean, are_roots in zip(self._means, (False, True), strict=True):
+            if mean.buckets:
+                is_flagged |= self._average_differences(mean, are_roots)
+        if is_flagged:
+            self.forget()
+
+    def _held(self, replica: Replica) -> dict[_Key, Tensor]:
+        return {
+            (index, name): tensor
+            for index, parameter in enumerate(replica.parameters)
+            for name, tensor in sorted(self._optimizer.state.get(parameter, {}).items())
+            if is_elementwise(tensor, name, parameter) and is_of_numbers(tensor)
+        }
+
+    def _common(
+        self, held: dict[_Key, Tensor], narrowed: Sequence[_Key]
+    ) -> tuple[dict[_Key, Tensor], list[_Key], set[_Key]]:
+        """What all ranks hold; what of it the codec narrows; and what of that has a negative element anywhere."""
+        world = self._topology.world
+        least = [held[key].amin() if held[key].numel() else torch.zeros(()) for key in narrowed]
+        numbers = torch.stack([each.float() for each in least]).tolist() if least else []
+        negative = [key for key, number in zip(narrowed, numbers, strict=True) if number < 0]
+        digest = hashlib.blake2b(repr(list(held)).encode(), digest_size=8).digest()
+        everyone: list[tuple[bytes, list[_Key]]] = world.all_gather_object((digest, negative))
+        if len({digest for digest, _ in everyone}) > 1:
+            everywhere = set(held).intersection(*world.all_gather_object(list(held)))
+            held = {key: tensor for key, tensor in held.items() if key in everywhere}
+        return held, [key for key in narrowed if key in held], {key for _, keys in everyone for key in keys}
+
+    def _average_as_it_is(
+        self, replica: Replica, held: Mapping[_Key, Tensor], healthy: Collection[int] | None = None
+    ) -> bool:
+        """Average in the state's own type; return whether a rank holds values that are not finite."""
+        topology = self._topology
+        weights = None if healthy is None else among(healthy, topology.weights)
+        verdict = Average(
+            self._replica_of(replica, list(held.values())),
+            topology,
+            on_nonfinite=self._on_nonfinite,
+            weights=None if weights is None else lambda _: weights,
+        )()
+        if healthy is None:
+            return verdict.is_flagged()
+        states = [self._optimizer.state.get(parameter, {}) for parameter in replica.parameters]
+        taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(healthy)]
+        for state, steps in zip(states, taken, strict=True):
+            if topology.rank not in healthy and "step" in state:
+                is_tensor = isinstance(state["step"], Tensor)
+                state["step"] = torch.full_like(state["step"], steps) if is_tensor else int(steps)
+        return verdict.is_flagged()
+
+    def _average_differences(self, mean: Average, are_roots: bool) -> bool:
+        """Average what the codec narrows; return whether a rank holds values that it cannot send."""
+        if are_roots:
+            self._to_roots()
+        verdict = mean()
+        if are_roots:
+            self._to_squares()
+        return verdict.is_flagged()
+
+    def _remember(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
+        """Take the present state, equal on all ranks, as the last averaged one."""
+        self._tensors, self._keys, self._roots = tensors, [*keys], [*roots]
+        others = [tensor for key, tensor in zip(keys, tensors, strict=True) if key not in roots]
+        self._to_roots()
+        self._means = [
+            Average(
+                self._replica_of(replica, each), self._topology, self._wire, land=land, on_nonfinite=self._on_nonfinite
+            )
+            for each, land in ((others, None), (self._root_tensors, _land_root))
+        ]
+        self._to_squares()
+
+    @property
+    def _root_tensors(self) -> list[Tensor]:
+        roots = set(self._roots)
+        return [tensor for key, tensor in zip(self._keys, self._tensors, strict=True) if key in roots]
+
+    def _to_roots(self) -> None:
+        for tensor in self._root_tensors:
+            tensor.sqrt_()
+
+    def _to_squares(self) -> None:
+        for tensor in self._root_tensors:
+            tensor.square_()
+
+    def _replica_of(self, replica: Replica, tensors: list[Tensor]) -> Replica:
+        return Replica(tensors, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the last averaged state, and what encoding has kept back; empty if there is none."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        if not self._means:
+            return {}
+        return {"keys": [*self._keys], "roots": [*self._roots], "means": self._state_of_means()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
+        self.forget()
+        self._loaded = state or None
+
+    def _state_of_means(self) -> list[dict[str, Any]]:
+        return [mean.state_dict() for mean in self._means]
+
+    def _load_means(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for mean, state in zip(self._means, states, strict=True):
+            mean.load_state_dict(state)
+
+
+def _land_root(index: int, root: Tensor, difference: Tensor) -> Tensor:
+    return root.copy_(torch.maximum(root + difference, _LEAST_LEFT * root))

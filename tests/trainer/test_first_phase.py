@@ -1,0 +1,192 @@
+"""A synchronous first phase under a Trainer: DDP spans all nodes in it, and the node afterwards."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from problems import Oracle, Quadratic, fitted, one_trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalFabricStrategy, HierarchicalStrategy, PeriodicAveraging
+
+# targets 0, 2 and 6, 8: 4 by all, 1 and 7 by node; every step goes half of the way
+PHASES = PeriodicAveraging(3, warmup_steps=2)
+
+
+class Watched(Oracle):
+    """Reports the parameter, and the size of DDP's process group."""
+
+    def on_train_batch_end(self, *_):
+        self.report.append((self.x.item(), self.trainer.strategy.model.process_group.size()))
+
+
+class TwoSteps(Watched):
+    """Steps twice in each batch, by manual optimization."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
+def test_ranks_follow_the_table_to_the_digit(borrow):
+    def main(folder):
+        own = HierarchicalStrategy(PHASES, ranks_per_node=2), HierarchicalStrategy(PHASES, ranks_per_node=1)
+        reports = [fitted(folder, Watched(5), strategy, max_epochs=1)["report"] for strategy in own]
+        strategy = HierarchicalStrategy(PHASES, ranks_per_node=2)
+        accumulated = fitted(folder, Watched(10), strategy, max_epochs=1, accumulate_grad_batches=2)["report"]
+        strategy = HierarchicalStrategy(PeriodicAveraging(6, warmup_steps=3), ranks_per_node=2)
+        return *reports, accumulated, fitted(folder, TwoSteps(3), strategy, max_epochs=1)["report"]
+
+    reports = borrow(main)
+    for rank, (of_two, of_one, accumulated, two_steps) in enumerate(reports):
+        # the third step ends in a mean, (2 + 5) / 2
+        target = 1.0 if rank < 2 else 7.0
+        third, fourth = 3.5, (3.5 + target) / 2
+        expected = [2.0, 3.0, third, fourth, (fourth + target) / 2]
+        assert [x for x, _ in of_two][:4] == expected[:4]
+        assert [ranks for _, ranks in of_two] == [4, 4, 2, 2, 2]
+        assert [ranks for _, ranks in of_one] == [4, 4, 1, 1, 1]
+        assert [x for x, _ in of_one][:3] == [2.0, 3.0, 3.5]
+        alone = (3.5 + (0.0, 2.0, 6.0, 8.0)[rank]) / 2
+        assert of_one[3][0] == alone
+        assert [x for x, _ in accumulated][1::2][:4] == expected[:4]
+        # three synchronous steps (2, 3, 3.5), then three of the node: DDP is made anew with the third batch
+        assert two_steps == [(3.0, 4), ((3.5 + target) / 2, 4), (3.9375, 2)]
+
+
+class OnOneNode(Quadratic):
+    """Uses its head on the first node only, and normalizes what it gets."""
+
+    lr = 0.05
+
+    def __init__(self) -> None:
+        super().__init__(steps=4)
+        self.norm = nn.BatchNorm1d(11, affine=False)
+
+    def training_step(self, batch, batch_idx):
+        layers = (self.backbone, self.head) if self.global_rank < 2 else (self.backbone,)
+        return self.loss(self.norm(batch[0]), *layers)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+    def on_train_epoch_end(self):
+        self.report = [p.detach().clone() for p in self.parameters()]
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_the_phase_equals_all_reduce_also_where_one_node_uses_a_layer(borrow, ranks_per_node):
+    def main(folder):
+        found = []
+        for scheme in (AllReduce(), PeriodicAveraging(3, warmup_steps=4), DiLoCo(3, warmup_steps=4)):
+            strategy = HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, find_unused_parameters=True)
+            found.append(fitted(folder, OnOneNode(), strategy, max_epochs=1)["state_dict"])
+        return found
+
+    for expected, *others in borrow(main):
+        for values in others:
+            for name, tensor in expected.items():
+                assert torch.equal(values[name], tensor), name
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(3, warmup_steps=6), DiLoCo(3, warmup_steps=0.5)])
+@pytest.mark.parametrize("wire", [None, "int4"])
+def test_resume_in_the_phase_and_at_its_end_changes_nothing(borrow, scheme, replicas, wire):
+    class Adam(Quadratic):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def fit(folder, *callbacks, path=None):
+        own = HierarchicalStrategy(scheme, ranks_per_node=2, checkpoint_replicas=replicas, wire_dtype=wire)
+        trainer = one_trainer(
+            folder,
+            devices=4,
+            strategy=own,
+            max_epochs=6,
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+        )
+        module = Adam(steps=2)
+        trainer.fit(module, ckpt_path=path)
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    def main(folder):
+        # a file after every epoch of 2 steps: in the phase, at its end, after it
+        saves = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
+        whole = fit(folder, saves)
+        return [(step, whole, fit(folder, path=folder / f"step={step}.ckpt")) for step in (4, 6, 8)]
+
+    for found in borrow(main):
+        for step, expected, resumed in found:
+            if replicas or (step <= 6 and (wire is None or step == 6)):
+                # others forget what encoding has kept back, and their optimizers' state becomes the first rank's
+                assert torch.equal(resumed, expected), step
+            else:
+                assert torch.allclose(resumed, expected, atol=0.1), step
+
+
+class Unsized(Quadratic):
+    """Nobody knows how long its epochs are."""
+
+    def train_dataloader(self):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(torch.ones(4, 11))
+
+        return DataLoader(Stream(), batch_size=1, collate_fn=lambda rows: [torch.stack(rows)])
+
+
+def test_a_share_of_an_unknown_number_of_steps_is_refused_by_name(borrow):
+    def main(folder):
+        found = []
+        for module, arguments in (
+            (Unsized(), {"max_epochs": 1}),
+            (TwoSteps(2), {"max_epochs": 1}),
+            (Quadratic(), {"max_epochs": -1}),
+        ):
+            strategy = HierarchicalStrategy(PeriodicAveraging(2, warmup_steps=0.5), ranks_per_node=1)
+            try:
+                one_trainer(folder, devices=2, strategy=strategy, **arguments).fit(module)
+            except ValueError as error:
+                found.append((str(error), module.report or []))
+        return found
+
+    for found in borrow(main, ranks=2):
+        assert len(found) == 3
+        for message, report in found:
+            assert "warmup_steps=0.5 is a share of the run, but nobody knows" in message
+            assert report == []
+
+
+def test_what_the_phase_cannot_do_is_refused_before_anything_starts():
+    scheme = PeriodicAveraging(4, warmup_steps=8)
+    with pytest.raises(ValueError, match=r"on_nonfinite='skip' .* averages every gradient over all"):
+        HierarchicalStrategy(scheme, on_nonfinite="skip")
+    with pytest.raises(ValueError, match="warmup_steps=8 averages gradients over all nodes at every step, so none may"):
+        HierarchicalStrategy(scheme, elastic="localhost:29510")
+    with pytest.raises(ValueError, match="warmup_steps=8 needs a Trainer"):
+        HierarchicalFabricStrategy(scheme)
+
+
+def test_a_phase_as_long_as_the_run_is_warned_of(borrow):
+    def main(folder):
+        strategy = HierarchicalStrategy(PeriodicAveraging(4, warmup_steps=8), ranks_per_node=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            one_trainer(folder, devices=2, strategy=strategy, max_epochs=1).fit(Quadratic())
+        return [str(warning.message) for warning in caught]
+
+    said = borrow(main, ranks=2)[0]
+    assert any("the run ends after 4 optimizer steps: nodes never train alone" in each for each in said)
