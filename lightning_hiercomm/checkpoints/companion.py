@@ -27,8 +27,7 @@ from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import own_state
 
-_RESUME_AGREED = "et checkpoint_replicas=False to resume from the agreed parameters instead."
-_REMEDY = f"S{_RESUME_AGREED}"
+_REMEDY = "Set checkpoint_replicas=False to resume from the averaged parameters instead."
 
 
 def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
@@ -144,7 +143,7 @@ def load_companion(
     said = state.pop("checksum", None) if isinstance(state, dict) else None
     if said is None:
         raise ValueError(f"{path} is no companion of a checkpoint: it has no checksum. {_REMEDY}")
-    check_format(state.get("format"), path, f"s{_RESUME_AGREED}")
+    check_format(state.get("format"), path, _REMEDY)
     if said != checksum(state):
         raise ValueError(f"{path} is damaged: its contents do not have the checksum that was saved. {_REMEDY}")
     if state["identity"] != identity:

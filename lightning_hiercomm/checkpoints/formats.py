@@ -14,4 +14,4 @@ def check_format(found: object, of: object, remedy: str) -> None:
     """
     if found != FORMAT:
         has = "no format number" if found is None else f"format {found}"
-        raise ValueError(f"{of} has {has}, but this version of lightning-hiercomm reads only format {FORMAT}: {remedy}")
+        raise ValueError(f"{of} has {has}, but this version of lightning-hiercomm reads only format {FORMAT}. {remedy}")

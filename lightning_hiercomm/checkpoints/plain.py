@@ -33,7 +33,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 
 _KEY = "hiercomm"
-_WEIGHTS_ONLY = "load only its weights, with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
+_WEIGHTS_ONLY = "Load only its weights, with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
 
 
 def per_rank_names(checkpoint: Mapping[str, Any]) -> list[str]:

@@ -674,7 +674,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         check_format(
             state.get("format"),
             "the strategy's entry in the checkpoint",
-            "leave the strategy out of what fabric.load fills, to go on from the parameters alone.",
+            "Leave the strategy out of what fabric.load fills, to go on from the parameters alone.",
         )
         self._loaded = list(state["schedules"])
         self._loaded_trained = list(state["trained"])

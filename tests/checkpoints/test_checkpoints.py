@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
     with pytest.raises(ValueError, match="format") as raised:
         Checkpoints().take(checkpoint, "saved.ckpt", None)
     assert str(raised.value) == (
-        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 1: load only its weights,"
+        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 1. Load only its weights,"
         " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
     )
 

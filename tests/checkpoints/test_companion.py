@@ -855,7 +855,7 @@ def is_refused(load, file: Path, message: str, error=ValueError, **arguments) ->
     with pytest.raises(error, match=message) as raised:
         load(1, **arguments)
     assert str(file) in str(raised.value)
-    assert "Set checkpoint_replicas=False to resume from the agreed parameters instead." in str(raised.value)
+    assert "Set checkpoint_replicas=False to resume from the averaged parameters instead." in str(raised.value)
 
 
 def test_a_companion_of_another_place_is_refused(load, tmp_path):
@@ -894,8 +894,8 @@ def test_a_companion_of_another_format_is_refused(load, tmp_path, number, found)
     with pytest.raises(ValueError, match=r"^.* has .*\.$") as raised:
         load(1)
     assert str(raised.value) == (
-        f"{file} has {found}, but this version of lightning-hiercomm reads only format 1: set checkpoint_replicas=False"
-        " to resume from the agreed parameters instead."
+        f"{file} has {found}, but this version of lightning-hiercomm reads only format 1. Set checkpoint_replicas=False"
+        " to resume from the averaged parameters instead."
     )
 
 
