@@ -130,7 +130,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     def __init__(
         self,
-        scheme: Scheme | SchemeName = "periodic",
+        scheme: Scheme | SchemeName = "all_reduce",
         ranks_per_node: int | list[int] | None = None,
         inter_node: Literal["torch", "gloo", "mpi"] = "torch",
         wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,

@@ -194,7 +194,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @checked_arguments
     def __init__(
         self,
-        scheme: Scheme | SchemeName = "periodic",
+        scheme: Scheme | SchemeName = "all_reduce",
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = 1,
         save_distributed_checkpoint: bool = True,

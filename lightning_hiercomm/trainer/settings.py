@@ -282,7 +282,7 @@ def check_start(timeout: timedelta | None, start_method: str, process_group_back
 
 def register_schemes(strategy: Callable[..., Any], registry: Any) -> None:
     """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
-    schemes = {"hierarchical": "periodic", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+    schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
     for name, scheme in schemes.items():
         for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
             description = f"Nodes agree by {scheme}; ranks start by {start_method}"
