@@ -98,7 +98,7 @@ class _Ranks:
         while time.monotonic() < began + seconds:
             while said * pause < time.monotonic() - began:
                 beat = {"doing": "training batch 7 of epoch 0, after 7 steps", "progress": said, "stuck": ["", 0.0]}
-                count = {"batches": 7, "ended": [0, 0], "wait": None}
+                count = {"batches": 7, "ended": [0, 0], "wait": None, "line": ""}
                 self.channels[said % len(self.channels)].send({"kind": "beat", **beat, **count})
                 said += 1
             self._listen(0.01)

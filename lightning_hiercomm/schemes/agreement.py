@@ -268,7 +268,7 @@ class RunningAgreement(RunningScheme[A]):
         self.tuner = None if config.auto is None else PeriodTuner(config.auto)
         self.synchronizations = 0
         self._begins_at = None if config.first_phase else 0  # optimizer steps before the schedule; None: not known yet
-        self._enter(self.gradients)
+        self._average_gradients_over(self.gradients)
         self._parts_sent = 0
         self._merge = config.merging
         self._was_sick = False
@@ -420,7 +420,7 @@ class RunningAgreement(RunningScheme[A]):
         if self._begins_at is not None and self.steps >= self._begins_at:
             self._end_first_phase()
 
-    def _enter(self, gradients: Gradients) -> None:
+    def _average_gradients_over(self, gradients: Gradients) -> None:
         """Begin a phase, by the ranks over which it averages gradients."""
         self.gradients = gradients
         if self.config.first_phase:
@@ -428,7 +428,7 @@ class RunningAgreement(RunningScheme[A]):
 
     def _end_first_phase(self) -> None:
         """Let nodes, whose parameters are equal, train by the schedule from now on; collective."""
-        self._enter(self.config.gradients)
+        self._average_gradients_over(self.config.gradients)
         self._begins_at = self.steps
         self._average_buffers()
         self.unagreed_steps = 0
@@ -887,7 +887,7 @@ class RunningAgreement(RunningScheme[A]):
         given, begins_at, is_first = state.get("first_phase", [0, 0, not state["steps"]])
         first_gradients = self.config.first_gradients if is_first else None
         is_first = first_gradients is not None
-        self._enter(first_gradients or self.config.gradients)
+        self._average_gradients_over(first_gradients or self.config.gradients)
         if not is_first:
             self._begins_at = state["steps"] if begins_at is None else min(begins_at, state["steps"])
         elif given == self.config.first_phase:

@@ -144,7 +144,6 @@ class HierarchicalHooks(Reports):
             self._run_or_none = self._new_run()
             self._run.after_healing = lambda: heal_averages(trainer)
             self._run.agreed_model.barrier = self._control.barrier
-            self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
@@ -230,6 +229,7 @@ class HierarchicalHooks(Reports):
         trainer = self._module.trainer
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
+        self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
         # where nodes come and go an epoch is as long as they are many
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)

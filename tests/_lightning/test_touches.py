@@ -806,7 +806,7 @@ def test_fabric_insists_on_a_backward_of_our_own_unless_told_not_to():
 
 
 def test_a_trainer_of_the_other_tree_is_told_where_the_twin_is(monkeypatch):
-    call = "HierarchicalStrategy(PeriodicAveraging(sync_every=50))"
+    call = "HierarchicalStrategy(AllReduce())"
     monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
     assert "`lightning_hiercomm.pytorch_lightning.HierarchicalStrategy`" in repr(HierarchicalStrategy())
     monkeypatch.delitem(sys.modules, "pytorch_lightning")

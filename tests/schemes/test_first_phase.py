@@ -13,7 +13,7 @@ from lightning_hiercomm.schemes import AllReduce, DiLoCo, PeriodicAveraging
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
-# two nodes of two ranks: targets 0, 2 and 6, 8, so 1 and 7 by node, and 4 by all; every step goes half of the way
+# two nodes of two ranks: targets 0, 2 and 4, 10, so 1 and 7 by node, and 4 by all; every step goes half of the way
 SYNCHRONOUS = [2.0, 3.0, 3.5]
 LOCAL = {0: [2.25, 1.625], 1: [5.25, 6.125]}
 

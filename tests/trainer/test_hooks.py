@@ -84,14 +84,14 @@ def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
 @pytest.mark.parametrize(
     ("arguments", "devices", "shown"),
     [
-        ({}, 2, "PeriodicAveraging(sync_every=50)"),
+        ({}, 2, "AllReduce()"),
         ({"scheme": "diloco", "ranks_per_node": 2}, 4, "DiLoCo(sync_every=100), ranks_per_node=[2, 2]"),
-        ({"ranks_per_node": [3, 1]}, 4, "PeriodicAveraging(sync_every=50), ranks_per_node=[3, 1]"),
-        ({"ranks_per_node": 1}, 16, "PeriodicAveraging(sync_every=50), ranks_per_node=[1] * 16"),
+        ({"ranks_per_node": [3, 1]}, 4, "AllReduce(), ranks_per_node=[3, 1]"),
+        ({"ranks_per_node": 1}, 16, "AllReduce(), ranks_per_node=[1] * 16"),
         (
             {"wire_dtype": "int8", "evaluate": "replica", "batches": HeterogeneousBatches(64, weighting="speed")},
             1,
-            "PeriodicAveraging(sync_every=50), wire_dtype='int8', "
+            "AllReduce(), wire_dtype='int8', "
             "batches=HeterogeneousBatches(global_batch_size=64, weighting='speed'), evaluate='replica'",
         ),
     ],

@@ -335,7 +335,7 @@ def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, messa
 
 @pytest.mark.parametrize(("ending", "start_method"), [("", "popen"), ("_fork", "fork"), ("_notebook", "fork")])
 @pytest.mark.parametrize(
-    ("name", "scheme"), [("hierarchical", "periodic"), *((f"hierarchical_{s}", s) for s in SCHEMES)]
+    ("name", "scheme"), [("hierarchical", "all_reduce"), *((f"hierarchical_{s}", s) for s in SCHEMES)]
 )
 def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_method):
     registered = StrategyRegistry.get(name + ending)

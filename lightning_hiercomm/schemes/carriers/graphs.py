@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from lightning_hiercomm.arguments import Value
 
 Fairness = Literal["uniform", "cyclic", "roulette"] | None
@@ -196,6 +199,15 @@ class Round:
             total = sum(weights[source] * self.share(source) for source in (rank, *sources))
             after.append(1.0 if abs(total - 1.0) < 1e-12 else total)
         return after
+
+    def mixing_matrix(self) -> Tensor:
+        """Return float64 ``[r, q]``: the part of rank q's value that ends with rank r."""
+        size = len(self.send_to)
+        matrix = torch.zeros(size, size, dtype=torch.float64)
+        for rank, sources in enumerate(self.receive_from):
+            for source in (rank, *sources):
+                matrix[rank, source] = self.share(source)
+        return matrix
 
 
 def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:

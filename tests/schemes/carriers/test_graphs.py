@@ -38,16 +38,6 @@ class Given(Graph):
         return self.answer
 
 
-def mixing_matrix(round_):
-    """``[r, q]``: the part of rank q's value that ends with rank r."""
-    size = len(round_.send_to)
-    matrix = torch.zeros(size, size, dtype=torch.float64)
-    for rank, sources in enumerate(round_.receive_from):
-        for source in (rank, *sources):
-            matrix[rank, source] = round_.share(source)
-    return matrix
-
-
 @settings(deadline=None)
 @given(st.sampled_from(FAIR), seeds, sizes, steps, st.integers(0, 100))
 def test_a_fair_permutation_moves_everyone(fair, seed, size, step, segment):
@@ -57,7 +47,7 @@ def test_a_fair_permutation_moves_everyone(fair, seed, size, step, segment):
 @settings(deadline=None)
 @given(regular_graphs, sizes, steps)
 def test_mixing_is_doubly_stochastic_where_all_send_and_receive_equally_much(graph, size, step):
-    matrix = mixing_matrix(round_of(graph, size, step))
+    matrix = round_of(graph, size, step).mixing_matrix()
     ones = torch.ones(size, dtype=torch.float64)
     torch.testing.assert_close(matrix.sum(0), ones)
     torch.testing.assert_close(matrix.sum(1), ones)
@@ -68,7 +58,7 @@ def test_mixing_is_doubly_stochastic_where_all_send_and_receive_equally_much(gra
 @given(all_graphs, sizes, steps)
 def test_any_graph_conserves_the_sum_and_pushes_weights_as_its_matrix_does(graph, size, step):
     round_ = round_of(graph, size, step)
-    matrix = mixing_matrix(round_)
+    matrix = round_.mixing_matrix()
     torch.testing.assert_close(matrix.sum(0), torch.ones(size, dtype=torch.float64))
     weights = torch.linspace(0.5, 2.0, size, dtype=torch.float64)
     torch.testing.assert_close(torch.tensor(round_.push(weights.tolist()), dtype=torch.float64), matrix @ weights)
@@ -79,7 +69,7 @@ def test_a_permutation_mixes_half_and_half():
     sources = graph.receive_from(5, step=7, segment=2)
     permutation = torch.eye(5, dtype=torch.float64)[sources]
     identity = torch.eye(5, dtype=torch.float64)
-    assert torch.equal(mixing_matrix(round_of(graph, 5, 7, 2)), (identity + permutation) / 2)
+    assert torch.equal(round_of(graph, 5, 7, 2).mixing_matrix(), (identity + permutation) / 2)
 
 
 @pytest.mark.parametrize(("fair", "expected"), [("uniform", 9), ("cyclic", 6), ("roulette", 9)])
@@ -115,7 +105,7 @@ def test_one_uniform_step_contracts_the_squared_distance_from_the_mean_as_predic
 def test_a_round_of_the_exponential_graph_averages_powers_exactly(size, peers):
     graph, product, rounds = DirectedExponential(peers), torch.eye(size, dtype=torch.float64), 0
     while (peers + 1) ** rounds < size:
-        product = mixing_matrix(round_of(graph, size, rounds)) @ product
+        product = round_of(graph, size, rounds).mixing_matrix() @ product
         rounds += 1
     torch.testing.assert_close(product, torch.full_like(product, 1 / size))
 
