@@ -190,6 +190,7 @@ class Hub:
         self._progress: dict[int, int] = {}
         self._standstill_told = False
         self._released = 0  # the number of the last barrier that all ranks have passed
+        self._arrived: set[int] = set()  # ranks that wait at a later one
         self._left = {rank: f"rank {rank}" for rank in gone}  # ranks that have ended their run, and their names
         self._holds: dict[int, dict[int, int]] = {}  # by round: of requeues, which count from 1, or 0, the stop
         self._proposals: dict[int, Message] = {}
@@ -309,6 +310,8 @@ class Hub:
             member.wait, member.line = message["wait"], message["line"]
         elif message["kind"] == "arrive":
             member.arrival, member.barriers = message, int(message["number"])
+            if member.barriers > self._released:
+                self._arrived.add(rank)
             self._release()
         elif message["kind"] == "failed":
             self._fail(message)
@@ -327,11 +330,9 @@ class Hub:
 
     def _release(self) -> None:
         """Let the ranks pass the barrier to which all of them have come."""
-        if self._missing or self._left:
+        if self._missing or self._left or len(self._arrived) < len(self._members):
             return
         number = min(member.barriers for member in self._members.values())
-        if number <= self._released:
-            return
         arrivals = [(m, m.arrival) for m in self._members.values() if m.barriers == number and m.arrival is not None]
         reasons: dict[tuple[Purpose, str], list[int]] = {}
         for member, arrival in arrivals:
@@ -359,6 +360,7 @@ class Hub:
             )
             return
         self._released = number
+        self._arrived = {member.rank for member in self._members.values() if member.barriers > number}
         self._tell_all({"kind": "release", "number": number})
 
     def _propose(self, requeue: int) -> None:
@@ -465,17 +467,16 @@ class Hub:
     def _look_for_broken_barrier(self) -> None:
         """End the run if a rank waits at a barrier to which another one cannot come any more."""
         waiting = [m for m in self._members.values() if m.arrival is not None and m.barriers > self._released]
+        others = (m for m in self._members.values() if m.barriers <= self._released)
+        ahead = max(others, key=lambda other: other.batches, default=None)
         for member in waiting:
             assert member.arrival is not None
             arrival = member.arrival
             if arrival["purpose"] == "epoch" and self._hang_timeout is not None:
                 continue  # _look_for_unequal_epochs finds these
-            passed = [
-                f"{other.place} trains on with batch {other.batches} of the run"
-                for other in self._members.values()
-                if other.barriers < member.barriers and other.batches > arrival["batches"]
-            ]
-            passed += [f"{place} has ended its run" for place in self._left.values()]
+            passed = [f"{place} has ended its run" for place in self._left.values()]
+            if ahead is not None and ahead.batches > arrival["batches"]:
+                passed = [f"{ahead.place} trains on with batch {ahead.batches} of the run"]
             if passed:
                 purpose: Purpose = arrival["purpose"]
                 what, remedy = _PURPOSES[purpose]

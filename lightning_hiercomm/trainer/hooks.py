@@ -475,8 +475,9 @@ class HierarchicalHooks(Reports):
             if self._means.apply_now and self.batches is not None and group is None:
                 tensor, reduce_op = tensor * self.batches.share, "sum"
         trainer = self._trainer_or_none
-        if group is None and trainer is not None and is_between_batches(trainer):
-            what = f" ({reduce_op} of {str(tensor.dtype).removeprefix('torch.')})" if isinstance(tensor, Tensor) else ""
+        if isinstance(tensor, Tensor) and group is None and trainer is not None and is_between_batches(trainer):
+            operation = getattr(reduce_op, "op", reduce_op)  # a ReduceOp itself has another description on every rank
+            what = f" ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
             self._control.barrier("reduce", what)  # what only some ranks log must not be mixed with other exchanges
         with self._excused():
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]

@@ -512,6 +512,36 @@ def test_a_new_hub_lets_ranks_pass_a_barrier_that_others_have_passed_before(serv
     assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 2
 
 
+def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
+    """Each rank that comes to it must not cost a pass over all ranks, nor each rank that waits in a look around."""
+    reads = 0
+
+    class Member(hub.Member):
+        @property
+        def barriers(self) -> int:
+            nonlocal reads
+            reads += 1
+            return self._barriers
+
+        @barriers.setter
+        def barriers(self, number: int) -> None:
+            self._barriers = number
+
+    size = 500
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        center = hub.Hub(listener, size=size, token=TOKEN)
+        center._missing, center._tell_all = set(), lambda message: None
+        center._members = {object(): Member(rank, f"rank {rank}", 0.0) for rank in range(size)}
+        last, *channels = center._members
+        for channel in channels:
+            center._handle(channel, ARRIVAL)
+        center._look_for_broken_barrier()
+        assert center._released == 0
+        center._handle(last, ARRIVAL)
+    assert center._released == 1
+    assert reads < 10 * size
+
+
 def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     ranks._channels[0].send({**ARRIVAL, "purpose": "save"})

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
@@ -441,6 +442,29 @@ def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit
     said = capfd.readouterr().err  # what is found first, depends on when ranks report
     found = r"rank 0 \(node 0\) (ended .*|asked .*|reduced .*) after 3 batches of the run.*, and rank 1"
     assert re.search(found, said)
+
+
+def test_ranks_reduce_with_their_own_reduce_op_objects(fit):
+    """``str(ReduceOp(...))`` contains an address, which differs between ranks."""
+
+    class Reducing(Oracle):
+        def on_train_epoch_end(self):
+            operations = [dist.ReduceOp(dist.ReduceOp.SUM) for _ in range(1 + 50 * self.global_rank)]
+            self.report = self.trainer.strategy.reduce(torch.ones(1), reduce_op=operations[-1]).item()
+
+    reports = fit(Reducing(), {"ranks_per_node": 1}, devices=2)
+    assert [report["report"] for report in reports] == [2.0, 2.0]
+
+
+def test_a_number_reduced_on_one_rank_waits_for_nobody(fit):
+    """DDPStrategy returns what is no tensor as it is, without a collective."""
+
+    class Reducing(Oracle):
+        def on_train_epoch_end(self):
+            self.report = self.trainer.strategy.reduce(2.0) if self.global_rank == 0 else 0.0
+
+    reports = fit(Reducing(), {"ranks_per_node": 1, "hang_timeout": 3.0}, devices=2)
+    assert [report["report"] for report in reports] == [2.0, 0.0]
 
 
 def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
