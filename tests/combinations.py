@@ -445,6 +445,8 @@ def goes_together(c: Combination) -> bool:
         return False
     if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
         return False  # refused after its warm-up
+    if c.sick is not None and c.warmup and c.synchronous_steps >= c.total:
+        return False  # AllReduce checks every tenth step: such a short run ends as DDP's
     if c.warmup and c.policy == "skip":
         return False  # refused: a gradient that is not finite reaches all nodes
     if c.skip is not None and c.skip[0] < c.synchronous_steps:
