@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO, name_beside, remove, replace
+from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import DTensor, local, whole
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.torch import connect_torch
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import trained_by
@@ -40,20 +43,34 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
         if isinstance(value, DTensor):
             state[_KEY][f"{place}.{name}"] = value
             values[name] = str(value.dtype).removeprefix("torch.")
-    if 0 not in topology.nodes[topology.node]:
-        return
+    intra = topology.intra
+    if topology.is_closed:  # after fit
+        made = connect_torch(Meter())(topology.nodes, "intra")
+        assert made is not None
+        intra = made
+    try:
+        if 0 in topology.nodes[topology.node]:
+            _write_directory(state, checkpoint, path, topology.rank, intra)
+    finally:
+        if topology.is_closed:
+            intra.close()
+
+
+def _write_directory(
+    state: dict[str, Any], checkpoint: dict[str, Any], path: Path, rank: int, intra: Communicator
+) -> None:
     beside = path.with_name(f"{name_beside(path.name)}.part")
-    if topology.rank == 0:
+    if rank == 0:
         remove(beside)  # of one that has died
         beside.mkdir(parents=True)
-    topology.intra.barrier()
+    intra.barrier()
     try:
-        save(state, checkpoint_id=beside, process_group=process_group(topology.intra))
-        if topology.rank == 0:
+        save(state, checkpoint_id=beside, process_group=process_group(intra))
+        if rank == 0:
             DurableCheckpointIO().save_checkpoint(checkpoint, beside / METADATA_FILENAME)
             replace(path, beside)
     except BaseException:
-        if topology.rank == 0:
+        if rank == 0:
             remove(beside)
         raise
 

@@ -320,7 +320,8 @@ def test_a_sharded_module_without_an_optimizer_is_saved_and_resumed(borrow):
             for replicas in (False, True):
                 path = folder / f"{name}-{replicas}.ckpt"
                 saves = ModelCheckpoint(folder, path.stem, every_n_train_steps=2, save_top_k=1)
-                for resume in (None, path):
+                after = folder / f"{name}-{replicas}-after"
+                for resume in (None, path, *([] if replicas else [after])):  # it holds nothing of single ranks
                     strategy = HierarchicalModelParallelStrategy(
                         PeriodicAveraging(2),
                         ranks_per_node=1,
@@ -331,7 +332,10 @@ def test_a_sharded_module_without_an_optimizer_is_saved_and_resumed(borrow):
                     arguments = {"max_epochs": 1 if resume is None else 2, "enable_checkpointing": resume is None}
                     run = trainer(strategy, 2, callbacks=callbacks, **arguments)
                     run.fit(Unoptimized(), ckpt_path=resume)
-                steps.append(run.global_step)
+                    if resume is None:
+                        run.save_checkpoint(after)  # also when the run has closed its process groups
+                    else:
+                        steps.append(run.global_step)
         return steps
 
-    assert borrow(main, ranks=2) == [[8] * 4] * 2
+    assert borrow(main, ranks=2) == [[8] * 6] * 2
