@@ -334,30 +334,9 @@ class Hub:
             return
         number = min(member.barriers for member in self._members.values())
         arrivals = [(m, m.arrival) for m in self._members.values() if m.barriers == number and m.arrival is not None]
-        reasons: dict[tuple[Purpose, str], list[int]] = {}
-        for member, arrival in arrivals:
-            reasons.setdefault((arrival["purpose"], arrival["what"]), []).append(member.rank)
-        if len(reasons) > 1:
-            order = [*_PURPOSES]
-            first, second = sorted(reasons, key=lambda reason: order.index(reason[0]))[:2]
-            described = [
-                f"{names_of_ranks(reasons[each])} {_PURPOSES[each[0]][0]}{each[1]}" for each in (first, second)
-            ]
-            lines = {member.rank: arrival["line"] for member, arrival in arrivals}
-            cause, line = (lines[reasons[each][0]] for each in (first, second))
-            if cause != line:
-                described[0] += _in_line(cause)
-            self._fail_of_itself(f"{', and '.join(described)}{_in_line(line)}. {_PURPOSES[first[0]][1]}")
-            return
-        arrivals.sort(key=lambda each: each[0].rank)
-        first_member, steps = arrivals[0][0], arrivals[0][1]["steps"]
-        other = next(((m, arrival["steps"]) for m, arrival in arrivals if arrival["steps"] != steps), None)
-        if other is not None:
-            self._fail_of_itself(
-                f"{first_member.place} has taken {_optimizer_steps(steps)} and {other[0].place}"
-                f" {_optimizer_steps(other[1])}. {_EQUAL_BATCHES}, and in manual optimization call optimizer.step()"
-                " equally often"
-            )
+        difference = _difference(arrivals)
+        if difference is not None:
+            self._fail_of_itself(difference)
             return
         self._released = number
         self._arrived = {member.rank for member in self._members.values() if member.barriers > number}
@@ -474,14 +453,14 @@ class Hub:
             arrival = member.arrival
             if arrival["purpose"] == "epoch" and self._hang_timeout is not None:
                 continue  # _look_for_unequal_epochs finds these
-            passed = [f"{place} has ended its run" for place in self._left.values()]
+            passed = next((f"{place} has ended its run" for place in self._left.values()), None)
             if ahead is not None and ahead.batches > arrival["batches"]:
-                passed = [f"{ahead.place} trains on with batch {ahead.batches} of the run"]
-            if passed:
+                passed = f"{ahead.place} trains on with batch {ahead.batches} of the run"
+            if passed is not None:
                 purpose: Purpose = arrival["purpose"]
                 what, remedy = _PURPOSES[purpose]
-                when = f"after {arrival['batches']} batches of the run{_in_line(arrival['line'])}"
-                self._fail_of_itself(f"{member.place} {what}{arrival['what']} {when}, and {passed[0]}. {remedy}")
+                when = f"after {arrival['batches']} batches of the run{in_line(arrival['line'])}"
+                self._fail_of_itself(f"{member.place} {what}{arrival['what']} {when}, and {passed}. {remedy}")
                 return
 
     def _look_for_deadlock(self, timeout: float) -> None:
@@ -573,6 +552,36 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
 
 
+def _difference(arrivals: Sequence[tuple[Member, Message]]) -> str | None:
+    """Describe why ranks that have come to one barrier may not pass it; None if all did the same before.
+
+    Args:
+        arrivals: The ranks with their arrivals, in any order.
+    """
+    arrivals = sorted(arrivals, key=lambda each: each[0].rank)
+    reasons: dict[tuple[Purpose, str], list[int]] = {}
+    for member, arrival in arrivals:
+        reasons.setdefault((arrival["purpose"], arrival["what"]), []).append(member.rank)
+    if len(reasons) > 1:
+        order = [*_PURPOSES]
+        first, second = sorted(reasons, key=lambda reason: order.index(reason[0]))[:2]
+        described = [f"{names_of_ranks(reasons[each])} {_PURPOSES[each[0]][0]}{each[1]}" for each in (first, second)]
+        lines = {member.rank: arrival["line"] for member, arrival in arrivals}
+        cause, line = (lines[reasons[each][0]] for each in (first, second))
+        if cause != line:
+            described[0] += in_line(cause)
+        return f"{', and '.join(described)}{in_line(line)}. {_PURPOSES[first[0]][1]}"
+    one, steps = arrivals[0][0], arrivals[0][1]["steps"]
+    for other, arrival in arrivals:
+        if arrival["steps"] != steps:
+            return (
+                f"{one.place} has taken {_optimizer_steps(steps)} and {other.place}"
+                f" {_optimizer_steps(arrival['steps'])}. {_EQUAL_BATCHES}, and in manual optimization call"
+                " optimizer.step() equally often"
+            )
+    return None
+
+
 def _optimizer_steps(counts: Sequence[int]) -> str:
     if len(counts) == 1:
         return f"{counts[0]} optimizer step{'s' if counts[0] != 1 else ''}"
@@ -581,11 +590,12 @@ def _optimizer_steps(counts: Sequence[int]) -> str:
 
 def _activity(member: Member) -> str:
     if member.wait is not None:
-        return f"{member.place}, {member.doing}, waits in {member.wait['call']}{_in_line(member.wait['line'])}"
-    return f"{member.place}, {member.doing}, is busy{_in_line(member.line)}"
+        return f"{member.place}, {member.doing}, waits in {member.wait['call']}{in_line(member.wait['line'])}"
+    return f"{member.place}, {member.doing}, is busy{in_line(member.line)}"
 
 
-def _in_line(line: str) -> str:
+def in_line(line: str) -> str:
+    """Return where a line of the user's code is, for a message; empty if there is none."""
     return f" in {line}" if line else ""
 
 

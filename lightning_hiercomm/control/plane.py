@@ -354,7 +354,7 @@ class ControlPlane:
                 timeout=self._timeout,
             )
             self.check()
-            where = f" in {line}" if line else ""
+            where = hub.in_line(line)
             if not is_over:
                 raise RankFailure(f"{self.place} has waited{where} for other ranks for timeout={self._timeout:g} s")
             if self._released < number and 0 in self._gone:

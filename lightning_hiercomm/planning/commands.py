@@ -19,6 +19,7 @@ from lightning_hiercomm.planning.errors import PlanningError
 from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
 from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES
+from lightning_hiercomm.planning.predict.candidates import DEFAULT_WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
 from lightning_hiercomm.planning.predict.faults import Faults, advice
 from lightning_hiercomm.planning.simulate import curves
@@ -119,7 +120,8 @@ def plan(arguments: argparse.Namespace) -> int:
         raise PlanningError(
             "--nodes 1: on one node every scheme trains as DDPStrategy does, so there is nothing to plan"
         )
-    wires = [None if wire == "float32" else wire for wire in sorted(arguments.wires or WIRES[:4], key=WIRES.index)]
+    asked_for = sorted(arguments.wires or (), key=WIRES.index)
+    wires = [None if wire == "float32" else wire for wire in asked_for] or DEFAULT_WIRES
     memory = None if arguments.memory is None else _read("--memory", quantities.size, arguments.memory)
     faults, picture = _faults(arguments), _picture(arguments)
     try:
