@@ -54,7 +54,7 @@ class HeterogeneousBatches:
     **Measuring.** A run with ``speeds="measure"`` begins with equal batches, and times its own training steps, except
     for the first two and for the time in which a rank waits for others. After a second or so, at least four steps, it
     divides the batch. It times as many steps of the new sizes, which shows what a step costs a rank whatever its size,
-    and divides once more. No step is lost or repeated: global batches are the same whatever the division, so every
+    and divides again. No step is lost or repeated: global batches are the same whatever the division, so every
     sample is used once in an epoch. What ``DataLoader`` workers load ahead keeps the old sizes, and so does the rest of
     the epoch for an ``IterableDataset``, for several dataloaders, and for modules with manual optimization or
     ``training_step(dataloader_iter)``: these are divided when the next epoch begins. A run that is resumed keeps the
@@ -293,7 +293,7 @@ class HeterogeneousBatches:
             accumulated: Batches per optimizer step.
         """
         if self._first_batch is None:
-            self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader begins anew
+            self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader starts again
         assert self.division is not None
         change = self.division.change
         if change is not None and change[0] == batch - self._first_batch:
@@ -416,15 +416,15 @@ class HeterogeneousBatches:
             (sampler,) = self._samplers
             if isinstance(sampler, DividedBatchSampler):
                 handed_out = sampler.handed_out
-        told = self._topology.world.all_gather_object((measurement.cost(self.batch_size), handed_out))
-        found = [each for each, _ in told if each is not None]
-        if len(found) < len(told):
+        of_ranks = self._topology.world.all_gather_object((measurement.cost(self.batch_size), handed_out))
+        found = [each for each, _ in of_ranks if each is not None]
+        if len(found) < len(of_ranks):
             return
         self._costs, self._spreads = [cost for cost, _ in found], [spread for _, spread in found]
         sizes = self._divided(self._costs)
         if measurement.end_round(self.batch_size) or sizes == self.division.sizes:
             self._measurement = None
-        first = max(ahead for _, ahead in told)
+        first = max(ahead for _, ahead in of_ranks)
         first += -(self._first_batch + first) % accumulated  # gradients that are added up weigh alike
         self.division.change = first, sizes
 

@@ -10,7 +10,7 @@ def check_format(found: object, of: object, remedy: str) -> None:
     """Refuse state that another version of this package has written.
 
     Raises:
-        ValueError: If ``found`` is not :data:`FORMAT`, naming the file ``of`` which it is, and the remedy.
+        ValueError: If ``found`` is not :data:`FORMAT`, naming what it was read from, and the remedy.
     """
     if found != FORMAT:
         has = "no format number" if found is None else f"format {found}"

@@ -893,4 +893,4 @@ class RunningAgreement(RunningScheme[A]):
         elif given == self.config.first_phase:
             self._begins_at = begins_at
         else:
-            self._begins_at = None  # somebody wants another length from here on
+            self._begins_at = None  # the length of the phase has changed

@@ -394,7 +394,7 @@ class RunningScheme(Generic[S]):
     def after_synchronous_step(self) -> None:
         """Count a step whose gradients were averaged over all ranks, so that only float buffers differ.
 
-        In a first phase it is called in place of :meth:`after_step`.
+        In a first phase it is called instead of :meth:`after_step`.
         """
         self.agreements += 1
         if not self.replica.buffers:

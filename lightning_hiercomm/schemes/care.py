@@ -243,7 +243,7 @@ class Care:
         return is_unfit(values_of(buckets) if looks else ()).to(self.replica.device)
 
     def has_finite_gradients(self, step: int) -> bool:
-        """Whether this node's gradients may be used and sent, or nobody is to look.
+        """Return whether this node's gradients may be used and sent; always if the policy is to ignore them.
 
         Args:
             step: Optimizer steps that were taken, for people.
@@ -313,7 +313,7 @@ class Care:
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
         land: Land | None = None,
     ) -> bool:
-        """Agree without the sick on buckets whose exchange is flagged; collective, for all ranks know that it is.
+        """Average the buckets of a flagged exchange without the ranks that are not finite. Collective.
 
         The healthy agree on their present values, which travel as they are this time, and the sick take what comes of
         it. It is rare, and waited for. With H the ranks that are healthy::
@@ -332,7 +332,7 @@ class Care:
             it, its optimizer begins anew.
 
         Raises:
-            NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
+            NonfiniteError: On all ranks, if that is the policy, or all ranks are non-finite.
         """
         looks = self.policy.on_nonfinite != "ignore"
         own = describe(self.replica) if looks else None, self.replica.replaced_buffers
@@ -384,7 +384,7 @@ class Care:
     def _healthy_of(self, found: Sequence[str | None], step: int, wire: Wire) -> frozenset[int]:
         """The ranks whose values are finite.
 
-        Ranks of a node that hold the same parameters are sick together.
+        Ranks of a node that hold the same parameters are excluded together.
 
         Args:
             found: What is not finite, of every rank.
@@ -392,7 +392,7 @@ class Care:
             wire: Of the flagged exchange.
 
         Raises:
-            NonfiniteError: On all ranks, if that is the policy, or nobody is healthy.
+            NonfiniteError: On all ranks, if that is the policy, or all ranks are non-finite.
         """
         topology = self._topology
         sick = {rank for rank, what in enumerate(found) if what is not None}

@@ -457,7 +457,7 @@ class RunningDASO(RunningAgreement[DASO]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         given = [self.config.sync_every, self.config.staleness]
-        if state["given"] == given:  # else somebody wants others from here on
+        if state["given"] == given:  # else they have changed with this run
             self._set_cycle(state["sync_every"], state["staleness"])
         self.plateau.best = state["plateau_best"]
         self.plateau.bad_values = state["plateau_bad_values"]

@@ -74,7 +74,7 @@ class GradientPath(ABC):
         return self.reduce(gradients, bucket.index()).future(gradients)
 
     def forget(self) -> None:
-        """Drop what encoding has kept back."""
+        """Drop the error-feedback residuals."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank must know for an exact resume."""
@@ -352,7 +352,7 @@ class InPhases(GradientPath):
         then: The path after it, which keeps nothing back.
 
     Attributes:
-        is_first: Whether the first phase lasts; whoever runs the schemes sets it.
+        is_first: Whether the first phase lasts; set by the training run.
     """
 
     def __init__(self, first: GradientPath, then: GradientPath) -> None:

@@ -28,7 +28,7 @@ _Key = tuple[int, str]
 
 
 class OptimizerStateMean:
-    """Replaces momentum and moments by their weighted mean over all ranks; it knows what they agreed on last.
+    """Replaces momentum and moments by their weighted mean over all ranks, and stores the last mean.
 
     What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
     anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
@@ -66,7 +66,7 @@ class OptimizerStateMean:
         self._loaded: Mapping[str, Any] | None = None
 
     def forget(self) -> None:
-        """Begin anew: the next state travels as it is."""
+        """Drop the last mean: the next state travels as it is."""
         self._tensors, self._keys, self._roots, self._means = [], [], [], []
         self._signed, self._loaded = set(), None
 
@@ -76,7 +76,7 @@ class OptimizerStateMean:
 
         Args:
             replica: What the optimizer trains.
-            healthy: The ranks of whom the mean is; the others, which begin anew, take their count of steps, too. None:
+            healthy: The ranks of whom the mean is; the others, which start again, take their count of steps, too. None:
                 all.
         """
         held = self._held(replica)
@@ -201,7 +201,7 @@ class OptimizerStateMean:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the last averaged state, and what encoding has kept back; empty if there is none."""
+        """Return this rank's part of the last mean and the error-feedback residuals; empty if there is none."""
         if self._loaded is not None:
             return dict(self._loaded)
         if not self._means:

@@ -17,7 +17,7 @@ class Moment:
         return step >= self.step if self.step is not None else epoch >= (self.epoch or 0)
 
     def before(self, epochs: int | None, steps: int | None) -> Moment | None:
-        """So long before the end of the run; None if nobody knows when that is, or there is nothing before it."""
+        """Return the moment this long before the end of the run; None if the end is unknown, or the length is zero."""
         if self.step is not None:
             return None if steps is None or not self.step else Moment(step=steps - self.step)
         return None if epochs is None or not self.epoch else Moment(epoch=epochs - self.epoch)
@@ -56,7 +56,7 @@ def steps_of_phase(name: str, length: float, steps: int | None) -> int:
         return length
     if steps is None:
         raise ValueError(
-            f"{name}={length} is a share of the run, but nobody knows how many optimizer steps it has: set"
+            f"{name}={length} is a share of the run, whose number of optimizer steps is not known: set"
             f" Trainer(max_steps=...), or give {name} a number of steps (with manual optimization, or loaders without"
             " a length, max_epochs does not tell)"
         )
