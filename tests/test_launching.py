@@ -133,7 +133,11 @@ class Launch:
         return [process.returncode for process in self.processes], "\n".join(outputs)
 
     def report(self, rank: int) -> dict:
-        return json.loads((self.folder / f"rank-{rank}.json").read_text())
+        """What a rank has written; ranks that rank 0 has started may end after it, and nothing waits for them."""
+        file, deadline = self.folder / f"rank-{rank}.json", time.monotonic() + 10.0
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return json.loads(file.read_text())
 
     def close(self) -> None:
         """End what is left."""

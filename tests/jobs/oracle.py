@@ -121,7 +121,9 @@ class Report(pl.Callback):
             "x": pl_module.x.item(),
             "started": pl_module.started,
         }
-        (self.folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(report))
+        unfinished = self.folder / f"unfinished-{trainer.global_rank}.json"
+        unfinished.write_text(json.dumps(report))
+        unfinished.rename(self.folder / f"rank-{trainer.global_rank}.json")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if trainer.strategy.topology is not None:  # not in the parent that forked
