@@ -37,7 +37,7 @@ PRETENDED = [
     "tests/comm/test_streams.py",
     "tests/comm/test_background.py",
     "tests/comm/test_mpi.py",
-    "tests/elastic/test_lanes.py",
+    "tests/elastic/test_groups.py",
     "tests/run/test_sharded_gradients.py",
     "tests/batches/test_heterogeneous.py",
     "tests/batches/test_speed.py",
