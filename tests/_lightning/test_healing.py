@@ -120,7 +120,7 @@ def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **s
     }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("settings", "at"),

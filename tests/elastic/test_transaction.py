@@ -111,7 +111,7 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None, connects_at: int |
     return on_nodes(work, scheme, ends, start=1.0, inner=adam, wire=wire, **TRAINING)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -119,7 +119,7 @@ def test_nodes_that_may_leave_but_do_not_end_with_the_bits_of_nodes_that_stay(na
     ends_as_nodes_that_stay(SCHEMES[name], sizes, wire)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP])
@@ -127,7 +127,7 @@ def test_so_do_nodes_that_are_never_equal(name, sizes, wire):
     ends_as_nodes_that_stay(ALL[name], sizes, wire)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", LATE)
@@ -145,7 +145,7 @@ def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> Non
         torch.testing.assert_close(values, stays, rtol=0, atol=0)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8", "int4"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -188,7 +188,7 @@ def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_on
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -234,7 +234,7 @@ def survivors(name, sizes, who, work):
     return results
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
 @pytest.mark.parametrize(
     ("sizes", "who"),
@@ -261,7 +261,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
     assert len({agreements for _, _, agreements in results.values()}) == 1
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
 @pytest.mark.parametrize("agreement", [3, 4], ids=["leaving", "merging"])
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ LANDINGS = {"late": (8, 4), "streaming": (9, 6), "delta": (8, 4), "eq1": (8, 4),
 
 
 @pytest.mark.long("the node that died is missed after five seconds: on a busy machine one that lives is not")
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "moment",
     ["in flight", "as it leaves", "before the quorum", "before the vote", "after the vote", "a move fails"],
@@ -757,7 +757,7 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
         assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, "diloco", *LATE])
 def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_source_had(name, wire):

@@ -1,6 +1,6 @@
 """What becomes of elastic nodes that are killed, stopped and cut off again and again.
 
-``python -m tests.elastic_faults --nodes 8 --minutes 30 --seed 1 --every 15-30``, in a checkout. Every node is a fork
+``python -m tools.elastic_faults --nodes 8 --minutes 30 --seed 1 --every 15-30``, in a checkout. Every node is a fork
 that trains a small model at a pace of its own (a step sleeps), and is started again by this program when it ends.
 Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
 
@@ -31,12 +31,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-CHECKOUT = HERE.parent
-for folder in (HERE, HERE / "startup", HERE / "jobs"):
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+CHECKOUT = TESTS.parent
+for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
     sys.path.append(str(folder))
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from elastic_cluster import JOB, Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
@@ -497,7 +497,7 @@ def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.elastic_faults", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.elastic_faults", description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--faults", type=int, default=10**9, help="how many at most")
