@@ -43,7 +43,7 @@ from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
-from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.replicas import (
     Replicas,
     broadcast_values,
@@ -67,7 +67,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     The ranks of a node agree on gradients at every step, through DDP over the node's own process group; the nodes agree
     when, and how, the scheme says. The loop is yours, and a strategy cannot see where it begins and ends: say it with
-    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`agreed_model` is where to validate, and
+    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`averaged_model` is where to validate, and
     ``fabric.save`` saves the agreed ones by itself. All of these are collective: every rank calls them, like
     ``fabric.save``.
 
@@ -83,7 +83,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 fabric.backward(loss_of(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-            with strategy.agreed_model():
+            with strategy.averaged_model():
                 validate(model)
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
 
@@ -264,14 +264,14 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self.finish()
 
     @contextmanager
-    def agreed_model(self) -> Iterator[None]:
+    def averaged_model(self) -> Iterator[None]:
         """Inside, every rank's modules hold the agreed parameters; afterwards training goes on from its own."""
         with ExitStack() as agreed:
-            for model in self._agreed_models():
+            for model in self._averaged_models():
                 agreed.enter_context(model())
             yield
 
-    def _agreed_models(self) -> list[AgreedModel]:
+    def _averaged_models(self) -> list[AveragedModel]:
         """Those of all modules; of those without an optimizer, too, which the program moves (teachers)."""
         settings = self._settings
         moved = []
@@ -279,10 +279,10 @@ class HierarchicalFabricStrategy(DDPStrategy):
             replicas = Replicas(
                 module, [], settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank[id(module)]
             )
-            model = AgreedModel([], replicas, self._topology)
+            model = AveragedModel([], replicas, self._topology)
             model.has_found_unequal = partial(self._leave_to_ranks, module)
             moved.append(model)
-        return [*(run.agreed_model for run in self._runs), *moved]
+        return [*(run.averaged_model for run in self._runs), *moved]
 
     def _leave_to_ranks(self, module: nn.Module, names: Collection[str]) -> None:
         """Exchange no more tensors of a module whose shapes differ between ranks."""
@@ -295,7 +295,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         """Training is over, and every rank holds the agreed parameters; for loops that do without :meth:`epochs`."""
         for run in self._runs:
             run.finish()
-        for model in self._agreed_models():
+        for model in self._averaged_models():
             model.average_module()
         for run in self._runs:
             run.remember_values()
@@ -383,7 +383,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
             module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank[id(module)]
         )
         run, group = settings.new_run(replicas, self._topology), self._sharing_gradients
-        run.agreed_model.has_found_unequal = partial(self._leave_to_ranks, module)
+        run.averaged_model.has_found_unequal = partial(self._leave_to_ranks, module)
         run.knows_batches = False
         run.optimizer_steps.before_inner_step = self._begin_if_needed
         if group is not None and group.size > 1:
@@ -539,9 +539,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
         for run in self._runs:
             if goes_on and not run.has_finished:  # somebody left the loop before, but what nodes have learned counts
                 run.finish()
-                run.agreed_model.average_module()
+                run.averaged_model.average_module()
                 run.remember_values()
-            run.agreed_model.compare_shapes()
+            run.averaged_model.compare_shapes()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
                 broadcast_values(tensors_without(run.module, run.replicas.per_rank), self._topology.world)
                 run.begin_from_module()
@@ -604,7 +604,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.agreed_model():
+        with self.averaged_model():
             self._is_saving = True
             try:
                 super().save_checkpoint(*args, **kwargs)
@@ -725,7 +725,7 @@ _REMEDY = "Call the module that fabric.setup returned, not the one that was give
 
 
 class _BeforeForward:
-    """Lets nodes agree before a forward pass if parameters were thawed; copies of the module have no run to ask."""
+    """Lets nodes agree before a forward pass if parameters were unfrozen; copies of the module have no run to ask."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -735,7 +735,7 @@ class _BeforeForward:
             is_plain = not torch.compiler.is_compiling()
             if is_plain:
                 self._run.end_batch()
-            self._run.follow_thawed()
+            self._run.follow_unfrozen()
             if is_plain:
                 self._run.optimizer_steps.begin_forward()
 
