@@ -182,7 +182,7 @@ DIGITS = Path(__file__).resolve().parents[1] / "examples" / "digits"
 SCHEMES_OF_DIGITS = sorted(path.name for path in DIGITS.glob("*.yaml") if "scheme:" in path.read_text())
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("other", SCHEMES_OF_DIGITS)
 @pytest.mark.parametrize("name", [name for name in SCHEMES_OF_DIGITS if name != "config.yaml"])
 def test_an_example_laid_over_another_means_what_it_says(strategy, name, other):

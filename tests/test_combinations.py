@@ -16,7 +16,7 @@ def test_random_combinations_are_what_an_independent_calculation_gives(first):
         try:
             check(drawn(number))
         except Exception as error:
-            error.add_note(f"python -m tests.combinations --only {number}\n{drawn(number)}")
+            error.add_note(f"python -m tools.combinations --only {number}\n{drawn(number)}")
             raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.elastic.lanes import Breaker, Lane, World
+from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
 from lightning_hiercomm.nodes.topology import Holders, Topology
 
 
@@ -22,12 +22,12 @@ class ElasticTopology(Topology):
     may_grow = True
 
     def __init__(self, own: Topology, elder: ElasticTopology | None = None) -> None:
-        self.breaker: Breaker = Breaker() if elder is None else elder.breaker
-        self.lane = Lane(own.meter, self.breaker, is_beside=elder is not None)
+        self.breaker: CircuitBreaker = CircuitBreaker() if elder is None else elder.breaker
+        self.lane = InterNodeGroup(own.meter, self.breaker, is_beside=elder is not None)
         if elder is None:
             self.breaker.close = self.disconnect
         self._twins: list[ElasticTopology] = []
-        world = World(own.intra, self.lane if own.local_rank == 0 else None)
+        world = NodesWorld(own.intra, self.lane if own.local_rank == 0 else None)
         self._world = world
         made = {"world": world, "intra": own.intra, "inter": self.lane}
 
@@ -47,13 +47,13 @@ class ElasticTopology(Topology):
             self._agreement(work, admits, brings)
 
     @property
-    def all_lanes(self) -> list[Lane]:
+    def all_groups(self) -> list[InterNodeGroup]:
         """This rank's own, and those of its twins."""
         return [self.lane, *(twin.lane for twin in self._twins)]
 
     def disconnect(self) -> None:
         """Let go of all connections to other nodes."""
-        for lane in self.all_lanes:
+        for lane in self.all_groups:
             lane.disconnect()
 
     def reform(self, sizes: Sequence[int], node: int) -> None:

@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.healing import (
     tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
-from lightning_hiercomm.elastic.lanes import packed, unpacked
+from lightning_hiercomm.elastic.groups import packed, unpacked
 
 
 class Net(pl.LightningModule):
@@ -120,7 +120,7 @@ def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **s
     }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("settings", "at"),

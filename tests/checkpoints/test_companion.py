@@ -44,7 +44,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Context
 from lightning_hiercomm.schemes.gradients import Untouched
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 STEPS = 6  # per epoch
 TWO_NODES: dict = {"devices": 2, "limit_train_batches": STEPS}  # of one rank, for what four ranks show no better
 

@@ -9,10 +9,10 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import asked, leaving_to_the_night
 from lightning.pytorch.loggers import CSVLogger
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Net, Searching, Thawing, Twice
+from pairwise import requested, selected
 
 from lightning_hiercomm import (
     DASO,
@@ -71,7 +71,7 @@ BY_NIGHT = [
 """Beside another of its kind that the day runs."""
 AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic", "diloco", "gossip")]
 ALL = [
-    *leaving_to_the_night(run for run in BOTH if run not in AMONG_OTHERS),
+    *selected(run for run in BOTH if run not in AMONG_OTHERS),
     *(
         pytest.param(*run, marks=[pytest.mark.nightly] * (run in BY_NIGHT or run in AMONG_OTHERS))
         for run in [*AMONG_OTHERS, *OTHERS]
@@ -173,7 +173,7 @@ def _fit_again():
 
 @pytest.fixture(scope="module")
 def trained(launch, request):
-    wanted = {*asked(request, "name", "how"), BETWEEN_AGREEMENTS}
+    wanted = {*requested(request, "name", "how"), BETWEEN_AGREEMENTS}
     return launch(partial(_train_all, [run for run in RUNS if run in wanted]))
 
 

@@ -8,9 +8,9 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import asked
 from harness import on_ranks
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from pairwise import requested
 from problems import Net, one_trainer
 from torch.utils.data import DataLoader
 
@@ -158,7 +158,7 @@ def _program(names, folder):
 @pytest.fixture(scope="module")
 def ranks(borrow, request):
     names = {
-        parameter: {name for (name,) in asked(request, parameter)} for parameter in ("saved", "stopped", "swapped")
+        parameter: {name for (name,) in requested(request, parameter)} for parameter in ("saved", "stopped", "swapped")
     }
     return borrow(partial(_program, names), ranks=2)
 

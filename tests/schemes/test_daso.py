@@ -721,7 +721,7 @@ class Watched(Oracle):
 
 @pytest.mark.parametrize("reducer", ["leader", "sharded"])
 @pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_four_processes_follow_the_table_to_the_digit(fit, reducer, staleness, table, mean):
     reports = fit(Watched(), {"scheme": cycling(4, staleness, reducer=reducer)()}, limit_val_batches=0)
     for rank, report in enumerate(reports):
@@ -730,7 +730,7 @@ def test_four_processes_follow_the_table_to_the_digit(fit, reducer, staleness, t
 
 
 @pytest.mark.parametrize("monitor", [None, "val_loss"])
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
     # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
     scheme = DASO(4, 1, warmup_epochs=1, cooldown_epochs=1, patience=0, monitor=monitor)
@@ -740,7 +740,7 @@ def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
 
 
 @pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tmp_path, replicas):
     save = ModelCheckpoint(tmp_path / "files", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     strategy = {"scheme": cycling(4, 1, patience=0, monitor="val_loss")(), "checkpoint_replicas": replicas}
@@ -754,7 +754,7 @@ def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tm
     assert [period for _, period in resumed] == [2, 1]
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_does_not_disturb(fit, tmp_path):
     # after batch 4 group 1 has just sent; the table says 1.046875 / 6.578125
     save = ModelCheckpoint(tmp_path, filename="in-flight", every_n_train_steps=5)
@@ -792,7 +792,7 @@ class Phases(Watched):
         ({"max_steps": 32}, ["warm-up"] * 8 + ["cycling"] * 16 + ["cool-down"] * 8),  # four epochs of 8 batches
     ],
 )
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, expected):
     length = {"max_epochs": -1, **length}
     (report, *_) = fit(Phases(), {"scheme": "daso"}, limit_val_batches=0, **length)
@@ -820,13 +820,13 @@ class TwoInTurn(Phases):
         self.report.append(self.trainer.strategy.schemes[0].phase)
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_the_length_of_a_run_of_two_optimizers_is_half_of_what_lightning_counts(fit):
     (report, *_) = fit(TwoInTurn(), {"scheme": "daso"}, limit_val_batches=0, max_epochs=-1, max_steps=16)
     assert report["report"] == ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
     scheme = DASO(2, 1, warmup_epochs=0, cooldown_steps=4)
     callbacks = [GradientAccumulationScheduler({1: 4})]  # 8 batches an epoch: 8 steps, and then 2 and 2

@@ -156,7 +156,7 @@ OUTER = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize(
     ("sync_every", "fragments", "staleness", "keep_local"),
@@ -459,7 +459,7 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
         torch.testing.assert_close(agreed, x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "scheme",
@@ -543,7 +543,7 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0,), (1,), (2,), (3,)), ((0, 1), (2,))], ids=str)
 @pytest.mark.parametrize(("fragments", "staleness"), [(1, 0), (4, 1)])

@@ -543,7 +543,7 @@ class Adversaries(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=4)
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_sgp_over_four_processes_follows_the_table(fit):
     reports = fit(Oracle(), {"scheme": Gossip("directed_exponential", 1, hierarchical=False)})
     table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
@@ -551,14 +551,14 @@ def test_sgp_over_four_processes_follows_the_table(fit):
     assert {report["state_dict"]["x"].item() for report in reports} == {3.75}
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_two_nodes_of_processes_average_at_every_step(fit):
     reports = fit(Oracle(), {"scheme": "gossip"})
     assert [report["report"] for report in reports] == [[2.0, 3.0, 3.5, 3.75]] * 4
 
 
-@pytest.mark.covering
-@pytest.mark.borrows
+@pytest.mark.pairwise
+@pytest.mark.pooled
 @pytest.mark.parametrize("hierarchical", [True, False])
 @pytest.mark.parametrize(
     "options",

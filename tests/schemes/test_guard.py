@@ -280,7 +280,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("at", [2, 3, 8])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("scheme", CASES)

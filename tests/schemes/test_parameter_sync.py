@@ -341,7 +341,7 @@ SENTENCES = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("sentence", SENTENCES)
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1), (2,), (3,))], ids=str)

@@ -85,7 +85,7 @@ def plainly(nodes, weights, reducer, staleness, gradients):
     return trace
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gradients", ["node", "none"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("staleness", [0, 1, PERIOD])

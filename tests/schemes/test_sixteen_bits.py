@@ -58,7 +58,7 @@ def bits(values):
     return values.view(torch.int16)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("nodes_of", "dtype"), [*((nodes_of, torch.bfloat16) for nodes_of in NODES), ("3 nodes", torch.float16)], ids=str
 )
@@ -84,7 +84,7 @@ def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
         assert torch.equal(seen(end), seen(values))
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("nodes_of", [*NODES, "3 of 3 and 1"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_agreements_on_statistics_that_are_equal_change_no_bit(name, nodes_of):

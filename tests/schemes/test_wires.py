@@ -59,7 +59,7 @@ def training(rank, epochs=1, steps=8, trace=None):
     return seen
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL, THREE], ids=str)
@@ -89,7 +89,7 @@ def test_what_all_agree_on_at_once_has_the_same_bits_on_all_ranks(on_nodes, name
         assert not all(torch.equal(trace[1], traces[0][1]) for trace in traces)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0, 1), (2,), (3,))], ids=str)
@@ -121,7 +121,7 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, name, nodes, wire):
                 assert torch.equal(values, saved[rank][1][steps + step]), (steps, step)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0,), (1,), (2,), (3,)), ((0, 1), (2,), (3,))], ids=str)
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_step_costs_the_bytes_of_the_formula(on_nodes, scheme, models_per_step
         assert 0.999 * expected <= sent <= 1.02 * expected
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @pytest.mark.parametrize(
     "scheme",

@@ -14,12 +14,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from pairwise import requested
 from problems import Oracle, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -39,7 +39,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.control.plane import RankFailure
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 
 
 class Net(pl.LightningModule):
@@ -145,7 +145,7 @@ WAYS = {
 @pytest.fixture(scope="module")
 def four_ranks(borrow, request):
     """What every rank reports of fits on four: by layout and way with an average every two steps; all-reduce, DDP."""
-    hows = asked(request, "layout", "way")
+    hows = requested(request, "layout", "way")
 
     def train(folder):
         results = {
@@ -165,7 +165,7 @@ def four_ranks(borrow, request):
     return borrow(train)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_rank_ends_on_the_same_bits(four_ranks, layout, way):

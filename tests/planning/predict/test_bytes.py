@@ -57,7 +57,7 @@ def on(nodes: int, ranks_per_node: int) -> Cluster:
     return Cluster(nodes, ranks_per_node, Link(1e10), Link(1e9))
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_a_scheme_sends_what_is_predicted(name, nodes, ranks_per_node):
@@ -75,7 +75,7 @@ def test_gradients_are_cast(name):
     check(SCHEMES[name], 2, 2, "bfloat16")
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_what_gossip_sends_to_ranks_of_the_same_node_is_not_sent_between_nodes(graph, nodes, ranks_per_node):

@@ -9,8 +9,8 @@ from types import FunctionType, MethodType, ModuleType
 
 import pytest
 import torch
-from covering import leaving_to_the_night
 from harness import Rank, on_nodes
+from pairwise import selected
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Handle
@@ -96,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wire"), leaving_to_the_night(CASES))
+@pytest.mark.parametrize(("name", "wire"), selected(CASES))
 def test_a_scheme_holds_what_is_predicted(name, wire):
     is_served = name.startswith("steps_delay")
     scheme = SCHEMES[name]()

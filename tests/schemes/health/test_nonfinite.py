@@ -86,7 +86,7 @@ def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math
 ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
@@ -107,7 +107,7 @@ ON_A_DEVICE = partial(run_to_end, shapes=SHAPES, inner=partial(SGD, lr=0.1))
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, pytest.param(PAIRS, marks=BY_NIGHT)], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, pretended):
+def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, fake_device):
     for rank in ON_A_DEVICE(ill_at_four, with_policy(ALL[scheme](), "skip"), nodes):
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0
@@ -117,7 +117,7 @@ def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, pretended):
 @BY_NIGHT  # by day it changes no bit on the CPU, and streams give the CPU's bits
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, PAIRS], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_looking_changes_no_bit_there(scheme, nodes, pretended):
+def test_looking_changes_no_bit_there(scheme, nodes, fake_device):
     healthy = partial(falls_sick, steps=7, at=-1, victim=-1)
     looked_at, trusted = (
         [rank.trace for rank in ON_A_DEVICE(healthy, with_policy(ALL[scheme](), policy), nodes)]
@@ -283,7 +283,7 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
 @pytest.mark.parametrize("optimizer", [None, partial(Adam, lr=0.5)], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_outer_optimizer_takes_one_step_where_a_node_falls_sick_and_looking_would_mean_to_wait(
-    pretended, staleness, optimizer
+    fake_device, staleness, optimizer
 ):
     def work(rank: Rank, victim: int) -> list[float]:  # all nodes go the same way, so nobody is missed
         return [rank.train(math.nan if step == 3 and rank.rank == victim else -1.0).item() for step in range(6)]
@@ -331,7 +331,7 @@ def test_what_is_too_large_for_the_wire_travels_as_it_is_or_raises(scheme, wire,
             run_to_end(work, with_policy(AGREEING[scheme](), "raise"), PAIRS, timeout=5, **training)
 
 
-def test_where_looking_would_mean_to_wait_the_server_takes_zeros(pretended):
+def test_where_looking_would_mean_to_wait_the_server_takes_zeros(fake_device):
     test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server("skip")
 
 

@@ -1,7 +1,7 @@
-"""A GPU where there is none: ``PRETENDED_GPU=1 pytest -m gpu tests`` runs the GPU's variants of tests on it.
+"""A GPU where there is none: ``FAKE_GPU=1 pytest -m gpu tests`` runs the GPU's variants of tests on it.
 
-It computes with the CPU's kernels on a device of its own (``pretended_device.cpp``, which a C++ compiler must be there
-to make), so what forgets to move a tensor fails here, too, and streams are those of ``pretended_streams.py``. What it
+It computes with the CPU's kernels on a device of its own (``fake_device.cpp``, which a C++ compiler must be there
+to make), so what forgets to move a tensor fails here, too, and streams are those of ``fake_streams.py``. What it
 says nothing about: CUDA's own kernels, their last bits, and how long anything takes.
 """
 
@@ -17,23 +17,23 @@ from typing import Any
 
 import pytest
 import torch
-from pretended_streams import PretendedDevice
+from fake_streams import FakeDevice
 
-NAME = "pretended"
+NAME = "fake"
 
 
 def is_wanted() -> bool:
-    return os.environ.get("PRETENDED_GPU") == "1"
+    return os.environ.get("FAKE_GPU") == "1"
 
 
 @cache
 def library() -> Any:
-    """What ``pretended_device.cpp`` offers; compiled once for each version of torch."""
+    """What ``fake_device.cpp`` offers; compiled once for each version of torch."""
     from torch.utils import cpp_extension
 
-    folder = Path(cpp_extension._get_build_directory(f"pretended_{torch.__version__}", verbose=False))
+    folder = Path(cpp_extension._get_build_directory(f"fake_{torch.__version__}", verbose=False))
     made = cpp_extension.load(
-        "pretended_device", [str(Path(__file__).with_name("pretended_device.cpp"))],
+        "fake_device", [str(Path(__file__).with_name("fake_device.cpp"))],
         extra_cflags=["-O0", "-g0"], build_directory=str(folder),
     )  # fmt: skip
     torch.utils.rename_privateuse1_backend(NAME)
@@ -53,10 +53,10 @@ def library() -> Any:
 
 
 @contextmanager
-def pretended_gpu() -> Iterator[tuple[torch.device, PretendedDevice]]:
+def fake_gpu() -> Iterator[tuple[torch.device, FakeDevice]]:
     """The device, and what watches its streams; in the end nothing must have been used out of order."""
     made = library()
-    with pytest.MonkeyPatch.context() as patch, PretendedDevice().installed(lambda device: device.type == NAME) as seen:
+    with pytest.MonkeyPatch.context() as patch, FakeDevice().installed(lambda device: device.type == NAME) as seen:
         for name, stands_in in {
             "set_sync_debug_mode": lambda mode: made.forbid_waiting(mode == "error"),
             "memory_allocated": made.allocated,

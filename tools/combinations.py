@@ -1,4 +1,4 @@
-"""Random combinations of everything that goes together: ``python -m tests.combinations``, in a checkout.
+"""Random combinations of everything that goes together: ``python -m tools.combinations``, in a checkout.
 
 ``--random 5000 --seed 1`` draws as many, each from a number of its own; ``--only 1234`` repeats that one. Every
 combination trains on ranks that are threads (milliseconds), and is compared with a calculation in float64, written
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
 
 import torch
 from harness import Rank, attached, flattened, on_a_gpu, on_ranks, reloaded, with_policy
@@ -1460,5 +1460,5 @@ def tell(
 
 if __name__ == "__main__":
     sys.exit(
-        tell(__doc__, "tests.combinations", drawn, check, goes_together, places={"cpu": nullcontext, "gpu": on_a_gpu})
+        tell(__doc__, "tools.combinations", drawn, check, goes_together, places={"cpu": nullcontext, "gpu": on_a_gpu})
     )

@@ -20,13 +20,13 @@ from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handl
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, pieces
-from lightning_hiercomm.elastic.meeting import Meeting
-from lightning_hiercomm.elastic.seal import Seal
+from lightning_hiercomm.elastic.quorum import Quorum
+from lightning_hiercomm.elastic.signature import Signer
 
 T = TypeVar("T")
 
 
-class Links(Protocol):
+class Transport(Protocol):
     """How nodes reach each other."""
 
     def ask(self, address: str, work: Callable[[Store], T], patience: float | None = None) -> T:
@@ -47,11 +47,11 @@ class Links(Protocol):
     def glance(self, addresses: Sequence[str], name: str) -> Sequence[bytes]:
         """What those of these nodes that answer keep by this name; on any thread, beside all else."""
 
-    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
+    def connect_group(self, quorum: Quorum, index: int, lane: str, meter: Meter) -> Communicator:
         """Connect this rank with the same local rank of all members.
 
         Args:
-            meeting: Whose members.
+            quorum: Whose members.
             index: Of this node among them.
             lane: The local rank, and which of its lanes.
             meter: Counts the traffic.
@@ -61,7 +61,7 @@ class Links(Protocol):
         """
 
 
-class Breaker:
+class CircuitBreaker:
     """The first error of an exchange, after which nothing more of it is sent.
 
     An error is not raised where it happens: the other ranks of the node would wait for this one inside the node. It is
@@ -91,7 +91,7 @@ class Breaker:
         self.error = None
 
 
-class Lane(Communicator):
+class InterNodeGroup(Communicator):
     """The same local rank of all nodes that meet.
 
     Outside of an agreement it refuses to move anything: nobody would answer.
@@ -102,7 +102,7 @@ class Lane(Communicator):
         is_beside: Whether it is for what leaves in an agreement and goes on beside training, so it is always open.
     """
 
-    def __init__(self, meter: Meter, breaker: Breaker, is_beside: bool = False) -> None:
+    def __init__(self, meter: Meter, breaker: CircuitBreaker, is_beside: bool = False) -> None:
         super().__init__([0], 0, "inter", meter)
         self.is_open = is_beside
         self._carrier: Communicator | None = None
@@ -169,7 +169,7 @@ class Lane(Communicator):
 
 
 class _Guarded(Handle):
-    def __init__(self, move: Handle, breaker: Breaker) -> None:
+    def __init__(self, move: Handle, breaker: CircuitBreaker) -> None:
         self._move: Handle | None = move
         self._breaker = breaker
 
@@ -196,7 +196,7 @@ class _Guarded(Handle):
         return self._move is None or self._move.is_done()
 
 
-class World(Communicator):
+class NodesWorld(Communicator):
     """All ranks of all nodes that meet: over the node, and its first rank's lane. Outside of an agreement, the node.
 
     It is for a few bytes: what it moves goes through one rank of each node, and is waited for.
@@ -206,7 +206,7 @@ class World(Communicator):
         lane: The first ranks of all nodes; None on other ranks.
     """
 
-    def __init__(self, intra: Communicator, lane: Lane | None) -> None:
+    def __init__(self, intra: Communicator, lane: InterNodeGroup | None) -> None:
         super().__init__(range(intra.size), intra.rank, "world", Meter())
         self._intra = intra
         self._lane = lane
@@ -236,7 +236,7 @@ class World(Communicator):
             self._intra.broadcast(tensor, list(self._nodes[node]).index(source)).wait()
         return self._between_first_ranks(tensor, lambda lane: lane.broadcast(tensor, node))
 
-    def _between_first_ranks(self, tensor: Tensor, move: Callable[[Lane], Handle]) -> Handle:
+    def _between_first_ranks(self, tensor: Tensor, move: Callable[[InterNodeGroup], Handle]) -> Handle:
         if self._lane is not None and len(self._nodes) > 1:
             move(self._lane).wait()
         if len(self._nodes) > 1:
@@ -280,7 +280,7 @@ def unpacked(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
 
 
-class _GlooLane(TorchCommunicator):
+class _GlooGroup(TorchCommunicator):
     """Members of a gloo group that torch's registry of groups does not know."""
 
     def __init__(self, group: Any, rank: int, size: int, meter: Meter) -> None:
@@ -324,18 +324,18 @@ class _GlooLane(TorchCommunicator):
         return self._gloo
 
 
-class GlooLinks:
+class GlooTransport:
     """Over gloo groups, which members of a meeting find at a store of the first of them.
 
     Args:
         address: Of this machine, which other nodes can reach.
         dead_after: Seconds of silence after which a message counts as lost.
-        seal: Names what members look for in a store.
+        signer: Names what members look for in a store.
     """
 
-    def __init__(self, address: str, dead_after: float, seal: Seal | None = None) -> None:
+    def __init__(self, address: str, dead_after: float, signer: Signer | None = None) -> None:
         self.address = address
-        self._seal = seal or Seal()
+        self._signer = signer or Signer()
         self._dead_after = timedelta(seconds=dead_after)
         self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
         self._stores: dict[str, Store] = {}
@@ -383,7 +383,7 @@ class GlooLinks:
         return silent
 
     def glance(self, addresses: Sequence[str], name: str) -> Sequence[bytes]:
-        beside, found = GlooLinks(self.address, self._dead_after.total_seconds()), []
+        beside, found = GlooTransport(self.address, self._dead_after.total_seconds()), []
 
         def look(address: str) -> None:
             with contextlib.suppress(RuntimeError):
@@ -392,9 +392,9 @@ class GlooLinks:
         _of_each(addresses, look)
         return found
 
-    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
-        size, first = len(meeting.members), meeting.members[0].store
-        name = self._seal.name(f"{meeting.token}/{lane}")
+    def connect_group(self, quorum: Quorum, index: int, lane: str, meter: Meter) -> Communicator:
+        size, first = len(quorum.members), quorum.members[0].store
+        name = self._signer.key(f"{quorum.token}/{lane}")
 
         def all_are_there(whole: Store) -> None:
             # who is not there is missed here, in half the time that a message may take
@@ -413,8 +413,8 @@ class GlooLinks:
         self.ask(first, all_are_there, set_up + min(0.5, set_up / 4))  # or the first of them itself does not answer
         group = self.ask(first, connect, max(1.0, set_up))
         if torch.cuda.is_available():
-            return StagedCommunicator(_GlooLane(group, index, size, Meter()), meter)
-        return _GlooLane(group, index, size, meter)
+            return StagedCommunicator(_GlooGroup(group, index, size, Meter()), meter)
+        return _GlooGroup(group, index, size, meter)
 
 
 def _of_each(addresses: Sequence[str], look: Callable[[str], None]) -> None:

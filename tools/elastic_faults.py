@@ -1,6 +1,6 @@
 """What becomes of elastic nodes that are killed, stopped and cut off again and again.
 
-``python -m tests.elastic_faults --nodes 8 --minutes 30 --seed 1 --every 15-30``, in a checkout. Every node is a fork
+``python -m tools.elastic_faults --nodes 8 --minutes 30 --seed 1 --every 15-30``, in a checkout. Every node is a fork
 that trains a small model at a pace of its own (a step sleeps), and is started again by this program when it ends.
 Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
 
@@ -31,12 +31,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-CHECKOUT = HERE.parent
-for folder in (HERE, HERE / "startup", HERE / "jobs"):
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+CHECKOUT = TESTS.parent
+for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
     sys.path.append(str(folder))
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from elastic_cluster import JOB, Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
@@ -117,7 +117,7 @@ class Outcome:
     missed_end: int = 0
     equal: bool = False
     loss: float = 0.0
-    lives: int = 0
+    incarnations: int = 0
     codes: dict[str, int] = field(default_factory=dict)
     lost_batches: int = 0
     troubles: list[str] = field(default_factory=list)
@@ -173,9 +173,9 @@ class Run:
 
     def trains(self, node: int) -> bool:
         """Whether a node is alive, and its present life has taken a step."""
-        life = self._nodes.lives.get(str(node), 0)
+        incarnation = self._nodes.incarnations.get(str(node), 0)
         is_there = str(node) in self._nodes.living and self._nodes.living[str(node)].poll() is None
-        return is_there and (self._nodes.folder / f"{node}.{life}.trains").exists()
+        return is_there and (self._nodes.folder / f"{node}.{incarnation}.trains").exists()
 
     def all_train(self) -> bool:
         """Whether all nodes do."""
@@ -282,10 +282,10 @@ class Run:
     def _note_return(self, fault: Fault, struck: float) -> float:
         """When the node trained again, if it had to be started again."""
         folder, name = self._nodes.folder, str(fault.node)
-        for life, started in enumerate(self._nodes.started[name]):
+        for incarnation, started in enumerate(self._nodes.started[name]):
             if started < struck:
                 continue
-            asks, trains = (folder / f"{name}.{life}.{what}" for what in ("asks", "began"))
+            asks, trains = (folder / f"{name}.{incarnation}.{what}" for what in ("asks", "began"))
             if asks.exists() and trains.exists():
                 fault.asked_after = round(asks.stat().st_mtime - struck, 3)
                 fault.back_after = round(trains.stat().st_mtime - asks.stat().st_mtime, 3)
@@ -316,7 +316,7 @@ class TorchftCluster(Cluster):
         return [str(self.job), "lighthouse", f"{self._address}:{self.port}", str(self.dead_after)]
 
 
-class Wires:
+class ThreadTransport:
     """The network between nodes on this machine: its own, or namespaces, in which links can be cut.
 
     Attributes:
@@ -358,16 +358,16 @@ class Wires:
 
 
 @contextlib.contextmanager
-def network(nodes: int, may_cut: bool) -> Iterator[Wires]:
+def network(nodes: int, may_cut: bool) -> Iterator[ThreadTransport]:
     """Namespaces, which need root; or the machine's own loopback."""
     if not may_cut:
-        yield Wires()
+        yield ThreadTransport()
         return
     sys.path.append(str(CHECKOUT))
     from benchmarks.network import NamespaceNetwork
 
     with NamespaceNetwork(nodes + 1) as made:
-        yield Wires(made)
+        yield ThreadTransport(made)
 
 
 def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
@@ -380,7 +380,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
             ForkedPython,
             dead_after=arguments.dead_after,
             min_nodes=1,
-            lives=10**6,
+            incarnations=10**6,
             namespaces=wires.namespaces,
             address=wires.address,
             scheme=arguments.scheme,
@@ -416,7 +416,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
                 run.outcome.troubles.append(str(error)[-20000:])
                 return run.outcome
         outcome = run.outcome
-        outcome.lives = sum(nodes.lives.values())
+        outcome.incarnations = sum(nodes.incarnations.values())
         for _, code, _ in nodes.ended:
             outcome.codes[str(code)] = outcome.codes.get(str(code), 0) + 1
         results = [nodes.result(node) for node in names if (folder / f"{node}.json").exists()]
@@ -479,7 +479,7 @@ def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
         f"{len(outcome.faults)} faults ({kinds}) in {outcome.seconds:.0f} s, {outcome.steps} steps of the run",
         f"hangs: {outcome.hangs}",
         f"steps kept, waits alone: {outcome.kept_waits_alone:.2%}; with restarts: {outcome.kept_with_restarts:.2%}",
-        f"lives: {outcome.lives} more; exit codes {outcome.codes}; batches lost: {outcome.lost_batches}",
+        f"lives: {outcome.incarnations} more; exit codes {outcome.codes}; batches lost: {outcome.lost_batches}",
         f"equal bits at the end: {outcome.equal} ({outcome.missed_end} nodes missed it); loss {outcome.loss:.6f}",
     ]
     if waits:
@@ -497,7 +497,7 @@ def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.elastic_faults", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.elastic_faults", description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--faults", type=int, default=10**9, help="how many at most")

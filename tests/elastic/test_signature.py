@@ -13,39 +13,39 @@ from torch.distributed import HashStore
 
 from lightning_hiercomm import PeriodicAveraging
 from lightning_hiercomm.elastic.healing import Healing
-from lightning_hiercomm.elastic.meeting import Member
-from lightning_hiercomm.elastic.seal import Seal
+from lightning_hiercomm.elastic.quorum import Member
+from lightning_hiercomm.elastic.signature import Signer
 
-SAID = {"node": "a", "shares": [1, 2], "is_lost": None}
+SAID = {"node": "a", "shards": [1, 2], "is_lost": None}
 
 
 def test_what_was_said_with_a_token_holds_for_those_who_know_it_and_for_nobody_else():
-    knows, other, none = Seal("token"), Seal("another"), Seal()
+    knows, other, none = Signer("token"), Signer("another"), Signer()
     signed = knows.signed(SAID)
-    assert knows.holds(signed)
-    assert Seal("token").holds(signed)
-    assert not other.holds(signed)
-    assert not none.holds(signed)
-    assert not knows.holds(SAID)
-    assert not knows.holds({**signed, "shares": [1, 2, 3]})
+    assert knows.verifies(signed)
+    assert Signer("token").verifies(signed)
+    assert not other.verifies(signed)
+    assert not none.verifies(signed)
+    assert not knows.verifies(SAID)
+    assert not knows.verifies({**signed, "shards": [1, 2, 3]})
     assert none.signed(SAID) == SAID
-    assert none.holds(SAID)
+    assert none.verifies(SAID)
 
 
 def test_only_those_who_know_the_token_find_what_is_kept():
-    assert Seal().name("vote") == "vote"
-    assert Seal("token").name("vote") not in ("vote", Seal("another").name("vote"))
-    assert Seal("token").name("vote") != Seal("token").name("lane")
+    assert Signer().key("vote") == "vote"
+    assert Signer("token").key("vote") not in ("vote", Signer("another").key("vote"))
+    assert Signer("token").key("vote") != Signer("token").key("lane")
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        "life",
-        {"life": "x", "seal": "\ud800"},
-        {"life": "x", "seal": 5},
-        {"life": "x"},
-        {"life": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "shares": 5},
+        "replica_id",
+        {"replica_id": "x", "signature": "\ud800"},
+        {"replica_id": "x", "signature": 5},
+        {"replica_id": "x"},
+        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "shards": 5},
     ],
     ids=str,
 )
@@ -56,9 +56,9 @@ def test_what_no_node_says_ends_nobody(said, token):
     threads.lights.min_nodes = 2
     ask = threads.lights.ask
 
-    def ask_among_strangers(life, says, patience):
-        present = ask(life, says, patience)
-        has_begun = says["agreement"] >= 0  # which strangers may hold up
+    def ask_among_strangers(replica_id, says, patience):
+        present = ask(replica_id, says, patience)
+        has_begun = says["syncs"] >= 0  # which strangers may hold up
         return [said, *present] if present is not None and has_begun else present
 
     threads.lights.ask = ask_among_strangers
@@ -103,24 +103,24 @@ def test_a_state_that_somebody_else_has_changed_is_not_taken(is_changed, caplog)
     caplog.set_level(logging.WARNING)
     store = HashStore()
 
-    class Links:
+    class Transport:
         def ask(self, address, work, patience=None):
             return work(store)
 
-    source, patient = (Member(name, name, "run", 1, "address") for name in "ab")
+    source, recovering_node = (Member(name, name, "run", 1, "address") for name in "ab")
 
     def heal(topology):
-        member = Healing(topology.intra, Links(), store, 1.0, Seal("token"))
-        member.expect(patient)
+        member = Healing(topology.intra, Transport(), store, 1.0, Signer("token"))
+        member.expect(recovering_node)
         member.give(lambda: {"values": torch.arange(5.0)}, {})
         member._giving[0].join()
         if is_changed:
-            key = Seal("token").name(f"heal/{patient.life}/{patient.asks}") + "/0"
+            key = Signer("token").key(f"heal/{recovering_node.replica_id}/{recovering_node.requests}") + "/0"
             data = bytearray(store.get(key))
             data[len(data) // 2] ^= 1
             store.set(key, bytes(data))
-        newcomer = Healing(topology.intra, Links(), HashStore(), 1.0, Seal("token"))
-        return newcomer.fetch(source, patient)
+        joining_node = Healing(topology.intra, Transport(), HashStore(), 1.0, Signer("token"))
+        return joining_node.fetch(source, recovering_node)
 
     (state,) = on_ranks(heal, ((0,),))
     if is_changed:

@@ -1,4 +1,4 @@
-"""What becomes of runs in which something happens to one rank: ``python -m tests.faults``, in a checkout.
+"""What becomes of runs in which something happens to one rank: ``python -m tools.faults``, in a checkout.
 
 Every run has two nodes of one or two ranks, whatever the launcher. It passes if it ends in time, if what everyone else
 says names the rank, if nothing is left of it (processes, half-written files), and if its checkpoints can be read.
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE / "startup", HERE / "jobs"):
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
     sys.path.append(str(folder))
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import lightning  # noqa: E402
 import torch  # noqa: E402
@@ -192,7 +192,7 @@ def _is_named(case: Case, output: str) -> bool:
 
 def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
     job = [
-        *(str(HERE / "jobs" / "unlucky.py"), "--out", str(folder), "--fault", case.fault, "--moment", case.moment),
+        *(str(TESTS / "jobs" / "unlucky.py"), "--out", str(folder), "--fault", case.fault, "--moment", case.moment),
         *("--time", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme),
         *(["--replicas"] if case.replicas else []),
         *("--workers", str(int(case.workers))),
@@ -346,7 +346,7 @@ class Report:
             has_lines: Whether to tell all runs, and not only those that did not pass.
         """
         versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
-        command = f"`python -m tests.faults {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, {versions}"
+        command = f"`python -m tools.faults {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, {versions}"
         on = f"{os.cpu_count()} cores"
         table = [f"| median / slowest (runs) | {' | '.join(LAUNCHERS)} |", "|---" * (len(LAUNCHERS) + 1) + "|"]
         for fault in FAULTS:

@@ -1,6 +1,6 @@
 """What it costs nodes that may leave that they may, as long as none does.
 
-``python -m tests.elastic_cost``, in a checkout. Two nodes on this machine agree again and again. Of each agreement the
+``python -m tools.elastic_cost``, in a checkout. Two nodes on this machine agree again and again. Of each agreement the
 time is taken for asking the lighthouse who is there, for remembering what may have to be taken back, and for the vote.
 Nodes of one machine do not come to an agreement at the same moment; they would wait for each other in any exchange, so
 what counts is the node that waited least.
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE / "startup", HERE / "jobs"):
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
     sys.path.append(str(folder))
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from elastic_cluster import Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
@@ -64,7 +64,7 @@ def measure(scheme: str, ranks: int, width: int, agreements: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.elastic_cost", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.elastic_cost", description=__doc__.split("\n")[0])
     parser.add_argument("--agreements", type=int, default=100)
     parser.add_argument("--out", type=Path, help="a JSON file for all of it")
     chosen = parser.parse_args()

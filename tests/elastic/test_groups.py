@@ -17,27 +17,27 @@ from torch.distributed import TCPStore
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.elastic.lanes import Breaker, GlooLinks, Lane, World
-from lightning_hiercomm.elastic.meeting import Meeting, Member
+from lightning_hiercomm.elastic.groups import CircuitBreaker, GlooTransport, InterNodeGroup, NodesWorld
+from lightning_hiercomm.elastic.quorum import Member, Quorum
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.schemes import DiLoCo
 
 
-def meeting_of_two() -> tuple[TCPStore, Meeting]:
+def quorum_of_two() -> tuple[TCPStore, Quorum]:
     """With the store at which its members find each other."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    members = (Member(name, life=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in "ab")
-    return store, Meeting(tuple(members))
+    members = (Member(name, replica_id=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in "ab")
+    return store, Quorum(tuple(members))
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    _store, meeting = meeting_of_two()
+    _store, quorum = quorum_of_two()
 
     def member(index: int) -> tuple[list[float], int, bool]:
         meter, values = Meter(), torch.arange(3.0) * (index + 1)
-        lane = GlooLinks("127.0.0.1", dead_after=20.0).lane(meeting, index, "0", meter)
+        lane = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", meter)
         lane.all_reduce(values).wait()
         lane.close()
         return values.tolist(), meter.snapshot()["inter_bytes"], isinstance(lane, StagedCommunicator)
@@ -49,7 +49,7 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
 def test_what_a_lane_moves_is_counted_once():
     def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
         meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
-        lane = Lane(meter, Breaker(), is_beside=True)
+        lane = InterNodeGroup(meter, CircuitBreaker(), is_beside=True)
         lane.connect(world.connect(rank, meter)([[0, 1]], "inter"))
         lane.all_reduce(tensor).wait()
         lane.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
@@ -64,10 +64,10 @@ def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the
     nodes = [[0, 1], [2]]
 
     def gather(topology):
-        breaker = Breaker()
-        lane = Lane(Meter(), breaker)
+        breaker = CircuitBreaker()
+        lane = InterNodeGroup(Meter(), breaker)
         lane.size, lane.is_open = len(nodes), True
-        world = World(topology.intra, lane if topology.local_rank == 0 else None)
+        world = NodesWorld(topology.intra, lane if topology.local_rank == 0 else None)
         world.reform(nodes, node)
         return world.all_gather_object("own")
 
@@ -86,7 +86,7 @@ def test_a_move_that_is_let_go_is_at_no_moment_one_that_training_should_have_wai
 
     def rank(number: int, world: ThreadWorld) -> None:
         meter = Noting()
-        lane = Lane(meter, Breaker())
+        lane = InterNodeGroup(meter, CircuitBreaker())
         lane.connect(world.connect(number, meter)([[0, 1]], "inter"))
         lane.is_open = True
         handle = lane.exchange([(torch.ones(2), 1 - number)], [(torch.zeros(2), 1 - number)])
@@ -98,9 +98,9 @@ def test_a_move_that_is_let_go_is_at_no_moment_one_that_training_should_have_wai
 
 
 def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
-    _store, meeting = meeting_of_two()
+    _store, quorum = quorum_of_two()
     with pytest.raises(RuntimeError):
-        GlooLinks("127.0.0.1", dead_after=1.0).lane(meeting, 0, "0", Meter())
+        GlooTransport("127.0.0.1", dead_after=1.0).connect_group(quorum, 0, "0", Meter())
 
 
 @pytest.mark.parametrize("dead_after", [0.5, 1.5, 5.0, 20.0])
@@ -109,17 +109,17 @@ def test_who_is_lost_while_nodes_connect_is_waited_for_no_longer_than_between_ag
     """All that is waited for, until it is known who does not answer; the lighthouse misses it at the same time."""
     waited = []
 
-    class Links(GlooLinks):
+    class Transport(GlooTransport):
         def ask(self, address, work, patience=None):
             is_here = not keeps_the_group and not waited
             waited.append(0.0 if is_here else self._set_up.total_seconds() if patience is None else patience)
             if not is_here:
                 raise RuntimeError("does not answer")
 
-    links = Links("127.0.0.1", dead_after)
+    transport = Transport("127.0.0.1", dead_after)
     with pytest.raises(RuntimeError):
-        links.lane(meeting_of_two()[1], 1, "0", Meter())
-    assert links.unreachable(["127.0.0.1:1"])
+        transport.connect_group(quorum_of_two()[1], 1, "0", Meter())
+    assert transport.unreachable(["127.0.0.1:1"])
     assert 0 < sum(waited) <= dead_after + 1.0
 
 
@@ -148,35 +148,35 @@ def read(store):
 @pytest.mark.long("a process imports torch, and its death is missed after a while")
 def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     process, address = node
-    links = GlooLinks("127.0.0.1", dead_after=10.0)
-    assert links.ask(address, read) == b"value"
-    assert not links.unreachable([address])
-    assert links.glance([address, address], "key") == [b"value", b"value"]
-    assert links.glance([address], "other") == [b""]
-    assert GlooLinks("127.0.0.1", dead_after=0.5).glance(["127.0.0.1:9"], "key") == []
+    transport = GlooTransport("127.0.0.1", dead_after=10.0)
+    assert transport.ask(address, read) == b"value"
+    assert not transport.unreachable([address])
+    assert transport.glance([address, address], "key") == [b"value", b"value"]
+    assert transport.glance([address], "other") == [b""]
+    assert GlooTransport("127.0.0.1", dead_after=0.5).glance(["127.0.0.1:9"], "key") == []
     os.kill(process, signal.SIGKILL)
     with pytest.raises(RuntimeError):
-        links.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))
-    assert links.unreachable([address]) == [address]
+        transport.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))
+    assert transport.unreachable([address]) == [address]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(node, is_known):
     """A store's client does, for ever: its connection stands, for the kernel keeps it."""
     process, address = node
-    links = GlooLinks("127.0.0.1", dead_after=0.5)
+    transport = GlooTransport("127.0.0.1", dead_after=0.5)
     if is_known:
-        links.ask(address, read, 10.0)
+        transport.ask(address, read, 10.0)
     os.kill(process, signal.SIGSTOP)
     os.waitpid(process, os.WUNTRACED)  # the signal is sent: its threads may still answer until they are all stopped
     with pytest.raises(RuntimeError, match="does not answer"):
-        links.ask(address, read, 0.2)
-    assert links.unreachable([address]) == [address]
+        transport.ask(address, read, 0.2)
+    assert transport.unreachable([address]) == [address]
     os.kill(process, signal.SIGCONT)
-    assert links.ask(address, read, 30.0) == b"value"
+    assert transport.ask(address, read, 30.0) == b"value"
 
 
-def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(pretended):
+def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(fake_device):
     """Lanes of GPUs pass through the host, so jobs that wait for them are put off until somebody waits for these."""
 
     def work(own) -> list[str]:

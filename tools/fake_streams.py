@@ -41,27 +41,27 @@ def _merge(clock: Clock, other: Clock) -> None:
         clock[number] = max(clock.get(number, 0), reached)
 
 
-class PretendedStream:
+class FakeStream:
     """Does its work in order."""
 
-    def __init__(self, device: PretendedDevice, name: str) -> None:
+    def __init__(self, device: FakeDevice, name: str) -> None:
         self.device, self.name = device, name
         self.number = device.number_of(self)
         self.clock: Clock = {self.number: 0}
 
-    def wait_stream(self, other: PretendedStream) -> None:
+    def wait_stream(self, other: FakeStream) -> None:
         with self.device.lock:
             _merge(self.clock, other.clock)
 
-    def wait_event(self, event: PretendedEvent) -> None:
+    def wait_event(self, event: FakeEvent) -> None:
         with self.device.lock:
             _merge(self.clock, event.clock)
 
 
-class PretendedEvent:
+class FakeEvent:
     """Has happened whenever anybody asks; what it orders is what counts."""
 
-    def __init__(self, device: PretendedDevice, timing: bool) -> None:
+    def __init__(self, device: FakeDevice, timing: bool) -> None:
         self._device = device
         self._timing = timing
         self.made_at = time.perf_counter()
@@ -75,7 +75,7 @@ class PretendedEvent:
     def synchronize(self) -> None:
         self._device.host_waits("an event", self.clock)
 
-    def elapsed_time(self, end: PretendedEvent) -> float:
+    def elapsed_time(self, end: FakeEvent) -> float:
         assert self._timing, "CUDA times only events that were made for it"
         assert end._timing
         return 1e3 * (end.made_at - self.made_at)
@@ -106,12 +106,12 @@ class _Rank:
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name
-        self.current: PretendedStream | None = None
+        self.current: FakeStream | None = None
         self.host: Clock = {}
         self.waits: list[str] = []
 
 
-class PretendedDevice:
+class FakeDevice:
     """All ranks' devices.
 
     Attributes:
@@ -122,7 +122,7 @@ class PretendedDevice:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.trouble: list[str] = []
-        self._streams: list[PretendedStream] = []
+        self._streams: list[FakeStream] = []
         self._memory: dict[int, _Memory] = {}
         self._thread = threading.local()
         self._has: Callable[[torch.device], bool] = lambda device: True
@@ -142,18 +142,18 @@ class PretendedDevice:
         """This thread computes for that of a rank, on its stream, as autograd's for a GPU do."""
         self._thread.rank = rank
 
-    def number_of(self, stream: PretendedStream) -> int:
+    def number_of(self, stream: FakeStream) -> int:
         with self.lock:
             self._streams.append(stream)
             return len(self._streams) - 1
 
-    def current(self) -> PretendedStream:
+    def current(self) -> FakeStream:
         if self._rank.current is None:
-            self._rank.current = PretendedStream(self, f"training of {self._rank.name}")
+            self._rank.current = FakeStream(self, f"training of {self._rank.name}")
         return self._rank.current
 
     @contextmanager
-    def within(self, stream: PretendedStream) -> Iterator[None]:
+    def within(self, stream: FakeStream) -> Iterator[None]:
         before, self._rank.current = self.current(), stream
         try:
             yield
@@ -180,7 +180,7 @@ class PretendedDevice:
                     self._note(f"the host reads what {self._streams[use.stream].name} may not have copied yet")
         return None
 
-    def keep(self, stream: PretendedStream, tensor: Tensor) -> None:
+    def keep(self, stream: FakeStream, tensor: Tensor) -> None:
         with self.lock:
             memory = self._known(tensor)
             if memory is not None:
@@ -206,7 +206,7 @@ class PretendedDevice:
                 for tensor in tensors:
                     self._use(tensor, stream, is_written, operation)
 
-    def _use(self, tensor: Tensor, stream: PretendedStream, writes: bool, operation: str) -> None:
+    def _use(self, tensor: Tensor, stream: FakeStream, writes: bool, operation: str) -> None:
         memory = self._known(tensor)
         if memory is None or not tensor.numel():
             return
@@ -239,7 +239,7 @@ class PretendedDevice:
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current().number, self._rank)
         return memory
 
-    def _free(self, now: PretendedStream) -> None:
+    def _free(self, now: FakeStream) -> None:
         """See what has gone since."""
         expired = torch.UntypedStorage._expired  # what StorageWeakRef asks in the end, a hundred times an operation
         for key in [key for key, memory in self._memory.items() if expired(memory.storage.cdata)]:
@@ -261,7 +261,7 @@ class PretendedDevice:
     # ---- in the place of CUDA ------------------------------------------------------------------------------------
 
     @contextmanager
-    def installed(self, has: Callable[[torch.device], bool] = lambda device: True) -> Iterator[PretendedDevice]:
+    def installed(self, has: Callable[[torch.device], bool] = lambda device: True) -> Iterator[FakeDevice]:
         """Let the package take the CPU, or what ``has`` says, for this device.
 
         Operations of a thread count while it is :meth:`watching`.
@@ -270,10 +270,10 @@ class PretendedDevice:
         with pytest.MonkeyPatch.context() as patch:
             for name, stands_in in {
                 "has": has,
-                "new": lambda device: PretendedStream(self, f"a stream of {threading.current_thread().name}"),
+                "new": lambda device: FakeStream(self, f"a stream of {threading.current_thread().name}"),
                 "current": lambda device: self.current(),
                 "within": self.within,
-                "mark": lambda device, timing=False: PretendedEvent(self, timing),
+                "mark": lambda device, timing=False: FakeEvent(self, timing),
                 "synchronize": lambda device: self.host_waits("everything", self.current().clock),
                 "keep_for": lambda stream, *tensors: [self.keep(stream, tensor) for tensor in tensors],
                 "host_memory": lambda tensor: self.lies_on_host(torch.empty_like(tensor, device="cpu")),
@@ -301,7 +301,7 @@ def _modes() -> list[Any]:
 
 
 class _Watching(TorchDispatchMode):
-    def __init__(self, device: PretendedDevice) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self._device = device
         self._rank = device._rank
