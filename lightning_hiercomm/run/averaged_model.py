@@ -193,7 +193,7 @@ class AveragedModel:
         self._remember_own()
         if any(own is not None for own in self._own):
             # who was let in by the agreement before is not healed yet, and this one sends it away
-            self._topology.synchronize(self._agree, admits=all(scheme.may_be_copied for scheme in self._schemes))
+            self._topology.synchronize(self._agree, admits=all(map(_may_be_copied, self._schemes)))
         self._replicas.have_written()
 
     def _remember_own(self) -> None:
@@ -424,3 +424,8 @@ class AveragedModel:
                 ShardedAllReduce(whole, self._topology)()
                 self._replicas.have_written()
         self.average(self._differing_others())
+
+
+def _may_be_copied(scheme: RunningScheme[Scheme]) -> bool:
+    """Return whether a joining node may begin with a copy of this one's parameters: nothing is pending."""
+    return scheme.config.requirements.begins_with_copy and scheme.state.is_settled

@@ -246,7 +246,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             hang_timeout=hang_timeout,
             bucket_mb=bucket_mb,
         )
-        if reason := settings.scheme.profile.needs_whole_parameters:
+        if reason := settings.scheme.requirements.needs_whole_parameters:
             raise ValueError(reason)
         self._configure(settings)
         self._gradients: ShardedGradients | None = None

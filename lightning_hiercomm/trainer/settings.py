@@ -139,7 +139,7 @@ class Settings:
                 f"wire_raw=True sends parameters themselves, of which wire_dtype={wire_dtype!r} would drop most: leave"
                 " wire_raw out, or use 'bfloat16'"
             )
-        if average_optimizer_state and not scheme.profile.can_average_optimizer_state:
+        if average_optimizer_state and not scheme.requirements.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
                 " agree on all that they hold: leave it out, or use PeriodicAveraging"

@@ -238,7 +238,7 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, l
     run = fit_alone(tmp_path, Quadratic(), Looks())
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", ports[0]), 5.0)
-    assert run.strategy.schemes[0].steps > 0
+    assert run.strategy.schemes[0].state.steps > 0
 
 
 def test_a_supervisor_sees_that_a_node_which_was_told_to_leave_has_not_come_to_the_end(tmp_path, lighthouse):

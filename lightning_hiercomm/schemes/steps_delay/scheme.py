@@ -16,7 +16,6 @@ from torch.optim import SGD, Optimizer
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.health.verification import words_of
 from lightning_hiercomm.schemes.in_place_of_step import Update
@@ -28,8 +27,8 @@ from lightning_hiercomm.schemes.optimizer_state import (
     releases_gradients,
     wraps_another,
 )
-from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.steps_delay.rules import (
     LOCAL_RULES,
     LocalRule,
@@ -158,19 +157,11 @@ class StepsDelay(Scheme):
         return RunningStepsDelay(self, context)
 
     @property
-    def profile(self) -> Profile:
-        phase = (
-            f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}: warm up until learning rates are"
-            " low, with a cosine for 0.8 of the run."
-        )
+    def requirements(self) -> Requirements:
         return replace(
-            super().profile,
+            super().requirements,
             needs_whole_parameters=f"{type(self).__name__} keeps the model on servers of its own: use"
             " HierarchicalStrategy, or another scheme",
-            shares_optimizer_state=True,
-            drift=self.delay + 1,
-            first_phase=phase if self.warmup_steps else None,
-            period=self.delay,
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -179,9 +170,6 @@ class StepsDelay(Scheme):
                 f"StepsDelay(warmup_steps={self.warmup_steps}) trains synchronously that long, but the run ends after"
                 f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={self.delay}."
             )
-
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        return AllReduce() if self.warmup_steps else self
 
     @property
     def rule(self) -> LocalRule:
@@ -203,9 +191,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)
-        self._check(self.required_optimizer)
+        self._check(self._required_optimizer)
         self._beside = self.topology.duplicate() if self.topology.num_nodes > 1 else self.topology
-        self._background = self.background()
+        self._background = self._new_background()
         self._server = self._new_server({})  # none on one node
         self._disagreement = Disagreement()
         self._delayed_steps = 0  # u
@@ -236,7 +224,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             return None
         server = ShardedServer(
             self.replica.parameters,
-            self.required_optimizer,
+            self._required_optimizer,
             self.topology,
             self._beside.inter,
             self._background,
@@ -273,7 +261,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._was_warming_up = self.phase == "warm-up"
         server = self._server  # not before: a hook that saves may have begun another one
         assert server is not None
-        self._iterate(server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.steps))
+        self._iterate(
+            server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
+        )
 
     def _make_dense(self) -> None:
         """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""
@@ -292,13 +282,13 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def after_step(self, last: bool) -> None:
         if self._server is not None and self._was_warming_up:
-            self.unsynchronized_steps = 0
+            self.state.unsynchronized_steps = 0
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
         state = {} if self._server is None else self._whole_optimizer_state(self._server, only_on=0)
         super().finish()
-        self.required_optimizer.state.update(state)
+        self._required_optimizer.state.update(state)
         self._holds_final_weights = True
 
     # ---- the method ----------------------------------------------------------------------------------------------
@@ -316,7 +306,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         hyperparameters = server.hyperparameters()
         self._take_over_what_was_written(server)
         if pulls:
-            self.guard.verify(self.steps)  # first: a fault that makes one rank differ is to be named as such
+            self.guard.verify(self.state.steps)  # first: a fault that makes one rank differ is to be named as such
             self._refuse_what_was_written()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
@@ -340,9 +330,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self._left = self._bits()
         self._shown = None
         if has_arrived:
-            self.unsynchronized_steps = 0
+            self.state.unsynchronized_steps = 0
         if is_warming_up or has_arrived:
-            self.synchronizations += 1
+            self.state.synchronizations += 1
 
     def _take_over_what_was_written(self, server: ShardedServer) -> None:
         """Let the server take what somebody wrote to the weights since the last step; after the warm-up, remember it.
@@ -387,7 +377,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if not has_gradient and arrived is None:
             return
         settings = self._rule_settings(section)
-        is_ascent = self.required_optimizer.param_groups[section.group].get("maximize")
+        is_ascent = self._required_optimizer.param_groups[section.group].get("maximize")
         samples: list[Tensor] = []
         offset = 0
         for part, state in zip(self._parts[index], self._rule_state[index], strict=True):
@@ -422,7 +412,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def _rule_settings(self, section: Section) -> dict[str, Any]:
         """What the local rule gets besides tensors."""
-        group = self.required_optimizer.param_groups[section.group]
+        group = self._required_optimizer.param_groups[section.group]
         learning_rate = float(group["lr"])
         return {
             "learning_rate": learning_rate,
@@ -463,27 +453,24 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             return
         self._take_over_what_was_written(server)
         if self._left is not None:
-            self.guard.verify(self.steps)
+            self.guard.verify(self.state.steps)
             self._refuse_what_was_written()
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers, self.steps)
+        self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
         self._shown = self._bits()
 
     @property
     def is_synchronized(self) -> bool:
         if self._server is None or self._holds_final_weights:
             return True
-        return self.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
+        return self.state.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
     @property
     def phase(self) -> str:  # type: ignore[override]
-        return "warm-up" if self.steps < self.config.warmup_steps else "delay"
-
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        return AllReduce() if self.phase == "warm-up" else self.config
+        return "warm-up" if self.state.steps < self.config.warmup_steps else "delay"
 
     def scalars(self) -> dict[str, float]:
         """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
@@ -504,8 +491,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if self._server is None or self._holds_final_weights:
             return super().optimizer_state(only_on)
         whole = self._whole_optimizer_state(self._server, only_on)
-        state = self.required_optimizer.state_dict()
-        parameters = dict.fromkeys(p for group in self.required_optimizer.param_groups for p in group["params"])
+        state = self._required_optimizer.state_dict()
+        parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
         return state
 
