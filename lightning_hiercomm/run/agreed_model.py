@@ -15,6 +15,7 @@ from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
+from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.carriers.mean import Average
@@ -54,30 +55,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain(tensor).contiguous().view(-1).view(torch.uint8)
 
 
-@dataclass
-class _Watched:
-    """Parameters that hooks may write to while the module holds the averaged ones.
-
-    Attributes:
-        parameters: The same ones on all ranks.
-        prints: Checksums of what they held at first.
-        before: Where nodes come and go, copies of what they held.
-    """
-
-    parameters: Sequence[Tensor]
-    prints: Tensor
-    before: Sequence[Tensor]
-
-    def are_written(self) -> Tensor:
-        """Whether each parameter has other bits now, as integers."""
-        return (_prints_of(self.parameters, self.prints.device) != self.prints).int()
-
-
-def _prints_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    prints = [print_of(local(parameter)).to(device) for parameter in parameters]
-    return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64, device=device)
-
-
 class AgreedModel:
     """Puts the agreed parameters into the module, and this rank's own ones back.
 
@@ -110,7 +87,8 @@ class AgreedModel:
         self._own_others: list[tuple[Tensor, _Own]] = []  # of those in which no scheme has anything to do
         self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
         self._depth = 0
-        self._watched: _Watched | None = None
+        self._watched: tuple[dict[str, Tensor], Checksums] | None = None
+        self._before: dict[str, Tensor] = {}  # copies of watched parameters, where nodes come and go
         self.is_left_out = False
         self.barrier: Callable[[], None] = lambda: None
         self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
@@ -324,7 +302,7 @@ class AgreedModel:
                         own.put_back(tensor)
                 for tensor, values in self._sick:
                     tensor.copy_(values)
-            self._own, self._own_others, self._sick, self._watched = [], [], [], None
+            self._own, self._own_others, self._sick, self._watched, self._before = [], [], [], None, {}
             self._replicas.have_written()
 
     def drop_own(self) -> None:
@@ -333,7 +311,7 @@ class AgreedModel:
 
     def forget(self) -> None:
         """The run is over, perhaps while somebody was looking: what the module holds now stays in it."""
-        self._depth, self._own, self._own_others, self._sick, self._watched = 0, [], [], [], None
+        self._depth, self._own, self._own_others, self._sick, self._watched, self._before = 0, [], [], [], None, {}
 
     # ---- what is written while a validation looks at it ------------------------------------------------------------
 
@@ -347,28 +325,28 @@ class AgreedModel:
         """Store checksums of the module's parameters, to find later those that hooks have written to."""
         self._replicas.have_written()  # or they may be gathered ones
         named = self._replicas.module.named_parameters()
-        parameters = [parameter for name, parameter in named if name not in self._replicas.per_rank]
-        prints = _prints_of(parameters, self._replicas.device)
-        before = [local(parameter).detach().clone() for parameter in parameters] if self._topology.may_grow else []
-        self._watched = _Watched(parameters, prints, before)
+        parameters: dict[str, Tensor] = {n: p for n, p in named if n not in self._replicas.per_rank}
+        self._watched = parameters, Checksums(parameters)
+        self._before = {n: local(p).detach().clone() for n, p in parameters.items()} if self._topology.may_grow else {}
 
     @torch.no_grad()
-    def written(self) -> list[Tensor]:
-        """The parameters that were written to, on any rank, since :meth:`watch`. Collective.
+    def written(self) -> dict[str, Tensor]:
+        """The parameters, by name, that were written to, on any rank, since :meth:`watch`. Collective.
 
         Where nodes come and go, those of this rank; they get back what they held.
         """
-        watched = self._watched
-        assert watched is not None
+        assert self._watched is not None
+        parameters, checksums = self._watched
         self._replicas.have_written()
-        flags = watched.are_written()
-        if not self._topology.may_grow and flags.numel():
-            self._topology.world.all_reduce(flags, op="max").wait()
-        written = [place for place, flag in enumerate(flags.tolist()) if flag]
+        changed = Checksums(parameters).changed_since(checksums)
         if self._topology.may_grow:
-            for place in written:
-                local(watched.parameters[place]).copy_(watched.before[place])
-        return [watched.parameters[place] for place in written]
+            for name in changed:
+                local(parameters[name]).copy_(self._before[name])
+            return {name: parameters[name] for name in changed}
+        flags = torch.tensor([int(name in changed) for name in parameters], device=self._replicas.device)
+        if parameters:
+            self._topology.world.all_reduce(flags, op="max").wait()
+        return {name: parameters[name] for name, flag in zip(parameters, flags.tolist(), strict=True) if flag}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
