@@ -523,7 +523,7 @@ class TrainingRun:
             self.averaged_model.compare_shapes()
             scheme.synchronize()
             # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
-            self.averaged_model.average_moved(
+            self.averaged_model.average_differing(
                 [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)]
             )
             replica = self.replicas.of(optimizer)
