@@ -23,6 +23,7 @@ from lightning_hiercomm import (
     Full,
     Gossip,
     Graph,
+    Health,
     HeterogeneousBatches,
     PeriodicAveraging,
     RandomPermutation,
@@ -30,6 +31,7 @@ from lightning_hiercomm import (
     Scheme,
     StepsDelay,
     Topology,
+    Transport,
 )
 from lightning_hiercomm.pytorch_lightning._second_tree import SecondTreeFinder
 
@@ -70,6 +72,7 @@ __all__ = [
     "Full",
     "Gossip",
     "Graph",
+    "Health",
     "HeterogeneousBatches",
     "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
@@ -80,6 +83,7 @@ __all__ = [
     "Scheme",
     "StepsDelay",
     "Topology",
+    "Transport",
 ]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)

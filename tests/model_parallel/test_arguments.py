@@ -42,8 +42,8 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
         ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
-        ({"elastic": "10.0.0.1:29510"}, r"whole state.* take HierarchicalStrategy\(elastic=\.\.\.\) .* checkpoints"),
-        ({"elastic": Elastic()}, "a newcomer is healed by a whole state"),
+        ({"elastic": "10.0.0.1:29510"}, r"whole state.* use HierarchicalStrategy\(elastic=\.\.\.\) .* checkpoints"),
+        ({"elastic": Elastic()}, "a recovering node receives the whole state"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_starts(arguments, message):

@@ -637,7 +637,7 @@ def test_bad_arguments_are_refused_by_name():
         HierarchicalFabricStrategy(DASO(monitor="val_loss"))
     with pytest.raises(ValueError, match="scheme='telepathy' is unknown"):
         HierarchicalFabricStrategy("telepathy")
-    with pytest.raises(TypeError, match="timeout=30 must be a timedelta"):
+    with pytest.raises(TypeError, match="timeout=30 must be timedelta"):
         HierarchicalFabricStrategy(timeout=30)
     with pytest.raises(
         ValueError, match=r"the loop is yours.* take a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"
