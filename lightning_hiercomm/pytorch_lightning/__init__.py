@@ -15,7 +15,6 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Str
 import lightning_hiercomm
 from lightning_hiercomm import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     DirectedExponential,
@@ -25,6 +24,7 @@ from lightning_hiercomm import (
     Graph,
     Health,
     HeterogeneousBatches,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -63,7 +63,6 @@ else:
 
 __all__ = [
     "DASO",
-    "Agreement",
     "AllReduce",
     "CommunicationMonitor",
     "DiLoCo",
@@ -77,6 +76,7 @@ __all__ = [
     "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
+    "ParameterSync",
     "PeriodicAveraging",
     "RandomPermutation",
     "Ring",

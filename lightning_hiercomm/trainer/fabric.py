@@ -46,12 +46,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
                 fabric.backward(loss_of(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-            with strategy.agreed_model():
+            with strategy.averaged_model():
                 validate(model)
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
 
     A strategy cannot see where a loop begins and ends: iterate over :meth:`epochs`. Until its end the ranks hold
-    different parameters. Validate inside :meth:`agreed_model`; ``fabric.save`` saves the averaged parameters. All of
+    different parameters. Validate inside :meth:`averaged_model`; ``fabric.save`` saves the averaged parameters. All of
     these are collective: every rank calls them, like ``fabric.save``.
 
     The strategy in the saved dictionary is optional. It stands for the schemes' schedule: the steps taken, DASO's
@@ -68,7 +68,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     _unsupported: ClassVar[Mapping[str, str]] = {
         "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
-        "evaluate": "the loop is yours: validate inside `with strategy.agreed_model():`, or outside of it",
+        "evaluate": "the loop is yours: validate inside `with strategy.averaged_model():`, or outside of it",
         "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
         "elastic": (
             "the loop is yours, so the strategy cannot lead a joining node to where the others are in it: take a"
@@ -151,11 +151,11 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         self.finish()
 
     @contextmanager
-    def agreed_model(self) -> Iterator[None]:
+    def averaged_model(self) -> Iterator[None]:
         """Inside, every rank's modules hold the averaged parameters; afterwards each rank's own again. Collective."""
         with ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(module.agreed_model())
+                stack.enter_context(module.averaged_model())
             yield
 
     def finish(self) -> None:
@@ -163,7 +163,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         for run in self._runs:
             run.finish()
         for module in self._modules:
-            module.agreed_model.average_module()
+            module.averaged_model.average_module()
         for run in self._runs:
             run.remember_values()
 
@@ -344,9 +344,9 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         for run in self._runs:
             if goes_on and not run.has_finished:  # the program left the loop before, by `break`
                 run.finish()
-                run.agreed_model.average_module()
+                run.averaged_model.average_module()
                 run.remember_values()
-            run.agreed_model.compare_shapes()
+            run.averaged_model.compare_shapes()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
                 broadcast_values(tensors_without(run.module, run.replicas.per_rank), self._topology.world)
                 run.begin_from_module()
@@ -397,7 +397,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.agreed_model():
+        with self.averaged_model():
             self._is_saving = True
             try:
                 super().save_checkpoint(*args, **kwargs)

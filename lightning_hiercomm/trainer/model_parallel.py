@@ -188,15 +188,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
     :class:`~lightning_hiercomm.trainer.model_parallel.NodeModelParallelStrategy`. ``scheme="daso"`` is
-    ``DASO(exchange="sharded")``.
+    ``DASO(reducer="sharded")``.
 
     Raises:
-        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(exchange="rotating")``,
+        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``,
             ``Gossip(hierarchical=False)``, ``gradients="none"``.
     """
 
     strategy_name = "hierarchical_model_parallel"
-    _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = {**SCHEMES, "daso": partial(DASO, exchange="sharded")}
+    _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = {**SCHEMES, "daso": partial(DASO, reducer="sharded")}
     _unsupported: ClassVar[Mapping[str, str]] = {
         "batches": "HeterogeneousBatches needs whole parameters on every rank: use HierarchicalStrategy",
         "average_optimizer_state": "optimizer state that is sharded inside a node stays with its node: leave it out",
