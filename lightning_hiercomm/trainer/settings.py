@@ -8,8 +8,9 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
@@ -60,8 +61,12 @@ class Settings:
     health: Health = Health()
     transport: Transport = Transport()
     elastic: Elastic | None = None
+    unsupported: InitVar[Mapping[str, str]] = MappingProxyType({})
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, unsupported: Mapping[str, str]) -> None:
+        for name, value in self.changed().items():
+            if name in unsupported:
+                raise ValueError(f"{name}={value!r}: {unsupported[name]}")
         scheme, sizes = self.scheme, self.ranks_per_node
         _warn_of_kept_arguments(scheme)
         if self.transport.inter_node == "mpi":
@@ -236,10 +241,8 @@ class HierarchicalArguments:
             health=health,
             transport=transport,
             elastic=Elastic.of(elastic),
+            unsupported=self._unsupported,
         )
-        for name, value in self._settings.changed().items():
-            if name in self._unsupported:
-                raise ValueError(f"{name}={value!r}: {self._unsupported[name]}")
         super().__init__(**kwargs)
         self._configure()
 
