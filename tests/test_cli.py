@@ -93,11 +93,11 @@ trainer:
       scheme:
         class_path: lightning_hiercomm.ParameterSync
         init_args:
-          when:
+          schedule:
             class_path: lightning_hiercomm.schemes.Every
             init_args:
               period: 5
-          through:
+          reducer:
             class_path: lightning_hiercomm.RandomPermutation
           merge:
             class_path: lightning_hiercomm.schemes.OuterOptimizer
@@ -236,7 +236,7 @@ def outer_optimizer(scheme, world):
 def test_a_sentence_of_words_from_yaml(strategy):
     scheme = strategy(NOLOCO).scheme
     assert scheme.schedule == Every(5)
-    assert isinstance(scheme.through, RandomPermutation)
+    assert isinstance(scheme.reducer, RandomPermutation)
     assert copy.deepcopy(scheme).merging.keep_local == 0.0
 
 

@@ -141,7 +141,9 @@ def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
     assert Sized([], {}, set()) == Sized([], {}, set())
 
 
-@pytest.mark.parametrize("hook", ["after_step", "step", "shared_state", "phase", "average", "attach", "has_update"])
+@pytest.mark.parametrize(
+    "hook", ["after_step", "step", "shared_state", "phase", "average", "attach", "open", "has_update"]
+)
 def test_a_hook_that_would_never_be_called_is_refused_and_said_to_belong_to_what_runs(hook):
     # schemes of one's own were one class once
     with pytest.raises(TypeError, match=rf"Mine\.{hook} is of what runs, .*RunningParameterSync.*Mine\.build"):
