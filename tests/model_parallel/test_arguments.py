@@ -76,7 +76,7 @@ def test_the_strategy_has_a_name_and_stands_before_lightnings():
     assert "hierarchical_model_parallel" in StrategyRegistry
     strategy = pickle.loads(pickle.dumps(HierarchicalModelParallelStrategy("daso")))
     assert isinstance(strategy, ModelParallelStrategy)
-    assert strategy.scheme.exchange == "sharded"
+    assert strategy.scheme.reducer == "sharded"
     assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0, "nonfinite": 0.0}
 
 
