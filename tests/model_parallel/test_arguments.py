@@ -42,7 +42,7 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
         ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
-        ({"elastic": "10.0.0.1:29510"}, r"whole state.* use HierarchicalStrategy\(elastic=\.\.\.\) .* checkpoints"),
+        ({"elastic": "10.0.0.1:29510"}, r"whole state.* use HierarchicalStrategy\(elastic=\.\.\.\).* checkpoints"),
         ({"elastic": Elastic()}, "a recovering node receives the whole state"),
     ],
 )
