@@ -176,7 +176,7 @@ def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(
     assert transport.ask(address, read, 30.0) == b"value"
 
 
-def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(pretended):
+def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(fake_device):
     """Lanes of GPUs pass through the host, so jobs that wait for them are put off until somebody waits for these."""
 
     def work(own) -> list[str]:
