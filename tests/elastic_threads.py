@@ -165,12 +165,12 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_agreed or self.scheme.config.profile.begins_with_copy):
+        if not (self.scheme.is_synchronized or self.scheme.config.profile.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.schedule(), "unagreed_steps": self.scheme.unagreed_steps},
+            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.unsynchronized_steps},
         }
 
     def join(self) -> bool:

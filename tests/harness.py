@@ -24,8 +24,8 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.care import Policy
 from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.guard import Policy
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]
@@ -211,7 +211,7 @@ class Rank:
     def agreed(self) -> Tensor:
         """The agreed values; the rank's own are put back."""
         snapshot = self.scheme.replica.snapshot()
-        self.scheme.agree()
+        self.scheme.synchronize()
         values = self.values
         self.looks.append(values.tolist())
         self.scheme.replica.restore(snapshot)

@@ -37,7 +37,6 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     DirectedExponential,
@@ -46,6 +45,7 @@ from lightning_hiercomm.schemes import (
     Gossip,
     Graph,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Replace,
@@ -132,7 +132,7 @@ class Combination:
         state: Whether the optimizer's state is averaged, too.
         policy: ``on_nonfinite``.
         sick: Step and rank of a gradient that is NaN.
-        thaw: Before which step a parameter that was frozen is trained.
+        unfreeze: Before which step a parameter that was frozen is trained.
         freeze: Before which step one is frozen.
         again: Before which step that one is trained again.
         clamp: What a program lets weights be at most, by a write between two steps.
@@ -161,7 +161,7 @@ class Combination:
     state: bool = False
     policy: str = "ignore"
     sick: tuple[int, int] | None = None
-    thaw: int | None = None
+    unfreeze: int | None = None
     freeze: int | None = None
     again: int | None = None
     clamp: float | None = None
@@ -204,17 +204,17 @@ class Combination:
             if name in arguments:
                 chosen: Any = table.get(arguments[name])
                 arguments[name] = chosen() if name == "graph" else chosen
-        for name in ("what", "fragments", "segments"):
+        for name in ("fragments", "segments"):
             if isinstance(arguments.get(name), tuple):
                 arguments[name] = list(arguments[name])
         if arguments.get("local_update") == "with memory":
             arguments["local_update"] = _with_memory
-        if self.scheme == "agreement":
-            arguments["through"] = (
-                _GRAPHS[arguments["through"]]() if arguments["through"] in _GRAPHS else arguments["through"]
+        if self.scheme == "parameter_sync":
+            arguments["reducer"] = (
+                _GRAPHS[arguments["reducer"]]() if arguments["reducer"] in _GRAPHS else arguments["reducer"]
             )
-            kind, period = arguments["when"]
-            arguments["when"] = Staggered(period) if kind == "staggered" else Every(period, kind)
+            kind, period = arguments["schedule"]
+            arguments["schedule"] = Staggered(period) if kind == "staggered" else Every(period, kind)
             keep = arguments.pop("keep_local", 0.0)
             scheduler = arguments.pop("outer_scheduler", None)
             if arguments["merge"] in _OUTER:
@@ -260,9 +260,9 @@ class Combination:
 
     def frozen_at(self, step: int) -> list[str]:
         """Names of the parameters that are not trained in a step."""
-        thawed = self.thaw is None or step >= self.thaw
+        unfrozen = self.unfreeze is None or step >= self.unfreeze
         frozen = self.freeze is not None and self.freeze <= step < (self.total if self.again is None else self.again)
-        return [*([] if thawed else ["b"]), *(["a"] if frozen else [])]
+        return [*([] if unfrozen else ["b"]), *(["a"] if frozen else [])]
 
 
 _SCHEMES: dict[str, Callable[..., Scheme]] = {
@@ -272,7 +272,7 @@ _SCHEMES: dict[str, Callable[..., Scheme]] = {
     "steps_delay": StepsDelay,
     "gossip": Gossip,
     "diloco": DiLoCo,
-    "agreement": Agreement,
+    "parameter_sync": ParameterSync,
 }
 
 
@@ -287,7 +287,9 @@ def drawn(number: int) -> Combination:
     nodes = _NODES[name]
     epochs, steps = draw.randint(1, 3), draw.randint(3, 8)
     total = epochs * steps
-    kind = draw.choice(["all_reduce", "periodic", "daso", "steps_delay", "gossip", "diloco", "agreement", "agreement"])
+    kind = draw.choice(
+        ["all_reduce", "periodic", "daso", "steps_delay", "gossip", "diloco", "parameter_sync", "parameter_sync"]
+    )
     arguments = _arguments(kind, draw, len(nodes))
     ranks = sum(map(len, nodes))
     wire = draw.choice([None, None, None, "float32", "bfloat16", "float16", "int8", "int4"])
@@ -318,7 +320,7 @@ def drawn(number: int) -> Combination:
     if kind == "periodic" or (kind == "daso" and combination.argument("staleness") == 0):
         combination = replace(combination, state=chance(0.3))
     if chance(0.2):
-        combination = replace(combination, thaw=draw.randrange(1, total))
+        combination = replace(combination, unfreeze=draw.randrange(1, total))
     if chance(0.15):
         freeze = draw.randrange(1, total)
         again = draw.randrange(freeze + 1, total) if freeze + 1 < total and chance(0.5) else None
@@ -372,7 +374,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "warmup_epochs": draw.choice([0, 0, 1]),
             "cooldown_epochs": draw.choice([0, 0, 1]),
             "merge": draw.choice(["eq1", "delta"]),
-            "exchange": draw.choice(["rotating", "sharded"]),
+            "reducer": draw.choice(["leader", "sharded"]),
             "adapt": adapts,
             "threshold": draw.choice([0.0, 0.05]),
             "patience": draw.randint(0, 1),
@@ -409,20 +411,20 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "keep_local": draw.choice([None, 0.0, 0.5]),
             "gradients": gradients,
         }
-    if kind == "agreement":
-        what = draw.choice([1, 2, 3, *_NAMED_PARTS])
+    if kind == "parameter_sync":
+        fragments = draw.choice([1, 2, 3, *_NAMED_PARTS])
         name, period = draw.choice(["run", "epoch", "staggered"]), draw.randint(1, 5)
-        when = Staggered(period) if name == "staggered" else Every(period, name)
+        schedule = Staggered(period) if name == "staggered" else Every(period, name)
         merge = draw.choice(["replace", "eq1", "delta", *_OUTER])
-        through = draw.choice(["mean", "mean", "rotating", *_GRAPHS])
+        reducer = draw.choice(["sharded", "sharded", "leader", *_GRAPHS])
         return {
-            "when": (name, period),
-            "what": what,
-            "through": "mean" if (merge in _OUTER and through == "rotating") or through == "unfair" else through,
+            "schedule": (name, period),
+            "fragments": fragments,
+            "reducer": "sharded" if (merge in _OUTER and reducer == "leader") or reducer == "unfair" else reducer,
             "merge": merge,
             "keep_local": draw.choice([0.0, 0.5]) if merge in ("replace", *_OUTER) else 0.0,
             "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]) if merge in _OUTER else None,
-            "staleness": draw.randint(0, when.longest_staleness(what if isinstance(what, int) else 3)),
+            "staleness": draw.randint(0, schedule.longest_staleness(fragments if isinstance(fragments, int) else 3)),
             "gradients": gradients,
         }
     return {}
@@ -434,9 +436,9 @@ def goes_together(c: Combination) -> bool:
         return False  # refused: GLU needs SGD
     if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
         return False  # refused: a server gets gradients
-    if c.scheme == "agreement" and c.argument("through") == "unfair":
+    if c.scheme == "parameter_sync" and c.argument("reducer") == "unfair":
         return False  # refused: only Gossip keeps weights
-    parts = c.argument("fragments", c.argument("what", 1))
+    parts = c.argument("fragments", 1)
     if c.dtype in _DTYPES and c.argument("staleness") and isinstance(parts, int) and parts > 1:
         return False  # may be refused: parts are of one type, so there may be more, and each is due earlier
     if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
@@ -453,11 +455,11 @@ def goes_together(c: Combination) -> bool:
         return False  # then all nodes skip
     if c.sick is not None and c.policy == "ignore":
         return False  # then a NaN reaches everybody
-    parts = c.argument("what", c.argument("fragments"))
+    parts = c.argument("fragments")
     if isinstance(parts, int) and c.dtype in _DTYPES and c.argument("staleness"):
         most = parts + len(set(_DTYPES[c.dtype])) - 1  # one more for each further type
-        period = c.argument("sync_every") or c.argument("when")[1]
-        staggered = c.scheme == "diloco" or c.argument("when")[0] == "staggered"
+        period = c.argument("sync_every") or c.argument("schedule")[1]
+        staggered = c.scheme == "diloco" or c.argument("schedule")[0] == "staggered"
         if staggered and c.argument("staleness") > Staggered(period).longest_staleness(most):
             return False  # refused: one exchange is in flight at a time
     return True
@@ -575,7 +577,7 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
         topology.set_weights(c.weights_at(step))
     for half, seen in zip(halves, told, strict=True):
         if step and c.frozen_at(step) != c.frozen_at(step - 1):
-            _thaw(half, c.frozen_at(step))
+            _unfreeze(half, c.frozen_at(step))
         names = [name for name, p in half.module.named_parameters() if p.requires_grad]
         target = flattened([_target(topology.rank, name, step) for name in names])
 
@@ -598,7 +600,7 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
             seen.looks[step] = half.agreed().double()
 
 
-def _thaw(half: Rank, frozen: Sequence[str]) -> None:
+def _unfreeze(half: Rank, frozen: Sequence[str]) -> None:
     changed = False
     for name, parameter in half.module.named_parameters():
         changed |= parameter.requires_grad == (name in frozen)
@@ -606,7 +608,7 @@ def _thaw(half: Rank, frozen: Sequence[str]) -> None:
         if name in frozen:
             parameter.grad = None
     if changed:
-        half.scheme.agree()
+        half.scheme.synchronize()
         half.scheme.follow(half.replica())
 
 
@@ -798,37 +800,37 @@ class Reference:
 
 
 class Averaging(Reference):
-    """Agreement in all its words, periodic averaging, DASO and DiLoCo."""
+    """ParameterSync in all its compositions, periodic averaging, DASO and DiLoCo."""
 
     def begin(self) -> None:
         c, args = self.c, dict(self.c.arguments)
-        self.through = args.get("through", "mean")
+        self.reducer = args.get("reducer", "sharded")
         self.merge = args.get("merge", "replace")
         self.staleness = args.get("staleness", 0)
         self.keep = args.get("keep_local")
         if self.keep is None:
             self.keep = 0.5 if c.scheme == "diloco" and self.staleness else 0.0
         self.gradients_kind = args.get("gradients", "node")
-        self.what = args.get("what", args.get("fragments", 1))
+        self.fragments = args.get("fragments", 1)
         if c.scheme == "diloco":
-            self.merge, self.when = args["outer_optimizer"], ("staggered", args["sync_every"])
-        elif c.scheme == "agreement":
-            self.when = args["when"]
+            self.merge, self.schedule = args["outer_optimizer"], ("staggered", args["sync_every"])
+        elif c.scheme == "parameter_sync":
+            self.schedule = args["schedule"]
         else:
-            self.when = ("epoch", args["sync_every"])
+            self.schedule = ("epoch", args["sync_every"])
         self.is_alone = len(self.nodes) == 1 and (self.gradients_kind == "node" or len(self.nodes[0]) == 1)
         for _, dropped, *_ in getattr(self, "flying", ()):  # whose outer steps count all the same
             self.end_round(dropped)
-        self.parts = self.pieces(self.what)
+        self.parts = self.pieces(self.fragments)
         self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors], int]] = []
         if not hasattr(self, "period"):
             self.parts_sent = 0
-            self.period, self.best, self.bad, self.outer_factor = self.when[1], math.inf, 0, 1.0
+            self.period, self.best, self.bad, self.outer_factor = self.schedule[1], math.inf, 0, 1.0
             self.outer: dict[int, dict[str, Tensor]] = {}  # what outer optimizers know, of all elements
         elif c.scheme == "daso":
             self.staleness = self.stale_now
         self.stale_now = self.staleness
-        self.anchors: dict[int, list[Tensor]] = {}
+        self.references: dict[int, list[Tensor]] = {}
         places = dict(
             zip(
                 self.shapes,
@@ -840,16 +842,16 @@ class Averaging(Reference):
         )
         self.places = flattened([places[name] for name in self.names]).long()
         if self.merge in _OUTER:
-            for node in range(len(self.nodes) if self.through in _GRAPHS else 1):
+            for node in range(len(self.nodes) if self.reducer in _GRAPHS else 1):
                 x = self.x[self.nodes[node][0]]
-                self.anchors[node] = [x[part].clone() for part in self.parts]
+                self.references[node] = [x[part].clone() for part in self.parts]
                 for of_all in self.outer.setdefault(node, {}).values():  # what is not trained is forgotten
                     kept = of_all[self.places].clone()
                     of_all.zero_()[self.places] = kept
 
     def outer_step(self, node: int, part: int, gradient: Tensor) -> None:
         """Move a node's last agreed values, each element for itself."""
-        places, anchor = self.places[self.parts[part]], self.anchors[node][part]
+        places, reference = self.places[self.parts[part]], self.references[node][part]
         held = self.outer[node]
 
         def new(name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -861,16 +863,16 @@ class Averaging(Reference):
             t = new("steps", lambda steps: steps + 1)
             first = new("first", lambda moment: 0.9 * moment + 0.1 * gradient) / (1 - 0.9**t)
             second = new("second", lambda moment: 0.999 * moment + 0.001 * gradient**2) / (1 - 0.999**t)
-            anchor -= self.outer_factor * 0.1 * first / (second.sqrt() + 0.1)
+            reference -= self.outer_factor * 0.1 * first / (second.sqrt() + 0.1)
             return
         rate, momentum = {"nesterov": (0.7, 0.9), "sgd": (1.0, 0.0), "momentum": (0.5, 0.5)}[self.merge]
         buffer = new("buffer", lambda buffer: momentum * buffer + gradient)
         direction = gradient + momentum * buffer if self.merge == "nesterov" else buffer
-        anchor -= self.outer_factor * rate * direction
+        reference -= self.outer_factor * rate * direction
 
     def due(self, step: int, in_epoch: int) -> list[int]:
         """The parts on which nodes agree after a step."""
-        kind, period = self.when
+        kind, period = self.schedule
         if period is None:
             return []
         step -= min(self.c.synchronous_steps, self.c.total)
@@ -882,13 +884,13 @@ class Averaging(Reference):
     def means(self, values: Vectors, part: int) -> Vectors:
         """For every node: with whom it takes the mean of a part."""
         cut = {r: v[self.parts[part]] for r, v in values.items()}
-        if self.through not in _GRAPHS:
+        if self.reducer not in _GRAPHS:
             mean = self.mean(cut)
             return {node: mean.clone() for node in range(len(self.nodes))}
         nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
         if len(nodes) == 1:
             return nodes
-        sends = _GRAPHS[self.through]().send_to(len(self.nodes), self.parts_sent // len(self.parts), part)
+        sends = _GRAPHS[self.reducer]().send_to(len(self.nodes), self.parts_sent // len(self.parts), part)
         return {n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes}
 
     def arrive(self, part: int, means: Vectors) -> Vectors:
@@ -897,11 +899,11 @@ class Averaging(Reference):
             return means
         new: Vectors = {}
         for node, mean in means.items():
-            key = node if self.through in _GRAPHS else 0
+            key = node if self.reducer in _GRAPHS else 0
             if key not in new:
-                self.outer_step(key, part, self.anchors[key][part] - mean)
-                new[key] = self.anchors[key][part].clone()
-        return {node: new[node if self.through in _GRAPHS else 0] for node in means}
+                self.outer_step(key, part, self.references[key][part] - mean)
+                new[key] = self.references[key][part].clone()
+        return {node: new[node if self.reducer in _GRAPHS else 0] for node in means}
 
     def write(self, part: int, values: Vectors) -> None:
         """Give every rank its part."""
@@ -920,7 +922,7 @@ class Averaging(Reference):
         self.parts_sent += len(parts)
         self.end_round(parts)
         is_all = len(parts) == len(self.parts)
-        if is_all and self.c.state and not keep and self.through not in _GRAPHS:
+        if is_all and self.c.state and not keep and self.reducer not in _GRAPHS:
             self.average_state()
 
     def end_round(self, parts: Sequence[int]) -> None:
@@ -930,7 +932,7 @@ class Averaging(Reference):
 
     def nodes_meet(self, parts: Sequence[int]) -> None:
         """It is nodes that a graph knows: ranks that train alone go on with their node's mean when it leaves."""
-        if self.through in _GRAPHS and self.gradients_kind == "none":
+        if self.reducer in _GRAPHS and self.gradients_kind == "none":
             x = self.x
             for part in parts:
                 cut = {r: flat[self.parts[part]] for r, flat in x.items()}
@@ -955,8 +957,8 @@ class Averaging(Reference):
     def merge_part(self, part: int, sent: Vectors, arrived: Vectors, s: int) -> None:
         """One part, so many steps after it was sent."""
         here, x, nodes = self.parts[part], self.x, len(self.nodes)
-        if nodes > 1 and self.through in _GRAPHS:  # each meets as many in each turn
-            nodes = 1 + len(_GRAPHS[self.through]().send_to(nodes, 0, 0)[0])
+        if nodes > 1 and self.reducer in _GRAPHS:  # each meets as many in each turn
+            nodes = 1 + len(_GRAPHS[self.reducer]().send_to(nodes, 0, 0)[0])
         new: Vectors = {}
         for rank, flat in x.items():
             mean = arrived[self.node_of[rank]]
@@ -1203,7 +1205,7 @@ _REFERENCES: dict[str, type[Reference]] = {
     "periodic": Averaging,
     "daso": Averaging,
     "diloco": Averaging,
-    "agreement": Averaging,
+    "parameter_sync": Averaging,
     "steps_delay": Delayed,
     "gossip": Gossiping,
 }
@@ -1240,12 +1242,12 @@ def _tolerance(c: Combination) -> float | None:
         return None
     if c.dtype == "mixed and narrow":
         return None
-    parts = next((value for name, value in c.arguments if name in ("what", "fragments", "segments")), 1)
+    parts = next((value for name, value in c.arguments if name in ("fragments", "segments")), 1)
     if c.dtype == "mixed" and (isinstance(parts, int) and parts > 1):
         return None  # cut by bytes, each type by itself
     narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype != "float32")
-    draws = c.argument("graph", c.argument("through")) in _RANDOM_GRAPHS
-    draws_by_bucket = c.scheme == "agreement" and c.bucket_bytes < 2**20
+    draws = c.argument("graph", c.argument("reducer")) in _RANDOM_GRAPHS
+    draws_by_bucket = c.scheme == "parameter_sync" and c.bucket_bytes < 2**20
     if c.raw or (draws and (draws_by_bucket or c.dtype == "mixed")):
         return None
     if narrow or c.dtype == "bfloat16":  # of values near 1
@@ -1370,7 +1372,14 @@ def _simpler(c: C) -> Iterator[C]:
     for each in fields(c):
         if each.name not in ("scheme", "arguments", "nodes") and getattr(c, each.name) != each.default:
             yield replace(c, **{each.name: each.default})
-    plain = {"staleness": 0, "keep_local": 0.0, "gradients": "node", "through": "mean", "overlap": False, "what": 1}
+    plain = {
+        "staleness": 0,
+        "keep_local": 0.0,
+        "gradients": "node",
+        "reducer": "sharded",
+        "overlap": False,
+        "fragments": 1,
+    }
     arguments = dict(c.arguments)
     for name, value in plain.items():
         if arguments.get(name, value) != value:
@@ -1379,7 +1388,15 @@ def _simpler(c: C) -> Iterator[C]:
         yield replace(c, nodes="1+1")
     for name in ("epochs", "steps"):
         smaller = replace(c, **{name: getattr(c, name) - 1})
-        events = [c.reweight, c.thaw, c.freeze, c.again, c.resume, *(s and s[0] for s in (c.sick, c.skip)), *c.looks]
+        events = [
+            c.reweight,
+            c.unfreeze,
+            c.freeze,
+            c.again,
+            c.resume,
+            *(s and s[0] for s in (c.sick, c.skip)),
+            *c.looks,
+        ]
         if smaller.total > 0 and max((e for e in events if e is not None), default=0) < smaller.total:
             yield smaller
 

@@ -75,7 +75,7 @@ def main() -> None:
         for ranks in (1, 2):
             for width in (64, 65_536):
                 load = os.getloadavg()[0]
-                row = measure(scheme, ranks, width, chosen.agreements) | {"load": round(load, 1)}
+                row = measure(scheme, ranks, width, chosen.synchronizations) | {"load": round(load, 1)}
                 rows.append(row)
                 parts = " | ".join("{} ({} to {})".format(*row[part]) for part in (*PARTS, "all"))
                 print(

@@ -24,7 +24,7 @@ class Background:
 
     Jobs run in the order they were submitted, which is the same on every rank, so moves that only one background
     launches on a communicator match up. A communicator used by its jobs must be used by nobody else: take it from
-    :meth:`lightning_hiercomm.nodes.topology.Topology.twin`.
+    :meth:`lightning_hiercomm.nodes.topology.Topology.duplicate`.
 
     On CPU it is a thread (gloo and MPI waits release the interpreter lock), started by the first job. On CUDA it is a
     stream: jobs are enqueued at once from the calling thread and the device keeps their order.

@@ -42,7 +42,7 @@ class ElasticTopology(Topology):
         """Let ``agreement`` do what is done between nodes; None: nothing is."""
         self._agreement = agreement
 
-    def agreement(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
+    def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         if self._agreement is not None:
             self._agreement(work, admits, brings)
 
@@ -84,8 +84,8 @@ class ElasticTopology(Topology):
         self._world.reform([range(self.intra.size)], 0)
         self.lane.is_open = False
 
-    def twin(self) -> ElasticTopology:
-        twin = ElasticTopology(self._own.twin(), self)
+    def duplicate(self) -> ElasticTopology:
+        twin = ElasticTopology(self._own.duplicate(), self)
         self._twins.append(twin)
         return twin
 

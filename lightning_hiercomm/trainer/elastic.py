@@ -238,9 +238,9 @@ class ElasticNode:
             return
 
         def state() -> dict[str, Any] | None:
-            if not all(scheme.is_agreed or scheme.config.profile.begins_with_copy for scheme in run.schemes):
+            if not all(scheme.is_synchronized or scheme.config.profile.begins_with_copy for scheme in run.schemes):
                 return None  # a step was taken since: this node's parameters are its own by now
-            with run.agreed_model.nobody_asked():
+            with run.averaged_model.nobody_asked():
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
             return {**whole, "random": random_state(), "slots": run.replicas.slots}

@@ -42,7 +42,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     The ranks of a node agree on gradients at every step, through DDP over the node's own process group; the nodes agree
     when, and how, the scheme says. The loop is yours, and a strategy cannot see where it begins and ends: say it with
-    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`agreed_model` is where to validate, and
+    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`averaged_model` is where to validate, and
     ``fabric.save`` saves the agreed ones by itself. All of these are collective: every rank calls them, like
     ``fabric.save``.
 
@@ -58,7 +58,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 fabric.backward(loss_of(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-            with strategy.agreed_model():
+            with strategy.averaged_model():
                 validate(model)
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
 
@@ -226,11 +226,11 @@ class HierarchicalFabricStrategy(DDPStrategy):
         self.finish()
 
     @contextmanager
-    def agreed_model(self) -> Iterator[None]:
+    def averaged_model(self) -> Iterator[None]:
         """Inside, every rank's modules hold the averaged parameters; afterwards each rank's own again. Collective."""
         with ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(module.agreed_model())
+                stack.enter_context(module.averaged_model())
             yield
 
     def finish(self) -> None:
@@ -238,7 +238,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         for run in self._runs:
             run.finish()
         for module in self._modules:
-            module.agreed_model.average_module()
+            module.averaged_model.average_module()
         for run in self._runs:
             run.remember_values()
 
@@ -419,9 +419,9 @@ class HierarchicalFabricStrategy(DDPStrategy):
         for run in self._runs:
             if goes_on and not run.has_finished:  # the program left the loop before, by `break`
                 run.finish()
-                run.agreed_model.average_module()
+                run.averaged_model.average_module()
                 run.remember_values()
-            run.agreed_model.compare_shapes()
+            run.averaged_model.compare_shapes()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
                 broadcast_values(tensors_without(run.module, run.replicas.per_rank), self._topology.world)
                 run.begin_from_module()
@@ -472,7 +472,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self.agreed_model():
+        with self.averaged_model():
             self._is_saving = True
             try:
                 super().save_checkpoint(*args, **kwargs)

@@ -24,7 +24,7 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.replicas import (
     Replicas,
     broadcast_values,
@@ -97,18 +97,18 @@ class FabricModule:
         return self.run
 
     @property
-    def agreed_model(self) -> AgreedModel:
+    def averaged_model(self) -> AveragedModel:
         """The averaged model; also without an optimizer, because programs write to such modules (teachers)."""
         if self.run is not None:
-            return self.run.agreed_model
-        model = AgreedModel([], self._replicas([]), self._topology)
+            return self.run.averaged_model
+        model = AveragedModel([], self._replicas([]), self._topology)
         model.has_found_unequal = self._leave_to_ranks
         return model
 
     def start_run(self, optimizers: Sequence[Optimizer], before_inner_step: Callable[[], bool]) -> TrainingRun:
         """Build the schemes of the module's optimizers. Collective."""
         self.run = run = self._settings.new_run(self._replicas(optimizers), self._topology)
-        run.agreed_model.has_found_unequal = self._leave_to_ranks
+        run.averaged_model.has_found_unequal = self._leave_to_ranks
         run.knows_batches = False
         run.optimizer_steps.before_inner_step = before_inner_step
         if self.group is not None and self.group.size > 1:
@@ -234,7 +234,7 @@ class _BeforeForward:
             is_plain = not torch.compiler.is_compiling()
             if is_plain:
                 self._run.end_batch()
-            self._run.follow_thawed()
+            self._run.follow_unfrozen()
             if is_plain:
                 self._run.optimizer_steps.begin_forward()
 

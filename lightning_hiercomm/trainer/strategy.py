@@ -284,7 +284,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def _new_run(self) -> TrainingRun:
         run = super()._new_run()
-        run.agreed_model.has_found_unequal = self._leave_to_ranks
+        run.averaged_model.has_found_unequal = self._leave_to_ranks
         run.gradient_check = self._new_gradient_check()
         return run
 
@@ -316,7 +316,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def _compare_in_node(self) -> None:
         """Find tensors whose shapes differ between the ranks that DDP is about to broadcast to. Collective."""
         if not self._topology.may_grow:
-            self._run.agreed_model.compare_shapes()
+            self._run.averaged_model.compare_shapes()
             return
         trained = {id(parameter) for optimizer in self._run.optimizers for parameter in trained_by(optimizer)}
         unequal, _ = unequal_tensors(

@@ -168,7 +168,7 @@ class Thaws(pl.Callback):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", [4, 8, 9, 11])
 def test_a_healed_trainer_decides_by_what_is_in_no_checkpoint_as_one_that_was_never_lost(tmp_path, at):
-    """Metrics of an earlier validation, what a ModelCheckpoint saved last, accumulation, and what is thawed."""
+    """Metrics of an earlier validation, what a ModelCheckpoint saved last, accumulation, and what is unfrozen."""
 
     class Model(Net):
         def configure_optimizers(self) -> Any:

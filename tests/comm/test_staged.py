@@ -16,7 +16,7 @@ from problems import Oracle
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
-from lightning_hiercomm.schemes import DASO, Agreement, DiLoCo, Gossip, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import DASO, DiLoCo, Gossip, ParameterSync, PeriodicAveraging, Scheme
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 
 CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
@@ -24,7 +24,7 @@ SCHEMES: dict[str, Scheme] = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
     "daso": DASO(2, 1, **CYCLING),
-    "alone": Agreement(2, staleness=2, gradients="none"),
+    "alone": ParameterSync(2, staleness=2, gradients="none"),
     "streaming": DiLoCo(4, fragments=2, staleness=1),
     "gossip, overlapped": Gossip(segments=2, overlap=True),
 }

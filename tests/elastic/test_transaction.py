@@ -19,9 +19,9 @@ from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.groups import InterNodeGroup
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import NodeRefused, RunFinished, StaleReplica
-from lightning_hiercomm.run.agreed_model import AgreedModel
-from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
-from lightning_hiercomm.schemes.words.merging import Replace
+from lightning_hiercomm.run.averaged_model import AveragedModel
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Ring, Scheme
+from lightning_hiercomm.schemes.components.merges import Replace
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
 TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64}
@@ -30,14 +30,14 @@ COPIED = {
     "fragments": DiLoCo(sync_every=4, fragments=2),
     "local": DiLoCo(sync_every=3, keep_local=0.5),
     "both": DiLoCo(sync_every=4, fragments=2, keep_local=0.25, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
-    "parts": Agreement(when=4, what=2),
-    "kept": Agreement(when=3, merge=Replace(0.5)),
+    "parts": ParameterSync(schedule=4, fragments=2),
+    "kept": ParameterSync(schedule=3, merge=Replace(0.5)),
 }
 """Whose nodes are never equal."""
 PEERS = {
-    "peers": Agreement(when=2, through=RandomPermutation()),
-    "noloco": Agreement(when=3, through=RandomPermutation(), merge=OuterOptimizer()),
-    "ring": Agreement(when=2, through=Ring()),
+    "peers": ParameterSync(schedule=2, reducer=RandomPermutation()),
+    "noloco": ParameterSync(schedule=3, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "ring": ParameterSync(schedule=2, reducer=Ring()),
 }
 """The same, each agreeing with those that a graph names: of the nodes that are there."""
 GOSSIP = {
@@ -51,11 +51,11 @@ LATE = {
     "late": DiLoCo(sync_every=4, staleness=2, keep_local=0.0),
     "streaming": DiLoCo(sync_every=6, fragments=2, staleness=2, keep_local=0.5),
     "late adam": DiLoCo(sync_every=3, staleness=1, keep_local=0.0, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
-    "delta": Agreement(when=4, staleness=2, merge="delta"),
-    "eq1": Agreement(when=4, staleness=3, merge="eq1"),
-    "late peers": Agreement(when=4, staleness=2, through=RandomPermutation()),
-    "late noloco": Agreement(when=4, staleness=2, through=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": DASO(sync_every=3, warmup_steps=2, exchange="sharded", adapt=False),
+    "delta": ParameterSync(schedule=4, staleness=2, merge="delta"),
+    "eq1": ParameterSync(schedule=4, staleness=3, merge="eq1"),
+    "late peers": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation()),
+    "late noloco": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": DASO(sync_every=3, warmup_steps=2, reducer="sharded", adapt=False),
 }
 """Which train on while something is in flight."""
 ALL = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}
@@ -97,7 +97,7 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None, connects_at: int |
     def work(rank):
         local = rank.topology.local_rank
         for step in range(steps):
-            for kept_back in rank.scheme._carrier._feedback if step == connects_at else ():
+            for kept_back in rank.scheme._reducer._feedback if step == connects_at else ():
                 kept_back.clear()
             generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.topology.node + local)
 
@@ -200,8 +200,8 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
         return {
             "values": own.rank.values,
             "scheme": {k: v for k, v in scheme.state_dict().items() if k != "outer"},
-            "outer": scheme.schedule().get("outer"),
-            "nonfinite": scheme.care.nonfinite,
+            "outer": scheme.shared_state().get("outer"),
+            "nonfinite": scheme.guard.nonfinite,
         }
 
     def work(own: ElasticRank):
@@ -252,7 +252,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         for _ in range(10):
             own.step()
         own.scheme.finish()
-        return own.rank.values, own.membership.history.nodes, own.scheme.agreements
+        return own.rank.values, own.membership.history.nodes, own.scheme.synchronizations
 
     results = survivors(name, sizes, who, work)
     for values, nodes, _ in results.values():
@@ -279,7 +279,7 @@ def test_so_does_one_that_dies_while_something_leaves_or_is_merged(name, sizes, 
         for _ in range(14):
             own.step()
             own.scheme.settle()
-            schedule = own.scheme.schedule()
+            schedule = own.scheme.shared_state()
             common.append(repr({**schedule, "outer": None if name == "late noloco" else schedule.get("outer")}))
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, common
@@ -360,7 +360,7 @@ def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when
             generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * int(name))
             rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
             if moment != "as it leaves" and rank.scheme.steps == due:
-                rank.scheme._agree_and_wait(scheme.when.due(due, due, len(rank.scheme._parts)))
+                rank.scheme._agree_and_wait(scheme.schedule.due(due, due, len(rank.scheme._parts)))
                 rank.trace[-1] = rank.values.tolist()
             rank.scheme.after_step = after_step
         rank.scheme.finish()
@@ -841,7 +841,7 @@ def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
     joined = []
 
     def train(own: ElasticRank, steps: int = 15):
-        give, agreed = own.membership.give_state, AgreedModel([own.scheme], own.rank.replicas, own.rank.topology)
+        give, agreed = own.membership.give_state, AveragedModel([own.scheme], own.rank.replicas, own.rank.topology)
         while own.scheme.steps < steps:
             if own.scheme.steps == 4 and own.node == "0":
                 let_come(threads, 1, joining_node)

@@ -41,7 +41,7 @@ from lightning_hiercomm.checkpoints.companion import random_state
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, transaction
 from lightning_hiercomm.elastic.quorum import Quorum
-from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Scheme
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Scheme
 from lightning_hiercomm.trainer.elastic import ElasticNode
 
 SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
@@ -52,8 +52,8 @@ SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "diloco": DiLoCo,
     "fragments": partial(DiLoCo, fragments=2),
     "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": partial(Agreement, through=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, exchange="sharded"),
+    "noloco": partial(ParameterSync, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, reducer="sharded"),
     "gossip": lambda every: Gossip(segments=2),
 }
 
@@ -356,7 +356,7 @@ def note_given(path: Path) -> None:
 def own_state(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     """What this node would give, made here in the same words. Collective over it."""
     strategy = trainer.strategy
-    with strategy._run.agreed_model.nobody_asked():
+    with strategy._run.averaged_model.nobody_asked():
         whole = state_of(trainer, moment)
     strategy._checkpoints.add_to(whole["checkpoint"], strategy._run, None, together=False, is_own=True)
     if moment == "batch":  # or loaders have drawn since
@@ -428,7 +428,7 @@ class Looks(pl.Callback):
             "parameters": hashlib.sha256(values).hexdigest()[:16],
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "scheme": [scheme.steps, scheme.agreements, scheme.epoch, scheme.step_in_epoch],
+            "scheme": [scheme.steps, scheme.synchronizations, scheme.epoch, scheme.step_in_epoch],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,

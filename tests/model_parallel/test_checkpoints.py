@@ -33,7 +33,7 @@ from lightning_hiercomm import (
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),
-    "daso": lambda: DASO(3, 2, 0, 0, exchange="sharded"),
+    "daso": lambda: DASO(3, 2, 0, 0, reducer="sharded"),
     "diloco": lambda: DiLoCo(6, fragments=2, staleness=2),
     "gossip": lambda: Gossip(segments=3, overlap=True),
 }
@@ -171,12 +171,12 @@ FILES = {
     "whole": ("whole", Dropped),
     "sharded, by groups": ("Grouped/diloco/file", Grouped),
     "whole, by groups": ("Grouped/whole", Grouped),
-    "sharded, thawed": ("Thawed/diloco/file", Thawed),
-    "whole, thawed": ("Thawed/whole", Thawed),
-    "sharded, by groups and thawed": ("GroupedThawed/diloco/file", GroupedThawed),
-    "whole, by groups and thawed": ("GroupedThawed/whole", GroupedThawed),
+    "sharded, unfrozen": ("Thawed/diloco/file", Thawed),
+    "whole, unfrozen": ("Thawed/whole", Thawed),
+    "sharded, by groups and unfrozen": ("GroupedThawed/diloco/file", GroupedThawed),
+    "whole, by groups and unfrozen": ("GroupedThawed/whole", GroupedThawed),
 }
-BY_NIGHT = ("by groups", "thawed")  # one by one
+BY_NIGHT = ("by groups", "unfrozen")  # one by one
 
 
 def _loaded(strategy, path, devices=4):

@@ -29,7 +29,7 @@ SCHEMES = {
     "diloco": lambda: DiLoCo(3, fragments=["net.w2"], staleness=1),
     "gossip": lambda: Gossip(segments=["net.w1"]),
 }
-WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, exchange="sharded")}
+WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, reducer="sharded")}
 DAILY_OF_BOTH = ("periodic",)
 SAVED_AT = 4
 

@@ -238,7 +238,7 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 @pytest.mark.parametrize("first", [(2, 0), (0, 25)], ids=["other parameters", "other elements"])
 @pytest.mark.parametrize("kind", [WorldSum, NodesMean])
 def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
-    """Of two buckets the first has another content of the same size in its second round: some were thawed."""
+    """Of two buckets the first has another content of the same size in its second round: some were unfrozen."""
     model = [torch.zeros(50, device=place.device, requires_grad=True) for _ in range(5)]
 
     def round_of(path, topology, number, place, start):

@@ -19,11 +19,11 @@ from pairwise import selected
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     Gossip,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Scheme,
@@ -38,14 +38,14 @@ SCHEMES: dict[str, Scheme] = {
     "periodic": PeriodicAveraging(2),
     "periodic, alone": PeriodicAveraging(2, gradients="none"),
     "daso": DASO(2, 1, **CYCLING),
-    "daso, sharded delta": DASO(2, 2, merge="delta", exchange="sharded", **CYCLING),
-    "mean, alone": Agreement(2, staleness=2, gradients="none"),
-    "rotating, alone": Agreement(2, through="rotating", staleness=2, gradients="none"),
+    "daso, sharded delta": DASO(2, 2, merge="delta", reducer="sharded", **CYCLING),
+    "mean, alone": ParameterSync(2, staleness=2, gradients="none"),
+    "rotating, alone": ParameterSync(2, reducer="leader", staleness=2, gradients="none"),
     "diloco": DiLoCo(2),
     "streaming": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip(segments=3),
     "gossip, overlapped": Gossip("directed_exponential", overlap=True),
-    "noloco": Agreement(2, through=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
+    "noloco": ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
     "steps_delay": StepsDelay(2, warmup_steps=2),
 }
 WIRES = {"as it is": None, "bfloat16": "bfloat16", "int8": "int8"}
@@ -109,8 +109,8 @@ def waits_of(device: FakeDevice, rank: Rank, steps: int) -> list[list[str]]:
         # an exchange leaves after every fourth step, and is merged one step later: the host reads what has arrived,
         # waits for nothing else, and once, however many buckets there are
         pytest.param(DASO(4, 1, **CYCLING), [[], ["an event"], [], []], id="daso"),
-        pytest.param(Agreement(4, staleness=1), [[], [], [], ["an event"]], id="agreement"),
-        pytest.param(Agreement(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
+        pytest.param(ParameterSync(4, staleness=1), [[], [], [], ["an event"]], id="agreement"),
+        pytest.param(ParameterSync(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
         # training waits for the exchange anyway
         pytest.param(PeriodicAveraging(4), [[], [], [], ["training"]], id="periodic"),
         pytest.param(DiLoCo(4), [[], [], [], ["training"]], id="diloco"),
@@ -123,7 +123,7 @@ def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(fake_dev
 
 
 def test_the_host_reads_once_for_an_exchange_also_where_nobody_looks_at_what_arrives(fake_device):
-    scheme = Agreement(4, staleness=1)
+    scheme = ParameterSync(4, staleness=1)
     work = partial(waits_of, fake_device, steps=8)  # whether all nodes came after equally many steps, it has to know
     for waits in train(work, scheme, bucket_bytes=40, nodes=TWO_BY_TWO):
         assert waits == [[], [], [], ["an event"]] * 2
@@ -144,7 +144,7 @@ def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
     [
         pytest.param(DASO(4, 3, **CYCLING), "bfloat16", id="what was agreed on last"),
         pytest.param(DiLoCo(4, torch.optim.Adam, fragments=2, staleness=1), None, id="the outer optimizer's state"),
-        pytest.param(Agreement(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
+        pytest.param(ParameterSync(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
         pytest.param(AllReduce(), "int8", id="what the gradients' wire has kept back"),
         pytest.param(StepsDelay(2, warmup_steps=0), None, id="the server's state"),
     ],

@@ -231,7 +231,7 @@ def test_each_rank_validates_its_own_replica_when_asked_to(fit):
         assert seen[:2] == trace[:2]
 
 
-def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
+def test_a_checkpoint_between_agreements_holds_the_averaged_model(fit, tmp_path):
     path = tmp_path / "mid.ckpt"
 
     class Save(pl.Callback):
@@ -512,7 +512,7 @@ def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
     assert [report["report"][1] for report in reports] == ([-4] * 4 if averaged else [-1, -1, -7, -7])
 
 
-def test_parameters_thawed_in_mid_run_agree_too(fit):
+def test_parameters_unfrozen_in_mid_run_agree_too(fit):
     class Thawing(Net):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
@@ -627,7 +627,7 @@ def test_a_teacher_that_is_filled_when_training_starts_leaves_what_nodes_train_a
 
 
 class Toggling(pl.LightningModule):
-    """Trains two parts in turns, the second one frozen for the first, as it is when a batch begins; a third thaws."""
+    """Trains two parts in turns, the second one frozen for the first, as when a batch begins; a third unfreezes."""
 
     def __init__(self):
         super().__init__()
@@ -662,7 +662,7 @@ class Toggling(pl.LightningModule):
         return torch.optim.SGD(first, lr=0.01), torch.optim.SGD(self.second.parameters(), lr=0.01)
 
 
-def test_what_is_toggled_off_when_something_thaws_goes_on_to_be_reduced(fit):
+def test_what_is_toggled_off_when_something_unfreezes_goes_on_to_be_reduced(fit):
     strategy = {"scheme": AllReduce(), "find_unused_parameters": True}
     same_bits(fit(Toggling(), strategy, devices=2, max_epochs=1, use_distributed_sampler=False))
 

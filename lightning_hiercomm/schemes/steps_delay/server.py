@@ -21,9 +21,9 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.components.history import History
 from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
-from lightning_hiercomm.schemes.words.history import History
 
 T = TypeVar("T")
 

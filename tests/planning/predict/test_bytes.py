@@ -12,7 +12,6 @@ from lightning_hiercomm.planning.predict.node import Node
 from lightning_hiercomm.planning.predict.schemes import Payload, follow
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     DirectedExponential,
@@ -20,6 +19,7 @@ from lightning_hiercomm.schemes import (
     Full,
     Gossip,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -34,7 +34,7 @@ SCHEMES = {
     "periodic, averaged in the node": lambda: PeriodicAveraging(4, gradients="none", node_sync_every=1),
     "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
-    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
+    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
     "daso, every rank by itself": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
@@ -43,12 +43,12 @@ SCHEMES = {
     "diloco": lambda: DiLoCo(4),
     "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
     "diloco, every rank by itself": lambda: DiLoCo(4, gradients="none"),
-    "noloco": lambda: Agreement(Every(4), through=RandomPermutation(), merge=OuterOptimizer()),
-    "noloco, every rank by itself": lambda: Agreement(
-        Every(4), through=RandomPermutation(), merge=OuterOptimizer(), gradients="none"
+    "noloco": lambda: ParameterSync(Every(4), reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco, every rank by itself": lambda: ParameterSync(
+        Every(4), reducer=RandomPermutation(), merge=OuterOptimizer(), gradients="none"
     ),
-    "late noloco, every rank by itself": lambda: Agreement(
-        Every(4), through=RandomPermutation(), merge=OuterOptimizer(), staleness=2, gradients="none"
+    "late noloco, every rank by itself": lambda: ParameterSync(
+        Every(4), reducer=RandomPermutation(), merge=OuterOptimizer(), staleness=2, gradients="none"
     ),
 }
 

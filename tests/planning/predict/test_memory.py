@@ -28,7 +28,7 @@ CLUSTER = Cluster(2, 2, Link(1e9), Link(1e9))
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(4),
     "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0),
-    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
+    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
     "daso, delta": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "steps_delay, held": lambda: StepsDelay(4, warmup_steps=0, hold=True),

@@ -348,7 +348,7 @@ def test_optimizer_that_communicates_is_refused_by_name(process_group, warmup_st
 def test_parameters_that_join_later_leave_the_others_state_alone():
     def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
         steps(4)(run)
-        run.scheme.agree()
+        run.scheme.synchronize()
         run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=place.device))
         run.target = torch.cat([run.target, torch.zeros(3, dtype=torch.float64)])
         run.optimizer.add_param_group({"params": [run.module["late"]]})

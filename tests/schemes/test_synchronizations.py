@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 
 
 @pytest.mark.parametrize(
-    ("scheme", "agreements"),
+    ("scheme", "synchronizations"),
     [
         (AllReduce(), 12),  # on gradients
         (PeriodicAveraging(4), 3),
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
     ],
     ids=repr,
 )
-def test_agreements_of_twelve_steps(on_nodes, scheme, agreements):
+def test_synchronizations_of_twelve_steps(on_nodes, scheme, synchronizations):
     def work(rank):
         for _ in range(12):
             rank.train()
-        return rank.scheme.agreements
+        return rank.scheme.synchronizations
 
-    assert on_nodes(work, scheme, ((0,), (1,)), shapes={"a": 7, "b": 5}) == [agreements] * 2
+    assert on_nodes(work, scheme, ((0,), (1,)), shapes={"a": 7, "b": 5}) == [synchronizations] * 2

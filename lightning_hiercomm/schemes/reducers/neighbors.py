@@ -16,12 +16,12 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.carriers.base import Carrier, Land
-from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.carriers.graphs import Graph, Round, round_of
-from lightning_hiercomm.schemes.carriers.in_flight import Move
 from lightning_hiercomm.schemes.health.nonfinite import is_unfit
 from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
+from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.reducers.graphs import Graph, Round, round_of
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
 class Peers:
@@ -82,17 +82,17 @@ class Peers:
         """The nodes' push-sum weights of a segment after an exchange, from those before it."""
         return self.round(step, index).push(weights) if self._push_sum else list(weights)
 
-    def carrier(self, index: int) -> int:
+    def reducer(self, index: int) -> int:
         """The place, among its holders, of the rank that carries a segment."""
         return index % self._holders(index).lanes
 
     def carries(self, index: int) -> bool:
         """Whether this rank carries a segment."""
-        return self.carrier(index) == self._holders(index).place
+        return self.reducer(index) == self._holders(index).place
 
     def share(self, flat: Tensor, index: int) -> Handle:
         """Give every holder what the rank that carries a segment has got, in place."""
-        return self._holders(index).broadcast(flat, source=self.carrier(index))
+        return self._holders(index).broadcast(flat, source=self.reducer(index))
 
     @torch.no_grad()
     def start(
@@ -102,8 +102,8 @@ class Peers:
         weights: Sequence[float],
         background: Background,
         then: Callable[[Tensor], None] | None = None,
-        is_sick: bool | None = None,
-    ) -> Move:
+        is_nonfinite: bool | None = None,
+    ) -> PendingBucket:
         """Send a share of a segment, and make room for what comes.
 
         Args:
@@ -113,9 +113,9 @@ class Peers:
             background: Where the node gets what arrives, after what was started before.
             then: Does something to what arrived before the node shares it; on a rank that does not carry the segment,
                 to nothing.
-            is_sick: Whether what the node sends is not finite; None: nobody looks. Otherwise a peer that sends what is
-                not finite counts as one that holds the same as this node, and a node that is sick itself goes on with
-                the mean of what healthy peers send.
+            is_nonfinite: Whether this node's values are non-finite; None: they are not checked. Otherwise a peer that
+                sends non-finite values counts as one that holds the same as this node, and a node that is non-finite
+                itself goes on with the mean of what finite peers send.
 
         Returns:
             A move that brings what arrived less what was sent: what is to be added to the segment's x; to zero, if this
@@ -126,7 +126,7 @@ class Peers:
             return self._receive(index, background, then)
         round_ = self.round(step, index)
         share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(round_, weights, node))
-        if is_sick and share.numel():
+        if is_nonfinite and share.numel():
             share[0] = math.nan
         payload = self._codec.encode(share)
         received = [
@@ -143,7 +143,7 @@ class Peers:
 
         def collect() -> None:
             arrived.wait()
-            change = mixing.of_the_healthy(is_sick) if is_sick else mixing.change(flat, is_sick)
+            change = mixing.of_the_healthy(is_nonfinite) if is_nonfinite else mixing.change(flat, is_nonfinite)
             if change is not flat:
                 flat.copy_(change)
             for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
@@ -152,9 +152,9 @@ class Peers:
                 then(flat)
             self.share(flat, index).wait()
 
-        return Move(index, flat, flat, background.submit(collect))
+        return PendingBucket(index, flat, flat, background.submit(collect))
 
-    def _receive(self, index: int, background: Background, then: Callable[[Tensor], None] | None) -> Move:
+    def _receive(self, index: int, background: Background, then: Callable[[Tensor], None] | None) -> PendingBucket:
         """What a rank gets that does not carry a segment; alone, what arrives from nobody."""
         is_alone = self._topology.num_nodes == 1
         flat = self.segments[index].empty(spares=self._spares)
@@ -167,9 +167,9 @@ class Peers:
                 then(flat if is_alone and self.carries(index) else flat[:0])
             self.share(flat, index).wait()
 
-        return Move(index, flat, flat, background.submit(receive))
+        return PendingBucket(index, flat, flat, background.submit(receive))
 
-    def give_back(self, move: Move) -> None:
+    def give_back(self, move: PendingBucket) -> None:
         """Nobody needs any more what a move has brought."""
         self._spares.give_back(move.flat)
 
@@ -210,19 +210,19 @@ class _Mixing:
         """Whether nothing was encoded."""
         return self.payload is self.share
 
-    def change(self, out: Tensor, is_sick: bool | None) -> Tensor:
+    def change(self, out: Tensor, is_nonfinite: bool | None) -> Tensor:
         """What is to be added to the segment's x, written to ``out``.
 
         Args:
             out: May be the first of :attr:`received`.
-            is_sick: None if nobody looks.
+            is_nonfinite: None if nobody looks.
         """
-        own = self._own(is_sick)
-        change = self._theirs(0, out, own, is_sick)
+        own = self._own(is_nonfinite)
+        change = self._theirs(0, out, own, is_nonfinite)
         self._compare(own, change)
         _subtract(change, own)  # pairwise, so that equal replicas change by exactly nothing
         for place in range(1, len(self.received)):
-            change.add_(_subtract(self._theirs(place, torch.empty_like(own), own, is_sick), own))
+            change.add_(_subtract(self._theirs(place, torch.empty_like(own), own, is_nonfinite), own))
         more_came = len(self.received) - len(self.round.send_to[self.node])
         if not self.peers._push_sum:
             change.div_(len(self.received) + 1)
@@ -230,9 +230,9 @@ class _Mixing:
             change.add_(own, alpha=more_came)
         return change
 
-    def of_the_healthy(self, is_sick: bool | None) -> Tensor:
+    def of_the_healthy(self, is_nonfinite: bool | None) -> Tensor:
         """What a sick node goes on with: the mean of what healthy peers send; NaN, if nobody is."""
-        own = self._own(is_sick)
+        own = self._own(is_nonfinite)
         total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
         for place, peer in enumerate(self.round.receive_from[self.node]):
             values = self._decoded(self.received[place], torch.empty_like(own))
@@ -242,19 +242,19 @@ class _Mixing:
         after = self.peers.weights_after(self.step, self.index, self.weights)[self.node]
         return total.mul_(after if self.peers._push_sum else 1.0).div_(healthy)
 
-    def _own(self, is_sick: bool | None) -> Tensor:
+    def _own(self, is_nonfinite: bool | None) -> Tensor:
         """What this node has sent, as it has arrived."""
-        if is_sick is not False or self.travels_as_it_is:
+        if is_nonfinite is not False or self.travels_as_it_is:
             return self._decoded(self.payload, self.share)
         # what was too large for the wire, nobody takes
         sent = self._decoded(self.payload, torch.empty_like(self.share))
         return _choose(self._is_finite(sent), sent, lambda: self.share)
 
-    def _theirs(self, place: int, out: Tensor, own: Tensor, is_sick: bool | None) -> Tensor:
+    def _theirs(self, place: int, out: Tensor, own: Tensor, is_nonfinite: bool | None) -> Tensor:
         """What a peer has sent; of one that is sick, what it would have sent if it held the same as this node."""
         values = self._decoded(self.received[place], out)
         can_look = self.travels_as_it_is and not streams.has(values.device)
-        if is_sick is None or (can_look and not _is_flagged(values)):
+        if is_nonfinite is None or (can_look and not _is_flagged(values)):
             return values
         peer = self.round.receive_from[self.node][place]
         as_own = self._part_of(peer) / self._part_of(self.node)
@@ -297,7 +297,7 @@ def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
     return theirs
 
 
-class PeerMean(Carrier):
+class NeighborExchange(Reducer):
     """The mean of this node's and its peers' parts, for a graph in which everyone sends as much as it receives.
 
     All nodes count alike, whatever their weights. Where the ranks of a node train alone, the node's mean takes the
@@ -311,8 +311,8 @@ class PeerMean(Carrier):
         wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
         turn: Says which turn of the graph is the next one, from 1.
         average_in_node: Writes the mean of the node's ranks to what differs among them.
-        land: As for :class:`~lightning_hiercomm.schemes.carriers.mean.Average`.
-        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.care.Care.look`.
+        update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
+        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.guard.NonFiniteGuard.look`.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class PeerMean(Carrier):
         wire: Wire,
         turn: Callable[[], int],
         average_in_node: Callable[[Sequence[Bucket]], object],
-        land: Land | None = None,
+        update_reference: UpdateReference | None = None,
         look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
     ) -> None:
         self.buckets = buckets
@@ -333,18 +333,18 @@ class PeerMean(Carrier):
         self.through = through
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
-        self._land = land
+        self._update_reference = update_reference
         self._average_in_node = average_in_node
         self._look = look
         self._next_turn = turn
         self._sick: bool | None = None
         self.disagreement = self._peers.disagreement
         self._turn = 0
-        self.anchor()
+        self.set_references()
 
-    def anchor(self) -> None:
-        if self._land is not None:
-            self.anchors = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
+    def set_references(self) -> None:
+        if self._update_reference is not None:
+            self.references = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
 
     def begin(
         self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
@@ -355,30 +355,30 @@ class PeerMean(Carrier):
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
         self._sick = self._look(leaving)
         # ranks that come after different numbers of steps wait for others than those that come
-        return Verdict(is_sick=bool(self._sick))
+        return Verdict(is_nonfinite=bool(self._sick))
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
-    ) -> Move:
+    ) -> PendingBucket:
         self._check(self._peers.round(self._turn, index))
         bucket = self.buckets[index]
         is_needed = self._peers.carries(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-        for tensor in (own, *self.anchors[index : index + 1]):
+        for tensor in (own, *self.references[index : index + 1]):
             background.uses(tensor)
-        is_sick = bool(self._sick)  # by now; what leaves next may be healthy, before this has arrived
-        if is_sick:
+        is_nonfinite = bool(self._sick)  # by now; what leaves next may be healthy, before this has arrived
+        if is_nonfinite:
             own.zero_()
 
-        def land(change: Tensor) -> None:
+        def update_reference(change: Tensor) -> None:
             mean = change.add_(self.carried(own, index))
             # of a sick node none of whose peers is healthy the last agreed values stay, for it to go on from later
-            if self._land is not None and not (is_sick and _is_flagged(mean)):
-                anchor = self.anchors[index]
-                mean.copy_(self._land(index, anchor, mean.sub(anchor)))
+            if self._update_reference is not None and not (is_nonfinite and _is_flagged(mean)):
+                reference = self.references[index]
+                mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        move = self._peers.start(index, self._turn, equal_weights, background, land, self._sick)
+        move = self._peers.start(index, self._turn, equal_weights, background, update_reference, self._sick)
         move.nodes = 1 + len(self._peers.round(self._turn, index).receive_from[self.topology.node])
         return replace(move, sent=own) if keep_sent else move
 
@@ -395,7 +395,7 @@ class PeerMean(Carrier):
         for move in moves:
             move.arrived.wait()
             self._background.hands_out(move.flat)
-            (Bucket.unpack if verdict.is_sick else take)(self.buckets[move.index], move.flat)
+            (Bucket.unpack if verdict.is_nonfinite else take)(self.buckets[move.index], move.flat)
         return verdict
 
     def parts_of(self, index: int) -> int:

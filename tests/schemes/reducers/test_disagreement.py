@@ -11,15 +11,15 @@ from harness import place
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     Gossip,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -47,10 +47,10 @@ def training(rank, steps=8):
     [
         (PeriodicAveraging(4), 4),
         (PeriodicAveraging(4, gradients="none"), 4),
-        (DASO(1, 0, exchange="sharded", **CYCLING), 4),
+        (DASO(1, 0, reducer="sharded", **CYCLING), 4),
         (DiLoCo(4), 4),
         (DiLoCo(4, fragments=2), 4),
-        (Agreement(4, merge="delta"), 4),
+        (ParameterSync(4, merge="delta"), 4),
     ],
     ids=["periodic", "alone", "daso", "diloco", "fragments", "delta"],
 )
@@ -66,7 +66,7 @@ def test_it_is_the_relative_distance_of_the_node_from_the_mean_before_the_merge(
         expected = ((node - mean).norm() / mean.norm()).item()
         for _, found in own[: min(map(len, nodes))]:
             # a rank knows of its own part; of two fragments one was merged two steps ago, less far apart
-            assert found == pytest.approx(expected, rel=0.2 if scheme.what == 1 else 0.4)
+            assert found == pytest.approx(expected, rel=0.2 if scheme.fragments == 1 else 0.4)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_it_is_the_relative_distance_of_the_node_from_the_mean_before_the_merge(
     [
         DASO(2, 1, **CYCLING),
         DiLoCo(4, staleness=2),
-        Agreement(2, through=RandomPermutation()),
+        ParameterSync(2, reducer=RandomPermutation()),
         Gossip(),
         StepsDelay(2, warmup_steps=0),
     ],

@@ -13,32 +13,32 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.carriers.disagreement import Disagreement
-from lightning_hiercomm.schemes.carriers.in_flight import Move
 from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
-Land = Callable[[int, Tensor, Tensor], Tensor]
+UpdateReference = Callable[[int, Tensor, Tensor], Tensor]
 """Moves last agreed values (of a bucket, this rank's part, 1-D, in place) by what the nodes' mean differs from them.
 
 It returns what every rank gets in place of the mean.
 """
 
 
-class Carrier(ABC):
+class Reducer(ABC):
     """Takes buckets to other nodes and brings back a mean.
 
     Attributes:
         buckets: What it carries.
         topology: The nodes and their weights.
         through: Whose communicators carry it.
-        anchors: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
+        references: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
         disagreement: How far this node was from what came back.
     """
 
     buckets: Sequence[Bucket]
     topology: Topology
     through: Topology
-    anchors: Sequence[Tensor] = ()
+    references: Sequence[Tensor] = ()
     disagreement: Disagreement
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Carrier(ABC):
     @abstractmethod
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
-    ) -> Move:
+    ) -> PendingBucket:
         """Send a bucket on its way, beside training.
 
         Args:
@@ -107,7 +107,7 @@ class Carrier(ABC):
         """Give every rank of the node all of a packed bucket, in place."""
 
     @abstractmethod
-    def anchor(self) -> None:
+    def set_references(self) -> None:
         """Take the replica's present values, equal on all ranks, as the last agreed ones."""
 
     def restart(self, indexes: Sequence[int]) -> None:
@@ -123,10 +123,10 @@ class Carrier(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The last agreed values, if there are any, and what encoding has left over."""
-        return {"anchors": [anchor.clone() for anchor in self.anchors]} if self.anchors else {}
+        return {"references": [reference.clone() for reference in self.references]} if self.references else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology)."""
-        if self.anchors:
-            for anchor, saved in zip(self.anchors, state["anchors"], strict=True):
-                anchor.copy_(saved)
+        if self.references:
+            for reference, saved in zip(self.references, state["references"], strict=True):
+                reference.copy_(saved)

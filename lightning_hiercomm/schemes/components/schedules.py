@@ -1,4 +1,4 @@
-"""When: which parts of a model leave for the other nodes after a step."""
+"""Schedules: which fragments of a model are due after a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_hiercomm.arguments import checked_fields
 
 
-class When(ABC):
+class Schedule(ABC):
     """A schedule. It depends on counters that are the same on every rank, and on nothing else.
 
     One whose agreements on the same part are always as many optimizer steps apart has an attribute ``period``, for
@@ -35,7 +35,7 @@ class When(ABC):
 
 @checked_fields
 @dataclass(frozen=True)
-class Every(When):
+class Every(Schedule):
     """All parts at every ``period``-th step.
 
     Args:
@@ -67,7 +67,7 @@ class Every(When):
 
 @checked_fields
 @dataclass(frozen=True)
-class Staggered(When):
+class Staggered(Schedule):
     """Each part once in a period, the parts evenly spread over it.
 
     Part p of P is due after step t if ``t mod H == ((p + 1) H // P) mod H``, with H the period.

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.bucket import Bucket
-from lightning_hiercomm.schemes.carriers.base import Carrier
-from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.components.history import History, Run, TensorState, between, joined
+from lightning_hiercomm.schemes.components.merges import Merge, Replace
 from lightning_hiercomm.schemes.optimizer_state import (
     class_names,
     copied,
@@ -24,8 +24,8 @@ from lightning_hiercomm.schemes.optimizer_state import (
     keep_state_here,
     needs_whole_tensors,
 )
-from lightning_hiercomm.schemes.words.history import History, Run, TensorState, between, joined
-from lightning_hiercomm.schemes.words.merging import Merge, Replace
+from lightning_hiercomm.schemes.reducers.base import Reducer
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -44,7 +44,7 @@ class OuterOptimizer(Merge):
 
     Each rank keeps a, and the optimizer's state, for its own part of the model, and steps that part before the node
     shares it: one copy of each per node, not per rank. Elements that have taken fewer steps than their neighbours, for
-    they were thawed later, have a state of their own, as if each were optimized for itself.
+    they were unfrozen later, have a state of their own, as if each were optimized for itself.
 
     Source: Douillard et al. 2023, "DiLoCo", Algorithm 1; Douillard et al. 2025, "Streaming DiLoCo", Algorithm 2.
 
@@ -59,7 +59,7 @@ class OuterOptimizer(Merge):
         ValueError: If ``keep_local`` is out of range; when the optimizer is made, if it needs whole tensors.
     """
 
-    keeps_agreed = True
+    keeps_reference = True
 
     def __init__(
         self,
@@ -71,29 +71,29 @@ class OuterOptimizer(Merge):
         self.make_scheduler = scheduler
         self.keep_local = keep_local
         self._mix = Replace(keep_local)
-        self.ends_in_agreement = self._mix.ends_in_agreement
+        self.makes_equal = self._mix.makes_equal
 
     def __repr__(self) -> str:
         made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
         return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
 
-    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         self._mix(bucket, move, staleness, nodes)
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         self._mix.at_once(bucket, mean, nodes)
 
-    def build(self, carrier: Carrier, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
-        """Make what steps the last agreed values of a carrier. Collective over the node.
+    def build(self, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
+        """Make what steps the last agreed values of a reducer. Collective over the node.
 
         Args:
-            carrier: The buckets, and their last agreed values.
+            reducer: The buckets, and their last agreed values.
             before: What has stepped them so far, perhaps in other buckets: its state is kept.
 
         Raises:
             ValueError: If the optimizer needs whole tensors.
         """
-        return RunningOuterOptimizer(self, carrier, before)
+        return RunningOuterOptimizer(self, reducer, before)
 
 
 class RunningOuterOptimizer:
@@ -101,17 +101,17 @@ class RunningOuterOptimizer:
 
     Args:
         config: What makes the optimizer, and its scheduler.
-        carrier: See :meth:`OuterOptimizer.build`.
+        reducer: See :meth:`OuterOptimizer.build`.
         before: Likewise.
 
     Attributes:
         optimizer: The optimizer itself.
     """
 
-    def __init__(self, config: OuterOptimizer, carrier: Carrier, before: RunningOuterOptimizer | None = None) -> None:
+    def __init__(self, config: OuterOptimizer, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> None:
         known, schedule = ({}, {}) if before is None else (before._state_by_tensor(), before._schedule())
         self._config = config
-        self._carrier = carrier
+        self._reducer = reducer
         # the runs of every bucket: neighbours of one history, in this rank's part
         self._runs, self.optimizer, self._scheduler = self._made(self._own_states(known), schedule)
 
@@ -120,7 +120,7 @@ class RunningOuterOptimizer:
         """The present one."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+    def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
         optimizer, runs = self.optimizer, self._runs[index]
         # no minus zero where nothing differs: a step along that would make zero of an agreed minus zero
@@ -198,8 +198,8 @@ class RunningOuterOptimizer:
             The runs, the optimizer of them, and the scheduler of its learning rate.
         """
         of_buckets = [
-            [torch.nn.Parameter(run) for run in anchor.split([numel for numel, _ in runs])] if runs else []
-            for anchor, runs in zip(self._carrier.anchors, states, strict=True)
+            [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
+            for reference, runs in zip(self._reducer.references, states, strict=True)
         ]
         # an optimizer refuses to be made without parameters, as a rank in no lane may be
         some = [run for runs in of_buckets for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
@@ -232,19 +232,19 @@ class RunningOuterOptimizer:
     def _state_by_tensor(self) -> dict[int, TensorState]:
         """The optimizer's state for whole parameters, by their ``id``. Collective over the node."""
         known: dict[int, TensorState] = {}
-        carrier, optimizer = self._carrier, self.optimizer
-        of_node, histories = self._runs_of_node(carrier, optimizer)
-        for index, (bucket, whole) in enumerate(zip(carrier.buckets, of_node, strict=False)):
+        reducer, optimizer = self._reducer, self.optimizer
+        of_node, histories = self._runs_of_node(reducer, optimizer)
+        for index, (bucket, whole) in enumerate(zip(reducer.buckets, of_node, strict=False)):
             flats: dict[str, Tensor] = {}
             for name, dtype in sorted({kind for run in whole for kind in run.history.kinds}, key=str):
-                part = torch.zeros_like(carrier.anchors[index], dtype=dtype)
+                part = torch.zeros_like(reducer.references[index], dtype=dtype)
                 offset = 0
                 for run in self._runs[index]:
                     if name in optimizer.state.get(run, {}):
                         streams.keep_here(optimizer.state[run][name])  # made on the stream of an exchange
                         part[offset:][: run.numel()] = optimizer.state[run][name]
                     offset += run.numel()
-                flats[name] = carrier.whole(index, part)
+                flats[name] = reducer.whole(index, part)
             offset = 0
             for piece in bucket.pieces:
                 state = known.setdefault(id(piece.tensor), TensorState())
@@ -257,13 +257,13 @@ class RunningOuterOptimizer:
                 offset += piece.length
         return known
 
-    def _runs_of_node(self, carrier: Carrier, optimizer: Optimizer) -> tuple[list[list[Run]], frozenset[History]]:
+    def _runs_of_node(self, reducer: Reducer, optimizer: Optimizer) -> tuple[list[list[Run]], frozenset[History]]:
         """The runs of every bucket, whole, and all histories that there are on the node; collective over it."""
-        topology = carrier.topology
+        topology = reducer.topology
         own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
         for index, runs in enumerate(self._runs):
             told = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
-            own.setdefault(carrier.buckets[index].held_by, []).append((_first_carried(carrier, index), told))
+            own.setdefault(reducer.buckets[index].held_by, []).append((_first_carried(reducer, index), told))
         everyone = topology.intra.all_gather_object(own)
         whole: dict[str, list[list[Run]]] = {}
         for held_by in own:
@@ -276,14 +276,14 @@ class RunningOuterOptimizer:
                 for parts in zip(*holders, strict=True)
             ]
         histories = {run.history for of in everyone for parts in of.values() for _, runs in parts for run in runs}
-        return [whole[bucket.held_by].pop(0) for bucket in carrier.buckets[: len(self._runs)]], frozenset(histories)
+        return [whole[bucket.held_by].pop(0) for bucket in reducer.buckets[: len(self._runs)]], frozenset(histories)
 
     @torch.no_grad()
     def _own_states(self, known: Mapping[int, TensorState]) -> _States:
         """This rank's part of a state for whole parameters, by their ``id``."""
-        carrier = self._carrier
+        reducer = self._reducer
         states = []
-        for index, bucket in enumerate(carrier.buckets):
+        for index, bucket in enumerate(reducer.buckets):
             whole: list[Run] = []
             parts: dict[str, Tensor] = {}
             flats: dict[str, Tensor] = {}
@@ -293,15 +293,15 @@ class RunningOuterOptimizer:
                 whole += between(state.runs, piece.start, piece.start + piece.length)
                 for name, values in state.values.items():
                     if name not in flats:
-                        flats[name] = bucket.empty(carrier.parts_of(index), dtype=values.dtype).zero_()
-                        parts[name] = carrier.carried(flats[name], index)
+                        flats[name] = bucket.empty(reducer.parts_of(index), dtype=values.dtype).zero_()
+                        parts[name] = reducer.carried(flats[name], index)
                     flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
                 offset += piece.length
-            anchor, begin = carrier.anchors[index], _first_carried(carrier, index)
+            reference, begin = reducer.references[index], _first_carried(reducer, index)
             if whole:  # what the bucket is padded with goes with its end
-                whole.append(Run(begin + anchor.numel(), whole[-1].history))
+                whole.append(Run(begin + reference.numel(), whole[-1].history))
             own, offset = [], 0
-            for run in between(joined(whole), begin, begin + anchor.numel()):
+            for run in between(joined(whole), begin, begin + reference.numel()):
                 here = slice(offset, offset + run.numel)
                 own.append((run.numel, run.history.state({name: part[here] for name, part in parts.items()})))
                 offset += run.numel
@@ -314,8 +314,8 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 
-def _first_carried(carrier: Carrier, index: int) -> int:
+def _first_carried(reducer: Reducer, index: int) -> int:
     """Where in a packed bucket this rank's part begins."""
-    parts = carrier.parts_of(index)
-    places = torch.arange(-(-carrier.buckets[index].numel // parts) * parts)
-    return next(iter(carrier.carried(places, index)[:1].tolist()), 0)
+    parts = reducer.parts_of(index)
+    places = torch.arange(-(-reducer.buckets[index].numel // parts) * parts)
+    return next(iter(reducer.carried(places, index)[:1].tolist()), 0)

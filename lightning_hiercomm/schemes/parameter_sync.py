@@ -1,4 +1,4 @@
-"""A scheme is a sentence of five words: when, what, through whom, as what, merged how."""
+"""Synchronize parameters every now and then: a schedule, fragments, a reducer, a codec and a merge."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.base import Carrier, Land
-from lightning_hiercomm.schemes.carriers.graphs import Graph
-from lightning_hiercomm.schemes.carriers.in_flight import Exchange, InFlight
-from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
-from lightning_hiercomm.schemes.carriers.peers import PeerMean
+from lightning_hiercomm.schemes.components.merges import MERGES, Merge
+from lightning_hiercomm.schemes.components.outer import OuterOptimizer, RunningOuterOptimizer
+from lightning_hiercomm.schemes.components.schedules import Every, Schedule, Staggered
 from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
+from lightning_hiercomm.schemes.reducers.graphs import Graph
+from lightning_hiercomm.schemes.reducers.in_flight import Exchange, InFlight
+from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.tuning import AutoPeriod, PeriodTuner
-from lightning_hiercomm.schemes.words.merging import MERGES, Merge
-from lightning_hiercomm.schemes.words.outer import OuterOptimizer, RunningOuterOptimizer
-from lightning_hiercomm.schemes.words.when import Every, Staggered, When
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-A = TypeVar("A", bound="Agreement", covariant=True)
+A = TypeVar("A", bound="ParameterSync", covariant=True)
 
-Through = Literal["mean", "rotating"] | Graph
+ReducerName = Literal["sharded", "leader"]
 MergeName = Literal["replace", "eq1", "delta"]
 
 
-class Agreement(Scheme):
+class ParameterSync(Scheme):
     """Nodes train alone and agree on parameters every now and then; what that means is five choices.
 
     ============  ====================================================  =========================================
@@ -59,28 +59,28 @@ class Agreement(Scheme):
     ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such sentences under the names of their papers; any other is
     written with this class. Streaming fragments with plain replacing::
 
-        Agreement(when=Staggered(100), what=4, staleness=5)
+        ParameterSync(schedule=Staggered(100), fragments=4, staleness=5)
 
     DiLoCo by gossip (NoLoCo: Kolehmainen et al. 2025, Algorithm 1; its alpha is the momentum here, and its beta = gamma
     the learning rate)::
 
-        Agreement(when=50, through=RandomPermutation(), merge=OuterOptimizer())
+        ParameterSync(schedule=50, reducer=RandomPermutation(), merge=OuterOptimizer())
 
     After step t, with x the parameters of a part that is due::
 
         sent after step t - staleness;  x := merge(x, what arrived)
 
-    **The agreed model** is the mean of the nodes' present parameters, whatever the merge. One that
-    :attr:`~lightning_hiercomm.schemes.words.merging.Merge.keeps_agreed` values (an outer optimizer) keeps them beside
-    that: a plain checkpoint holds the former as its model and the latter for the run that goes on from it.
+    **The averaged model** is the mean of the nodes' present parameters, whatever the merge. An outer optimizer keeps
+    reference parameters in addition: a plain checkpoint holds the former as its model, and the latter for the run that
+    resumes from it.
 
     Float buffers (BatchNorm statistics) agree when all parts do at once and training waits for it.
 
     Args:
-        when: The schedule of the merges, or a number of optimizer steps between two of them.
-        what: Into how many equal parts the model is cut, or a list of module names: the parameters below each are one
-            part, all others the last one. All parts are exchanged in one go where the schedule says so.
-        through: ``"mean"``: over all nodes, each rank of a node carrying its part. ``"rotating"``: the same mean, but
+        schedule: When fragments are merged, or a number of optimizer steps between two merges.
+        fragments: Into how many equal parts the model is cut, or a list of module names: the parameters below each are
+            one part, all others the last one. All parts are exchanged in one go where the schedule says so.
+        reducer: ``"sharded"``: over all nodes, each rank of a node carrying its part. ``"leader"``: the same mean, but
             one rank of each node carries everything, the next rank the next time. A ``Graph``: the
             mean with those nodes that the graph names.
         merge: ``"replace"`` by what arrived, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
@@ -106,21 +106,21 @@ class Agreement(Scheme):
 
     def __init__(
         self,
-        when: When | int = 100,
-        what: int | list[str] = 1,
-        through: Through = "mean",
+        schedule: Schedule | int = 100,
+        fragments: int | list[str] = 1,
+        reducer: ReducerName | Graph = "sharded",
         merge: Merge | MergeName = "replace",
         staleness: int = 0,
         gradients: Literal["node", "none"] = "node",
     ) -> None:
-        if isinstance(when, int) and when < 1:
+        if isinstance(schedule, int) and schedule < 1:
             raise ValueError(
-                f"when={when} must be a positive number of optimizer steps, or a schedule such as Every(50)"
+                f"schedule={schedule} must be a positive number of optimizer steps, or a schedule such as Every(50)"
             )
-        if isinstance(what, str) or (isinstance(what, int) and what < 1) or not what:
-            raise ValueError(f"what={what!r} must be a positive number of parts, or a list of module names")
-        if not isinstance(through, Graph) and through not in ("mean", "rotating"):
-            raise ValueError(f"through={through!r} must be 'mean', 'rotating' or a Graph such as RandomPermutation()")
+        if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
+            raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
+        if not isinstance(reducer, Graph) and reducer not in ("sharded", "leader"):
+            raise ValueError(f"reducer={reducer!r} must be 'sharded', 'leader' or a Graph such as RandomPermutation()")
         if not isinstance(merge, Merge) and merge not in MERGES:
             raise ValueError(f"merge={merge!r} must be one of {', '.join(map(repr, MERGES))}, or a Merge")
         if staleness < 0:
@@ -128,20 +128,20 @@ class Agreement(Scheme):
         if gradients not in ("node", "none"):
             raise ValueError(f"gradients={gradients!r} must be 'node' or 'none'")
         self.gradients = gradients
-        self.when = Every(when) if isinstance(when, int) else when
-        self.what = what
-        self.through = through
+        self.schedule = Every(schedule) if isinstance(schedule, int) else schedule
+        self.fragments = fragments
+        self.reducer = reducer
         self.merge = merge
         self.merging = merge if isinstance(merge, Merge) else MERGES[merge]()
         self.staleness = staleness
-        if self.merging.keeps_agreed and through == "rotating":
+        if self.merging.keeps_reference and reducer == "leader":
             raise ValueError(
-                f"through='rotating' does not go with {type(self.merging).__name__}, whose state lies with the rank"
-                " that carries a part: use through='mean'"
+                f"reducer='leader' does not go with {type(self.merging).__name__}, whose state lies with the rank"
+                " that carries a part: use reducer='sharded'"
             )
 
-    def build(self, context: Context) -> RunningAgreement[Agreement]:
-        return RunningAgreement(self, context)
+    def build(self, context: Context) -> RunningParameterSync[ParameterSync]:
+        return RunningParameterSync(self, context)
 
     def _begin_synchronously(self, warmup_steps: int | float) -> None:
         """Set the first phase, for the constructors of schemes that have one."""
@@ -153,9 +153,9 @@ class Agreement(Scheme):
     @property
     def period(self) -> int | None:
         """Optimizer steps between two agreements on the same part; None if the schedule has no such number."""
-        return getattr(self.when, "period", None)
+        return getattr(self.schedule, "period", None)
 
-    _sharded = "through='mean'"
+    _sharded = "reducer='sharded'"
 
     _ends_epochs_in_agreement = False
     """Whether nothing is in flight, and all nodes are equal, when an epoch ends."""
@@ -174,7 +174,7 @@ class Agreement(Scheme):
                 f"Before, in warmup_steps={self.first_phase}, a step takes {{seconds}}: gradients are averaged over all"
                 " nodes."
             )
-        elif self.through == "rotating":
+        elif self.reducer == "leader":
             stay = f"{kind} lets ranks of a node carry the model in turn: take {self._sharded}"
             whole = (
                 f"{kind} lets one rank of a node carry the whole model in turn, but every rank holds a part of it: use"
@@ -193,7 +193,7 @@ class Agreement(Scheme):
             no_period = "sync_every='auto' is chosen when a run begins: give a number"
         elif self.period is None:
             no_period = "sync_every=None agrees at the end of epochs, whose length is not known: give a number"
-        parts = self.what if isinstance(self.what, int) else len(self.what) + 1
+        parts = self.fragments if isinstance(self.fragments, int) else len(self.fragments) + 1
         return replace(
             general,
             needs_whole_parameters=general.needs_whole_parameters or whole,
@@ -201,9 +201,9 @@ class Agreement(Scheme):
             first_phase=first_phase,
             begins_with_copy=self.begins_with_copy,
             can_average_optimizer_state=self.staleness == 0
-            and self.what == 1
-            and self.merging.ends_in_agreement
-            and not isinstance(self.through, Graph),
+            and self.fragments == 1
+            and self.merging.makes_equal
+            and not isinstance(self.reducer, Graph),
             drift=(self.period or math.inf) + self.staleness,
             period=no_period or self.period or 1,
             leaves=lambda step: bool(self.leaving(step, parts)),
@@ -212,8 +212,8 @@ class Agreement(Scheme):
     @property
     def begins_with_copy(self) -> bool:
         """Whether nodes are never equal, so that one that comes begins with what another has become by itself."""
-        makes_equal = self.merging.ends_in_agreement and not isinstance(self.through, Graph)
-        return self.what != 1 or self.staleness > 0 or not makes_equal
+        makes_equal = self.merging.makes_equal and not isinstance(self.reducer, Graph)
+        return self.fragments != 1 or self.staleness > 0 or not makes_equal
 
     def next_step(self, steps_of_epoch: int) -> Scheme:
         return AllReduce() if self.first_phase else self
@@ -237,7 +237,7 @@ class Agreement(Scheme):
 
     def _check_epoch(self, nodes: int, steps: float) -> None:
         """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one."""
-        counts_in_epoch = isinstance(self.when, Every) and self.when.of == "epoch"
+        counts_in_epoch = isinstance(self.schedule, Every) and self.schedule.of == "epoch"
         if nodes > 1 and counts_in_epoch and self.auto is not None and steps < self.auto.provisional_period:
             raise ValueError(
                 f"sync_every='auto' times exchanges that are {self.auto.provisional_period} optimizer steps apart, but"
@@ -247,14 +247,14 @@ class Agreement(Scheme):
     def leaving(self, step: int, parts: int) -> Sequence[int]:
         """The parts that are sent after a step, counted from 1, of a very long epoch."""
         due = step + self.staleness
-        return self.when.due(due, due, parts)
+        return self.schedule.due(due, due, parts)
 
 
-class RunningAgreement(RunningScheme[A]):
+class RunningParameterSync(RunningScheme[A]):
     """An agreement at work: exchanges are launched, collected when they are due, and merged; some are in flight.
 
     Attributes:
-        when: The schedule of the merges by now.
+        schedule: When fragments are merged, as of now.
         staleness: Optimizer steps between sending and merging by now.
         tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
         outer: The outer optimizer, where the merge is one and there is somebody to agree with.
@@ -263,30 +263,30 @@ class RunningAgreement(RunningScheme[A]):
 
     def __init__(self, config: A, context: Context) -> None:
         super().__init__(config, context)
-        self.when = config.when
+        self.schedule = config.schedule
         self.staleness = config.staleness
         self.tuner = None if config.auto is None else PeriodTuner(config.auto)
-        self.synchronizations = 0
+        self.exchanges_started = 0
         self._begins_at = None if config.first_phase else 0  # optimizer steps before the schedule; None: not known yet
         self._average_gradients_over(self.gradients)
         self._parts_sent = 0
         self._merge = config.merging
-        self._was_sick = False
+        self._was_nonfinite = False
         self._tuned_period: int | None = None
         self._in_flight = InFlight()
         # every move between nodes, waited for or not, takes the same communicators, in the order of the program
         shares_communicators = self.is_alone or (self.topology.may_grow and not self.staleness)
-        self._beside = self.topology if shares_communicators else self.topology.twin()
+        self._beside = self.topology if shares_communicators else self.topology.duplicate()
         self._second = self._opened_second(None)
         self._inbound = self.background()
         self._outbound = None if config.gradients == "node" else self.background(waits_for_nodes=False)
-        self._parts, self._carrier = self._cut()
+        self._parts, self._reducer = self._cut()
         self.outer = self._built_outer(None)
 
     @property
     def period(self) -> int | None:
         """Optimizer steps between two agreements on the same part by now; None if the schedule has no such number."""
-        return getattr(self.when, "period", None)
+        return getattr(self.schedule, "period", None)
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class RunningAgreement(RunningScheme[A]):
             self._end_round(dropped.parts)
         self._in_flight.drop()
         self._second = self._opened_second(self._second)
-        self._parts, self._carrier = self._cut()
+        self._parts, self._reducer = self._cut()
         self.outer = self._built_outer(self.outer)
 
     def _opened_second(self, second: Topology | None) -> Topology | None:
@@ -307,72 +307,72 @@ class RunningAgreement(RunningScheme[A]):
         # where nodes come and go, and all of it is waited for, it takes one lane
         needs_second = self.staleness > 0 if self.topology.may_grow else self.topology.num_nodes > 2
         if second is None and is_in_rounds and needs_second and not self.is_alone:
-            return self.topology.twin()
+            return self.topology.duplicate()
         return second
 
-    def _cut(self) -> tuple[list[range], Carrier]:
+    def _cut(self) -> tuple[list[range], Reducer]:
         """The parts of the model, by the indexes of their buckets, and who carries them."""
         if self.is_alone:
-            return [], Average(self.replica, self.topology, buckets=[])
-        replica, what = self.replica, self.config.what
-        cut = [replica.buckets_of_parameters] if what == 1 else replica.cut(what, replica.bucket_bytes)
+            return [], ShardedAllReduce(self.replica, self.topology, buckets=[])
+        replica, fragments = self.replica, self.config.fragments
+        cut = [replica.buckets_of_parameters] if fragments == 1 else replica.cut(fragments, replica.bucket_bytes)
         ends = list(accumulate(map(len, cut)))
         self._check_staleness(len(cut))
         parts = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
-        return parts, self._carrier_of([bucket for part in cut for bucket in part], self.wire)
+        return parts, self._reducer_of([bucket for part in cut for bucket in part], self.wire)
 
-    def _carrier_of(self, buckets: list[Bucket], wire: Wire) -> Carrier:
-        through = self.config.through
-        if isinstance(through, Graph):
-            return PeerMean(
+    def _reducer_of(self, buckets: list[Bucket], wire: Wire) -> Reducer:
+        between = self.config.reducer
+        if isinstance(between, Graph):
+            return NeighborExchange(
                 buckets,
-                through,
+                between,
                 self.topology,
                 self._beside,
                 self._inbound,
                 wire,
                 # by steps, a graph that goes round might come by the same of its turns at every agreement
                 turn=lambda: 1 + self._parts_sent // max(1, len(self._parts)),
-                average_in_node=lambda leaving: self.care.average_in_node(leaving, self.steps),
-                land=self._land,
-                look=lambda leaving: self.care.look(leaving, self.steps),
+                average_in_node=lambda leaving: self.guard.average_in_node(leaving, self.steps),
+                update_reference=self._update_reference,
+                look=lambda leaving: self.guard.look(leaving, self.steps),
             )
-        carrier = RotatingAverage if through == "rotating" else Average
-        return carrier(
+        reducer = LeaderAllReduce if between == "leader" else ShardedAllReduce
+        return reducer(
             self.replica,
             self.topology,
             wire,
             self._beside,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            land=self._land,
-            on_nonfinite=self.care.policy.on_nonfinite,
+            update_reference=self._update_reference,
+            on_nonfinite=self.guard.policy.on_nonfinite,
             checks_buffers=True,
         )
 
     @property
-    def _land(self) -> Land | None:
+    def _update_reference(self) -> UpdateReference | None:
         """Moves the last agreed values, where the merge keeps them."""
-        if not self._merge.keeps_agreed:
+        if not self._merge.keeps_reference:
             return None
-        # asked for anew each time: an outer optimizer is made of a carrier
-        return lambda *landing: (self._merge if self.outer is None else self.outer).land(*landing)
+        # asked for anew each time: an outer optimizer is made of a reducer
+        return lambda *landing: (self._merge if self.outer is None else self.outer).update_reference(*landing)
 
     def _built_outer(self, before: RunningOuterOptimizer | None) -> RunningOuterOptimizer | None:
-        """The outer optimizer of what the carrier holds, if the merge is one; it goes on from the one before."""
+        """The outer optimizer of what the reducer holds, if the merge is one; it goes on from the one before."""
         if self.is_alone or not isinstance(self._merge, OuterOptimizer):
             return None
-        return self._merge.build(self._carrier, before)
+        return self._merge.build(self._reducer, before)
 
     @property
-    def _carrier_beside_training(self) -> Carrier:
+    def _overlapped_reducer(self) -> Reducer:
         """Who carries what training does not wait for: here, the same as ever."""
-        return self._carrier
+        return self._reducer
 
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that go the way of the parameters whenever training waits for all of them."""
-        stay = self._merge.keeps_agreed or isinstance(self.config.through, Graph)
+        stay = self._merge.keeps_reference or isinstance(self.config.reducer, Graph)
         return [] if stay else self.replica.buckets_of_buffers
 
     def after_step(self, last: bool) -> None:
@@ -381,7 +381,7 @@ class RunningAgreement(RunningScheme[A]):
         parts = len(self._parts)
         ahead = self.staleness
         steps = self.steps - (self._begins_at or 0)
-        leaving = self.when.due(steps + ahead, self.step_in_epoch + ahead, parts)
+        leaving = self.schedule.due(steps + ahead, self.step_in_epoch + ahead, parts)
         if not ahead:
             if leaving:
                 self._agree_now(leaving)
@@ -431,7 +431,7 @@ class RunningAgreement(RunningScheme[A]):
         self._average_gradients_over(self.config.gradients)
         self._begins_at = self.steps
         self._average_buffers()
-        self.unagreed_steps = 0
+        self.unsynchronized_steps = 0
         self._begin_from_present()
         if self.tuner is not None:
             self.tuner.begin_epoch(self.replica.device)
@@ -439,7 +439,7 @@ class RunningAgreement(RunningScheme[A]):
     def _begin_from_present(self) -> None:
         """Take the present parameters as the reference parameters, with a new outer optimizer."""
         if not self.is_alone:
-            self._carrier.anchor()
+            self._reducer.set_references()
             self.outer = self._built_outer(None)
 
     # ---- sync_every="auto" ---------------------------------------------------------------------------------------
@@ -479,8 +479,8 @@ class RunningAgreement(RunningScheme[A]):
 
     def _set_period(self, period: int) -> None:
         """Agree every ``period`` steps from now on; nothing may be in flight."""
-        if isinstance(self.when, Every | Staggered):
-            self.when = replace(self.when, period=period)
+        if isinstance(self.schedule, Every | Staggered):
+            self.schedule = replace(self.schedule, period=period)
         self._tuned_period = period
 
     def _exchanging(self, starts: bool, ends: bool) -> AbstractContextManager[None]:
@@ -505,27 +505,27 @@ class RunningAgreement(RunningScheme[A]):
 
     def _agree_now(self, parts: Sequence[int]) -> None:
         """Agree on parts, and wait for it; on float buffers, too, if that is all of them."""
-        self.care.verify(self.steps)
+        self.guard.verify(self.steps)
         waits = not self.staleness
         admits = self.config.begins_with_copy or len(parts) == len(self._parts)
         with self._exchanging(starts=waits, ends=waits):
-            self.topology.agreement(lambda: self._agree_and_wait(parts), admits)
+            self.topology.synchronize(lambda: self._agree_and_wait(parts), admits)
 
     def _agree_and_wait(self, parts: Sequence[int]) -> None:
         is_all = len(parts) == len(self._parts)
         if is_all:
             self._in_flight.drop()
-        indexes = range(len(self._carrier.buckets)) if is_all else self._buckets_of(parts)
-        verdict = self._carrier(self.steps, self._take_turn(), indexes, self._take)
+        indexes = range(len(self._reducer.buckets)) if is_all else self._buckets_of(parts)
+        verdict = self._reducer(self.steps, self._take_turn(), indexes, self._take)
         self._parts_sent += len(parts)
         if is_all and not self._buffers_with_parameters:
             self._average_buffers()
-        self._recover(self._carrier, verdict, indexes)  # who is healthy of those who agree: the last
+        self._recover(self._reducer, verdict, indexes)  # who is healthy of those who agree: the last
         self._end_round(parts)
-        self.agreements += 1
-        if is_all and self._merge.ends_in_agreement and not isinstance(self.config.through, Graph):
-            self.unagreed_steps = 0
-            self.care.average_optimizer_state()
+        self.synchronizations += 1
+        if is_all and self._merge.makes_equal and not isinstance(self.config.reducer, Graph):
+            self.unsynchronized_steps = 0
+            self.guard.average_optimizer_state()
 
     def _take(self, bucket: Bucket, arrived: Tensor) -> None:
         if any(bucket is of_buffers for of_buffers in self.replica.buckets_of_buffers):
@@ -550,10 +550,10 @@ class RunningAgreement(RunningScheme[A]):
         if arrived is not None:
             self._in_flight.keep(arrived)
             is_last_to_leave = self.staleness < (self.period or math.inf)  # a node may come when nothing is in flight
-            self.topology.agreement(lambda: self._merge_or_agree(arrived), admits=is_last_to_leave)
+            self.topology.synchronize(lambda: self._merge_or_agree(arrived), admits=is_last_to_leave)
             self._in_flight.forget(arrived)
         if leaving:
-            self.topology.agreement(lambda: self._merge_and_send(None, leaving), brings=False)
+            self.topology.synchronize(lambda: self._merge_and_send(None, leaving), brings=False)
 
     def _merge_or_agree(self, arrived: Exchange) -> None:
         if arrived.is_lost:
@@ -565,15 +565,15 @@ class RunningAgreement(RunningScheme[A]):
         """Merge what was sent a while ago, and send the next.
 
         Bucket by bucket, and the first successors leave when the last bucket is still on the link. Not before: they may
-        have another carrier, and would take their share of the link from those that training waits for.
+        have another reducer, and would take their share of the link from those that training waits for.
         """
-        self.care.verify(self.steps)
-        if arrived is not None and arrived.verdict.is_sick:  # what leaves now is what it is healed to
+        self.guard.verify(self.steps)
+        if arrived is not None and arrived.verdict.is_nonfinite:  # what leaves now is what it is healed to
             self._merge_up_to(None, arrived)
         sent: Exchange | None = None
         if leaving:
-            carrier = self._carrier_beside_training
-            verdict = carrier.begin(
+            reducer = self._overlapped_reducer
+            verdict = reducer.begin(
                 self.steps, self._take_turn(), self._buckets_of(leaving), self._inbound, self._outbound
             )
             self._parts_sent += len(leaving)
@@ -593,17 +593,15 @@ class RunningAgreement(RunningScheme[A]):
                 self._send(waiting, sent)
         if arrived is not None:
             self._merge_up_to(None, arrived)
-            self.agreements += 1
+            self.synchronizations += 1
         self._send(waiting, sent)
         if arrived is not None:
-            self._recover(self._carrier_beside_training, arrived.verdict, indexes)
+            self._recover(self._overlapped_reducer, arrived.verdict, indexes)
 
     def _send(self, waiting: deque[int], exchange: Exchange | None) -> None:
         while waiting and exchange is not None:
             exchange.moves.append(
-                self._carrier_beside_training.start(
-                    waiting.popleft(), self._inbound, self._merge.needs_sent, self._outbound
-                )
+                self._overlapped_reducer.start(waiting.popleft(), self._inbound, self._merge.needs_sent, self._outbound)
             )
 
     def _merge_up_to(self, last: int | None, arrived: Exchange) -> None:
@@ -612,30 +610,30 @@ class RunningAgreement(RunningScheme[A]):
             move = arrived.moves.popleft()
             move.arrived.wait()
             self._inbound.hands_out(move.flat)
-            bucket = self._carrier.buckets[move.index]
-            if arrived.verdict.is_sick:
+            bucket = self._reducer.buckets[move.index]
+            if arrived.verdict.is_nonfinite:
                 bucket.unpack(move.flat)
             elif not arrived.verdict.is_flagged():
                 self._merge(bucket, move, arrived.staleness, move.nodes)
             if move.index == last:
                 return
 
-    def _recover(self, carrier: Carrier, verdict: Verdict, indexes: Sequence[int]) -> None:
+    def _recover(self, reducer: Reducer, verdict: Verdict, indexes: Sequence[int]) -> None:
         """Repeat a flagged exchange without the ranks that cannot send, on present values; wait for it.
 
         Args:
-            carrier: Of the exchange.
+            reducer: Of the exchange.
             verdict: Likewise.
             indexes: Its buckets.
         """
-        self._was_sick = verdict.is_sick  # and healed by its peers
-        if verdict.is_flagged() and isinstance(carrier, Average):
+        self._was_nonfinite = verdict.is_nonfinite  # and healed by its peers
+        if verdict.is_flagged() and isinstance(reducer, ShardedAllReduce):
             self._in_flight.settle()  # what follows takes the communicators of what has just left
-            if not self._merge.keeps_agreed:
+            if not self._merge.keeps_reference:
                 self._in_flight.drop()  # it left from values that the nodes are about to lose
-            self._was_sick = self.care.repair(carrier, indexes, self.steps, self._take, self._land)
-        if self._was_sick:
-            self.care.begin_optimizer_anew()
+            self._was_nonfinite = self.guard.repair(reducer, indexes, self.steps, self._take, self._update_reference)
+        if self._was_nonfinite:
+            self.guard.begin_optimizer_anew()
 
     def _end_round(self, parts: Sequence[int], arriving: Exchange | None = None) -> None:
         """Let the outer optimizer know when all parts have arrived once more."""
@@ -648,8 +646,8 @@ class RunningAgreement(RunningScheme[A]):
         return bool(parts) and parts[-1] == len(self._parts) - 1
 
     def _take_turn(self) -> int:
-        self.synchronizations += 1
-        return self.synchronizations - 1
+        self.exchanges_started += 1
+        return self.exchanges_started - 1
 
     def _buckets_of(self, parts: Sequence[int]) -> list[int]:
         return [index for part in parts for index in self._parts[part]]
@@ -657,11 +655,11 @@ class RunningAgreement(RunningScheme[A]):
     def _check_staleness(self, parts: int) -> None:
         if not parts:  # all parameters are frozen for a while
             return
-        longest = self.when.longest_staleness(parts)
+        longest = self.schedule.longest_staleness(parts)
         if self.staleness > longest:
             raise ValueError(
-                f"staleness={self.staleness} is too long for {self.when} with {parts} parts: one exchange is in flight"
-                f" at a time, so at most {longest} steps"
+                f"staleness={self.staleness} is too long for {self.schedule} with {parts} parts: one exchange is in"
+                f" flight at a time, so at most {longest} steps"
             )
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
@@ -686,8 +684,8 @@ class RunningAgreement(RunningScheme[A]):
             )
 
     def _average_buffers(self) -> None:
-        if self.replica.buffers and self.care.average(self.replica.buckets_of_buffers, self.steps):
-            self.care.begin_optimizer_anew()
+        if self.replica.buffers and self.guard.average(self.replica.buckets_of_buffers, self.steps):
+            self.guard.begin_optimizer_anew()
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 
@@ -705,13 +703,13 @@ class RunningAgreement(RunningScheme[A]):
                 values |= {"sync_every": 1.0, "staleness": 0.0}
         if isinstance(self._merge, OuterOptimizer):
             values["outer_lr"] = 0.0 if self.outer is None else self.outer.learning_rate
-        relative = self._carrier.disagreement.relative()
+        relative = self._reducer.disagreement.relative()
         return values if relative is None else {**values, "disagreement": relative}
 
-    def schedule(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         state = {
-            **super().schedule(),
-            "synchronizations": self.synchronizations,
+            **super().shared_state(),
+            "exchanges_started": self.exchanges_started,
             "parts_sent": self._parts_sent,
             "tuned_period": self._tuned_period,
         }
@@ -721,7 +719,7 @@ class RunningAgreement(RunningScheme[A]):
             self._begin_from_present()
         if not self.may_ask:
             return state
-        if self._merge.keeps_agreed:
+        if self._merge.keeps_reference:
             self.settle()
             state["outer"] = self._outer_state()
             # whoever drops what is in flight has got its outer steps all the same
@@ -734,15 +732,15 @@ class RunningAgreement(RunningScheme[A]):
 
     @property
     def _carried(self) -> list[Tensor]:
-        """The tensors of which the carrier keeps the last agreed values, in the order of the replica."""
-        buckets = self._carrier.buckets[: len(self._carrier.anchors)]
+        """The tensors of which the reducer keeps the last agreed values, in the order of the replica."""
+        buckets = self._reducer.buckets[: len(self._reducer.references)]
         carried = {id(piece.tensor) for bucket in buckets for piece in bucket.pieces}
         return [tensor for tensor in self.replica.tensors if id(tensor) in carried]
 
     @property
     def _is_copied_with_agreed(self) -> bool:
         """Whether a node that comes has to know more than what the one has become that it begins from."""
-        return self.topology.may_grow and self.config.begins_with_copy and bool(self._carrier.anchors)
+        return self.topology.may_grow and self.config.begins_with_copy and bool(self._reducer.references)
 
     def _outer_state(self) -> dict[str, Any]:
         """What lies beside the parameters, for each of them: the outer optimizer's state, and values kept. Collective.
@@ -768,14 +766,14 @@ class RunningAgreement(RunningScheme[A]):
     @property
     def _keeps_common_values(self) -> bool:
         """Whether there are values beside the nodes' own that are equal on all nodes."""
-        return self._merge.keeps_agreed and not isinstance(self.config.through, Graph) and not self.is_alone
+        return self._merge.keeps_reference and not isinstance(self.config.reducer, Graph) and not self.is_alone
 
     @torch.no_grad()
     def _kept_values(self) -> dict[int, Tensor]:
         """The last agreed values of every tensor that is carried, by its ``id``. Collective over the node."""
         kept: dict[int, Tensor] = {}
-        for index, anchor in enumerate(self._carrier.anchors):
-            for piece, values in self._carrier.buckets[index].split(self._carrier.whole(index, anchor)):
+        for index, reference in enumerate(self._reducer.references):
+            for piece, values in self._reducer.buckets[index].split(self._reducer.whole(index, reference)):
                 if id(piece.tensor) not in kept:
                     kept[id(piece.tensor)] = torch.empty_like(piece.tensor, memory_format=torch.contiguous_format)
                 kept[id(piece.tensor)].view(-1)[piece.start :][: piece.length] = values
@@ -784,26 +782,26 @@ class RunningAgreement(RunningScheme[A]):
     @torch.no_grad()
     def _keep_values(self, kept: Mapping[int, Tensor]) -> None:
         """Undo :meth:`_kept_values`, on any number of nodes and ranks."""
-        for index, anchor in enumerate(self._carrier.anchors):
-            bucket = self._carrier.buckets[index]
-            flat = bucket.empty(self._carrier.parts_of(index))
+        for index, reference in enumerate(self._reducer.references):
+            bucket = self._reducer.buckets[index]
+            flat = bucket.empty(self._reducer.parts_of(index))
             for piece, values in bucket.split(flat):
                 values.copy_(kept[id(piece.tensor)].reshape(-1)[piece.start :][: piece.length])
-            anchor.copy_(self._carrier.carried(flat, index))
+            reference.copy_(self._reducer.carried(flat, index))
 
     def state_dict(self) -> dict[str, Any]:
         """All state. What is still in flight is not in it: call :meth:`settle` first."""
         state = super().state_dict()
         if not self.is_alone:
-            state["carrier"] = self._carrier.state_dict()
+            state["reducer"] = self._reducer.state_dict()
             state["in_flight"] = self._in_flight.state_dict()
             if self.outer is not None:  # fragments cut tensors, so the state by tensor has one step where parts differ
                 state["outer_parts"] = self.outer.part_states()
         return state
 
     def undo_point(self) -> Callable[[], None]:
-        undo_values, was_sick = super().undo_point(), self._was_sick
-        synchronizations, parts_sent = self.synchronizations, self._parts_sent
+        undo_values, was_nonfinite = super().undo_point(), self._was_nonfinite
+        synchronizations, parts_sent = self.exchanges_started, self._parts_sent
         exchanges = list(self._in_flight.exchanges)
         moves_beside = any(not exchange.is_lost for exchange in exchanges)
         undo_agreed = None if moves_beside else self._remember_agreed()
@@ -811,7 +809,7 @@ class RunningAgreement(RunningScheme[A]):
         def undo() -> None:
             self._in_flight.settle()
             undo_values()
-            self.synchronizations, self._parts_sent, self._was_sick = synchronizations, parts_sent, was_sick
+            self.exchanges_started, self._parts_sent, self._was_nonfinite = synchronizations, parts_sent, was_nonfinite
             self._in_flight.exchanges = exchanges
             self._in_flight.lose()
             if undo_agreed is not None:
@@ -821,11 +819,11 @@ class RunningAgreement(RunningScheme[A]):
 
     def _remember_agreed(self) -> Callable[[], None]:
         """Remember the last agreed values, and all that goes with them; what is returned goes back to them."""
-        carried = self._carrier.state_dict()
+        carried = self._reducer.state_dict()
         undo_outer = self.outer.undo_point() if self.outer is not None else None
 
         def undo() -> None:
-            self._carrier.load_state_dict(carried)
+            self._reducer.load_state_dict(carried)
             if undo_outer is not None:
                 undo_outer()
 
@@ -836,7 +834,7 @@ class RunningAgreement(RunningScheme[A]):
         exchanges = self._in_flight.exchanges
         # what lies beside the parameters is cut by the lanes, of which there may be others
         go_on = super().before_nodes_change()
-        kept = self._kept_values() if self._carrier.anchors else None
+        kept = self._kept_values() if self._reducer.references else None
         parameters = self.replica.parameters
         state = None if self.outer is None else self.outer.state_dict(parameters)
 
@@ -852,13 +850,13 @@ class RunningAgreement(RunningScheme[A]):
         return go_on_with_state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, or :meth:`schedule`.
+        """Restore :meth:`state_dict`, or :meth:`shared_state`.
 
         With the latter, what was in flight is dropped, and the nodes go on from the agreed parameters.
         """
         super().load_state_dict(state)
         self._load_first_phase(state)
-        self.synchronizations = state["synchronizations"]
+        self.exchanges_started = state["exchanges_started"]
         self._parts_sent = state["parts_sent"]
         self._in_flight.drop()
         if self.tuner is not None and state["tuned_period"] is not None:
@@ -866,17 +864,17 @@ class RunningAgreement(RunningScheme[A]):
             self.tuner = None
         if self.is_alone:
             return
-        if "carrier" in state:
-            self._carrier.load_state_dict(state["carrier"])
+        if "reducer" in state:
+            self._reducer.load_state_dict(state["reducer"])
             self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
         else:
-            self._carrier.anchor()
+            self._reducer.set_references()
             self.outer = self._built_outer(self.outer)
             if "last_agreed" in state and self._is_copied_with_agreed:
                 self._keep_values(dict(zip(map(id, self._carried), state["last_agreed"], strict=True)))
         if "outer" in state:
-            self._load_outer_state(state["outer"], with_values="carrier" not in state)
-            if self.outer is not None and "carrier" not in state:
+            self._load_outer_state(state["outer"], with_values="reducer" not in state)
+            if self.outer is not None and "reducer" not in state:
                 for _ in range(state["rounds_in_flight"]):
                     self.outer.end_round()
         if self.outer is not None and "outer_parts" in state:

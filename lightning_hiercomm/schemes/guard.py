@@ -1,4 +1,4 @@
-"""Care for the replica of one optimizer, in one object, which every scheme that runs has."""
+"""Checks and repairs of the replica of one optimizer: values that are non-finite, and ranks that differ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.carriers.base import Land
-from lightning_hiercomm.schemes.carriers.mean import Average, among, average_in_node
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
@@ -29,6 +27,8 @@ from lightning_hiercomm.schemes.health.nonfinite import (
 from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among, average_in_node
+from lightning_hiercomm.schemes.reducers.base import UpdateReference
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Policy:
     average_optimizer_state: bool = False
 
 
-class Care:
+class NonFiniteGuard:
     """Averages, and sees that what is not finite, or differs inside a node, is found, and healed or said.
 
     Args:
@@ -131,7 +131,7 @@ class Care:
         if self._is_alone:
             return False
         on_nonfinite = self.policy.on_nonfinite
-        average = Average(
+        average = ShardedAllReduce(
             self.replica,
             self._topology,
             buckets=buckets,
@@ -235,7 +235,7 @@ class Care:
             self._topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return False
-        return self.note_sickness(describe(self.replica) or "what another rank of the node holds", step)
+        return self.report_nonfinite(describe(self.replica) or "what another rank of the node holds", step)
 
     def _is_unfit(self, buckets: Sequence[Bucket]) -> Tensor:
         """Return an int64 scalar on the device: 1 if buckets are not finite, and that matters; otherwise 0."""
@@ -254,7 +254,7 @@ class Care:
         gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
         if self.policy.on_nonfinite == "ignore" or not is_unfit(gradients):
             return True
-        return not self.note_sickness(str(describe(self.replica, gradients=True)), step)
+        return not self.report_nonfinite(str(describe(self.replica, gradients=True)), step)
 
     def may_step(self, mean: Tensor, wire: Wire) -> bool:
         """Whether a shard may step with the mean of finite gradients; on CUDA it may, with zeros in their place.
@@ -281,7 +281,7 @@ class Care:
         log.warning("%s: a shard leaves out this step (on_nonfinite='skip')", message)
         return False
 
-    def note_sickness(self, found: str, step: int) -> bool:
+    def report_nonfinite(self, found: str, step: int) -> bool:
         """Raise, or count and log that this node's values are not finite.
 
         Args:
@@ -307,11 +307,11 @@ class Care:
     @torch.no_grad()
     def repair(
         self,
-        spoilt: Average,
+        spoilt: ShardedAllReduce,
         indexes: Sequence[int],
         step: int,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-        land: Land | None = None,
+        update_reference: UpdateReference | None = None,
     ) -> bool:
         """Average the buckets of a flagged exchange without the ranks that are not finite. Collective.
 
@@ -325,7 +325,7 @@ class Care:
             indexes: Its buckets.
             step: Optimizer steps that were taken.
             take: Gets every bucket and what takes the mean's place.
-            land: Lands the mean in the last agreed values, as for ``spoilt``.
+            update_reference: Lands the mean in the last agreed values, as for ``spoilt``.
 
         Returns:
             Whether this rank is sick, and has got the others' mean. If it goes on from that, and does not only look at
@@ -343,17 +343,17 @@ class Care:
             self.replica.give_up_buffers(replaced)
             if not any(what for what, _ in found):
                 again = spoilt(step, spoilt.turn, indexes, take)
-                return again.is_flagged() and self.repair(spoilt, indexes, step, take, land)
+                return again.is_flagged() and self.repair(spoilt, indexes, step, take, update_reference)
         self._healthy = healthy = self._healthy_of([what for what, _ in found], step, spoilt.wire)
-        is_sick = self._topology.rank not in healthy
+        is_nonfinite = self._topology.rank not in healthy
         buckets = [spoilt.buckets[index] for index in indexes]
         for index, bucket in zip(indexes, buckets, strict=True):
-            known = None if land is None else spoilt.whole(index, spoilt.anchors[index])
-            if is_sick:  # counts as nothing or, where differences count, as having gone nowhere
+            known = None if update_reference is None else spoilt.whole(index, spoilt.references[index])
+            if is_nonfinite:  # counts as nothing or, where differences count, as having gone nowhere
                 bucket.unpack(bucket.empty().zero_() if known is None else known[: bucket.numel])
 
-        def land_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-            return agreed if land is None else land(indexes[index], agreed, difference)
+        def update_of_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+            return agreed if update_reference is None else update_reference(indexes[index], agreed, difference)
 
         def weights_of_healthy(index: int) -> list[float]:
             return among(healthy, spoilt.weights(indexes[index]))
@@ -364,22 +364,22 @@ class Care:
             own = bucket.pack()
             bucket.unpack(agreed)
             spoilt.restart([places[id(bucket)]])  # from what is agreed, not from what each node makes of it
-            if not is_sick:  # whoever is has nothing of its own to keep
+            if not is_nonfinite:  # whoever is has nothing of its own to keep
                 bucket.unpack(own)
                 take(bucket, agreed)
 
-        mean = Average(
+        mean = ShardedAllReduce(
             self.replica,
             self._topology,
             buckets=buckets,
-            land=None if land is None else land_healthy,
+            update_reference=None if update_reference is None else update_of_healthy,
             weights=weights_of_healthy,
         )
-        if land is not None:
-            mean.anchors = [spoilt.anchors[index] for index in indexes]
+        if update_reference is not None:
+            mean.references = [spoilt.references[index] for index in indexes]
         mean(step, take=take_agreed)
         self.nonfinite += 1
-        return is_sick
+        return is_nonfinite
 
     def _healthy_of(self, found: Sequence[str | None], step: int, wire: Wire) -> frozenset[int]:
         """The ranks whose values are finite.

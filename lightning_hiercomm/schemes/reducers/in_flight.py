@@ -17,11 +17,11 @@ _OVERLAP = 1  # buckets of one exchange that may still be on the link when the n
 
 
 @dataclass
-class Move:
+class PendingBucket:
     """One bucket on its way.
 
     Attributes:
-        index: Of the bucket, among its carrier's.
+        index: Of the bucket, among its reducer's.
         arrived: What to wait for before ``flat`` is touched.
         flat: What arrives, packed.
         sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
@@ -53,7 +53,7 @@ class Exchange:
     due: int
     parts: Sequence[int]
     verdict: Verdict = field(default_factory=Verdict)
-    moves: deque[Move] = field(default_factory=deque)
+    moves: deque[PendingBucket] = field(default_factory=deque)
     undo: Callable[[], None] = lambda: None
     is_lost: bool = False
 
@@ -153,7 +153,7 @@ class InFlight:
                 "buckets": [move.index for move in exchange.moves],
                 "arrived": [move.flat.clone() for move in exchange.moves],
                 "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
-                "is_sick": exchange.verdict.is_sick,
+                "is_nonfinite": exchange.verdict.is_nonfinite,
                 "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
                 "nodes": [move.nodes for move in exchange.moves],
             }
@@ -169,12 +169,12 @@ class InFlight:
         """
         self.drop()
         for saved in state:
-            verdict = Verdict(saved["is_flagged"], saved["is_sick"])
+            verdict = Verdict(saved["is_flagged"], saved["is_nonfinite"])
             exchange = self.start(saved["started"], saved["due"], saved["parts"], verdict)
             arrived = _on(device, saved["arrived"])
             sent = _on(device, saved["sent"]) or arrived
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
-                exchange.moves.append(Move(index, flat, own, nodes=of))
+                exchange.moves.append(PendingBucket(index, flat, own, nodes=of))
 
 
 def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -12,21 +12,21 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_hiercomm.schemes import (
-    Agreement,
     DiLoCo,
     DirectedExponential,
     Every,
     Full,
     Graph,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Replace,
     Ring,
+    Schedule,
     Staggered,
-    When,
 )
-from lightning_hiercomm.schemes.words.outer import RunningOuterOptimizer
+from lightning_hiercomm.schemes.components.outer import RunningOuterOptimizer
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -77,10 +77,10 @@ def weighted(values, nodes):
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-@pytest.mark.parametrize("through", ["mean", "rotating"])
+@pytest.mark.parametrize("reducer", ["sharded", "leader"])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize("merge", ["replace", "eq1", "delta"])
-def test_streaming_fragments_merge_without_an_outer_optimizer(on_nodes, nodes, through, staleness, merge):
+def test_streaming_fragments_merge_without_an_outer_optimizer(on_nodes, nodes, reducer, staleness, merge):
     period, parts, steps = 6, 2, 15
     slices = [slice(0, 12), slice(12, 23)]
     x = [torch.ones(23, dtype=torch.float64) for _ in nodes]
@@ -102,17 +102,17 @@ def test_streaming_fragments_merge_without_an_outer_optimizer(on_nodes, nodes, t
                     else:
                         own[part] += mean - own_sent
         expected.append([own.clone() for own in x])
-    scheme = Agreement(Staggered(period), parts, through, merge, staleness)
+    scheme = ParameterSync(Staggered(period), parts, reducer, merge, staleness)
     assert_follows(on_nodes(towards(steps), scheme, nodes, shapes=SEVENS, dtype=torch.float64), nodes, expected)
 
 
 @pytest.mark.parametrize(
     ("named", "sentence"),
     [
-        (PeriodicAveraging(3), Agreement(3)),
+        (PeriodicAveraging(3), ParameterSync(3)),
         (
             DiLoCo(6, fragments=2, staleness=1),
-            Agreement(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1),
+            ParameterSync(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1),
         ),
     ],
     ids=["periodic averaging", "streaming DiLoCo"],
@@ -131,7 +131,7 @@ def test_a_part_of_what_a_node_has_become_is_kept(on_nodes):
             mean = weighted(x, nodes)
             x = [0.25 * own + 0.75 * mean for own in x]
         expected.append(x)
-    scheme = Agreement(3, merge=Replace(keep_local=0.25))
+    scheme = ParameterSync(3, merge=Replace(keep_local=0.25))
     traces = on_nodes(towards(9), scheme, nodes, shapes=SEVENS, dtype=torch.float64)
     assert_follows(traces, nodes, expected)
 
@@ -141,8 +141,8 @@ def test_a_part_of_what_a_node_has_become_is_kept(on_nodes):
 def test_ranks_that_share_no_gradients_are_averaged_in_the_node_as_well(on_nodes, merge, staleness):
     nodes, x = ((0, 1), (2, 3, 4)), [torch.ones(23, dtype=torch.float64) for _ in range(5)]
     targets, expected, sent = [target_of(rank) for rank in range(5)], [], None
-    anchor = torch.nn.Parameter(torch.ones(23, dtype=torch.float64))
-    outer = SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+    reference = torch.nn.Parameter(torch.ones(23, dtype=torch.float64))
+    outer = SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
     for t in range(1, 10):
         x = local_step(x, targets)
         if (t + staleness) % 4 == 0:
@@ -150,14 +150,14 @@ def test_ranks_that_share_no_gradients_are_averaged_in_the_node_as_well(on_nodes
         if t % 4 == 0:
             mean = sum(sent) / 5
             if merge == "outer":
-                anchor.grad = anchor.detach() - mean
+                reference.grad = reference.detach() - mean
                 outer.step()
-                mean = anchor.detach().clone()
+                mean = reference.detach().clone()
             is_delta = merge == "delta" and staleness
             x = [own + mean - own_sent if is_delta else mean for own, own_sent in zip(x, sent, strict=True)]
         expected.append(x)
     words = {"merge": OuterOptimizer() if merge == "outer" else merge, "staleness": staleness, "gradients": "none"}
-    traces = on_nodes(towards(9), Agreement(4, **words), nodes, shapes=SEVENS, dtype=torch.float64, bucket_bytes=48)
+    traces = on_nodes(towards(9), ParameterSync(4, **words), nodes, shapes=SEVENS, dtype=torch.float64, bucket_bytes=48)
     each = [[rank] for rank in range(5)]
     assert_follows(traces, each, expected)
 
@@ -166,8 +166,8 @@ def test_the_outer_scheduler_steps_before_what_leaves_next_arrives(on_nodes):
     """An exchange that leaves when the one before it is merged is stepped with the next period's learning rate."""
 
     class Recorded(OuterOptimizer):
-        def build(self, carrier, before=None):
-            return Recording(self, carrier, before)
+        def build(self, reducer, before=None):
+            return Recording(self, reducer, before)
 
     class Late(RunningOuterOptimizer):
         def end_round(self):
@@ -175,13 +175,13 @@ def test_the_outer_scheduler_steps_before_what_leaves_next_arrives(on_nodes):
             super().end_round()
 
     class Recording(Late):
-        def land(self, index, anchor, difference):
+        def update_reference(self, index, reference, difference):
             rates.append(self.learning_rate)
-            return super().land(index, anchor, difference)
+            return super().update_reference(index, reference, difference)
 
     rates = []
     merge = Recorded(partial(SGD, lr=0.8), partial(StepLR, step_size=1, gamma=0.5))
-    on_nodes(towards(9), Agreement(2, merge=merge, staleness=2), ((0,), (1,)), shapes=SEVENS)
+    on_nodes(towards(9), ParameterSync(2, merge=merge, staleness=2), ((0,), (1,)), shapes=SEVENS)
     assert sorted(rates, reverse=True) == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
 
 
@@ -198,8 +198,8 @@ def noloco(nodes, steps, *, every, graph, outer, lengths=(23,), staleness=0):
     ends = torch.tensor(lengths).cumsum(0).tolist()
     slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     x = [torch.ones(23, dtype=torch.float64) for _ in nodes]
-    anchors = [[torch.nn.Parameter(own[part].clone()) for part in slices] for own in x]
-    optimizers = [[outer([anchor]) for anchor in own] for own in anchors]
+    references = [[torch.nn.Parameter(own[part].clone()) for part in slices] for own in x]
+    optimizers = [[outer([reference]) for reference in own] for own in references]
     expected, sent, turn = [], None, -1
     for t in range(1, steps + 1):
         x = local_step(x, means_of_targets(nodes))
@@ -210,10 +210,10 @@ def noloco(nodes, steps, *, every, graph, outer, lengths=(23,), staleness=0):
                 send_to = graph.send_to(count, turn, s)
                 for node in range(count):
                     met = [node, *(peer for peer in range(count) if node in send_to[peer])]
-                    anchor = anchors[node][s]
-                    anchor.grad = anchor.detach() - sum(sent[peer][part] for peer in met) / len(met)
+                    reference = references[node][s]
+                    reference.grad = reference.detach() - sum(sent[peer][part] for peer in met) / len(met)
                     optimizers[node][s].step()
-                    x[node][part] = anchor.detach()
+                    x[node][part] = reference.detach()
         expected.append([own.clone() for own in x])
     return expected
 
@@ -231,13 +231,13 @@ def noloco(nodes, steps, *, every, graph, outer, lengths=(23,), staleness=0):
     ],
 )
 def test_gossip_with_an_outer_optimizer_is_noloco(on_nodes, nodes, outer, graph, staleness, bucket_bytes, lengths):
-    scheme = Agreement(3, through=graph, merge=OuterOptimizer(outer), staleness=staleness)
+    scheme = ParameterSync(3, reducer=graph, merge=OuterOptimizer(outer), staleness=staleness)
     arguments = {"shapes": SEVENS, "dtype": torch.float64, "bucket_bytes": bucket_bytes}
     expected = noloco(nodes, 11, every=3, graph=graph, outer=outer, lengths=lengths, staleness=staleness)
     assert_follows(on_nodes(towards(11), scheme, nodes, **arguments), nodes, expected)
 
 
-class AtOddSteps(When):
+class AtOddSteps(Schedule):
     def __repr__(self):
         return "odd steps"
 
@@ -252,7 +252,7 @@ class AtOddSteps(When):
 def test_a_graph_takes_its_next_turn_at_each_agreement(on_nodes, when):
     """Or, agreeing every second step, nodes would know only those two places away."""
     what = 2 if isinstance(when, Staggered) else 1
-    scheme = Agreement(when, what=what, through=DirectedExponential())
+    scheme = ParameterSync(when, fragments=what, reducer=DirectedExponential())
     ends = [trace[-1] for trace in on_nodes(towards(96), scheme, FOUR, shapes=SEVENS)]
     wishes = [target_of(rank) for rank in range(4)]
     apart, alone = ((each[0] + each[2] - each[1] - each[3]).norm() for each in (ends, wishes))
@@ -266,7 +266,7 @@ def test_eq_1_weighs_the_nodes_of_which_the_mean_was_taken(on_nodes):
         rank.train(0.0)  # and merged
         return rank.values.item()
 
-    scheme = Agreement(2, through=Ring(), merge="eq1", staleness=1)
+    scheme = ParameterSync(2, reducer=Ring(), merge="eq1", staleness=1)
     seen = on_nodes(work, scheme, tuple((rank,) for rank in range(6)), dtype=torch.float64)
     # (2 S x + sum of what arrived) / (2 S + P), of P = 3 nodes: the own one and its two neighbours
     assert seen == pytest.approx([(2 * 6 + 6) / 5, 6 / 5, 0, 0, 0, 6 / 5])
@@ -284,20 +284,20 @@ def test_what_is_merged_before_it_is_due_counts_by_the_steps_since_it_was_sent(o
 
     # S = 3, sent after steps 1 and 5 of the first epoch; the one of the next leaves a step later
     (first, second), s = (1.0, 7.0), 1
-    seen = on_nodes(work, Agreement(Every(4, "epoch"), merge="eq1", staleness=3), ((0,), (1,)), dtype=torch.float64)
+    seen = on_nodes(work, ParameterSync(Every(4, "epoch"), merge="eq1", staleness=3), ((0,), (1,)), dtype=torch.float64)
     assert seen == pytest.approx([(2 * s * own + first + second) / (2 * s + 2) for own in (first, second)])
 
 
 def test_a_sum_of_all_peers_is_diloco(on_nodes):
     arguments = {"shapes": SEVENS, "dtype": torch.float64}
-    gossip = on_nodes(towards(9), Agreement(3, through=Full(), merge=OuterOptimizer()), FOUR, **arguments)
+    gossip = on_nodes(towards(9), ParameterSync(3, reducer=Full(), merge=OuterOptimizer()), FOUR, **arguments)
     for ours, theirs in zip(gossip, on_nodes(towards(9), DiLoCo(3), FOUR, **arguments), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("merge", ["replace", "outer"])
 def test_peers_end_on_the_mean_of_all_nodes(on_nodes, merge):
-    words = {"through": RandomPermutation(), "merge": OuterOptimizer() if merge == "outer" else merge}
+    words = {"reducer": RandomPermutation(), "merge": OuterOptimizer() if merge == "outer" else merge}
 
     def work(rank):
         towards(7)(rank)
@@ -307,7 +307,7 @@ def test_peers_end_on_the_mean_of_all_nodes(on_nodes, merge):
             assert torch.equal(rank.values, agreed)
         return own, agreed
 
-    results = on_nodes(work, Agreement(3, **words), FOUR, shapes=SEVENS, dtype=torch.float64)
+    results = on_nodes(work, ParameterSync(3, **words), FOUR, shapes=SEVENS, dtype=torch.float64)
     mean = torch.stack([own for own, _ in results]).mean(0)
     for own, agreed in results:
         torch.testing.assert_close(agreed, mean, rtol=0, atol=1e-12)
@@ -323,21 +323,21 @@ def test_a_graph_in_which_what_arrives_has_no_mean_is_refused(on_nodes):
         def send_to(self, size, step, segment):
             return [[1], [0, 2], [0, 3], [2]]
 
-    on_nodes(towards(3), Agreement(2, through=Star()), FOUR, shapes=SEVENS)  # everyone sends as much as it receives
+    on_nodes(towards(3), ParameterSync(2, reducer=Star()), FOUR, shapes=SEVENS)  # everyone sends as much as it receives
     with pytest.raises(ValueError, match="lets nodes receive more than they send"):
-        on_nodes(towards(3), Agreement(2, through=Lopsided()), FOUR, shapes=SEVENS)
+        on_nodes(towards(3), ParameterSync(2, reducer=Lopsided()), FOUR, shapes=SEVENS)
 
 
 # ---- what all sentences have -----------------------------------------------------------------------------------------
 
 SENTENCES = {
-    "streaming": Agreement(Staggered(6), 2, staleness=2),
-    "streaming eq1": Agreement(Staggered(6), ["c", "a"], through="rotating", merge="eq1", staleness=1),
-    "delta by turns": Agreement(4, through="rotating", merge="delta", staleness=3),
-    "delta alone": Agreement(4, merge="delta", staleness=2, gradients="none"),
-    "gossip": Agreement(2, 2, through=RandomPermutation()),
-    "NoLoCo": Agreement(4, through=RandomPermutation(), merge=OuterOptimizer(partial(Adam, lr=0.1)), staleness=1),
-    "epochs": Agreement(Every(3, of="epoch"), merge=OuterOptimizer(keep_local=0.5)),
+    "streaming": ParameterSync(Staggered(6), 2, staleness=2),
+    "streaming eq1": ParameterSync(Staggered(6), ["c", "a"], reducer="leader", merge="eq1", staleness=1),
+    "delta by turns": ParameterSync(4, reducer="leader", merge="delta", staleness=3),
+    "delta alone": ParameterSync(4, merge="delta", staleness=2, gradients="none"),
+    "gossip": ParameterSync(2, 2, reducer=RandomPermutation()),
+    "NoLoCo": ParameterSync(4, reducer=RandomPermutation(), merge=OuterOptimizer(partial(Adam, lr=0.1)), staleness=1),
+    "epochs": ParameterSync(Every(3, of="epoch"), merge=OuterOptimizer(keep_local=0.5)),
 }
 
 
@@ -379,8 +379,8 @@ def test_an_exact_resume_goes_on_bit_by_bit_and_the_agreed_model_disturbs_nobody
 def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
     def saving(rank):
         towards(9)(rank)
-        state = rank.scheme.schedule()
-        rank.scheme.agree()
+        state = rank.scheme.shared_state()
+        rank.scheme.synchronize()
         return state, rank.values
 
     saved, values = on_nodes(saving, SENTENCES[sentence], ((0, 1), (2, 3)), shapes=SEVENS)[0]
@@ -403,27 +403,27 @@ def test_on_one_node_nothing_is_exchanged(on_nodes, sentence):
     if SENTENCES[sentence].gradients == "none":
         pytest.skip("its ranks agree inside the node")
     alone = on_nodes(towards(9), SENTENCES[sentence], ((0, 1, 2),), shapes=SEVENS)
-    data_parallel = on_nodes(towards(9), Agreement(10**6), ((0, 1, 2),), shapes=SEVENS)
+    data_parallel = on_nodes(towards(9), ParameterSync(10**6), ((0, 1, 2),), shapes=SEVENS)
     assert all(torch.equal(one, other) for one, other in zip(alone, data_parallel, strict=True))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"when": 0}, "when=0 must be a positive number of optimizer steps, or a schedule"),
-        ({"what": 0}, "what=0 must be a positive number of parts, or a list"),
-        ({"what": "layers"}, "what='layers' must be"),
-        ({"what": []}, r"what=\[\] must be"),
-        ({"through": "nobody"}, "through='nobody' must be 'mean', 'rotating' or a Graph"),
+        ({"schedule": 0}, "schedule=0 must be a positive number of optimizer steps, or a schedule"),
+        ({"fragments": 0}, "fragments=0 must be a positive number, or a list"),
+        ({"fragments": "layers"}, "fragments='layers' must be"),
+        ({"fragments": []}, r"fragments=\[\] must be"),
+        ({"reducer": "nobody"}, "reducer='nobody' must be 'sharded', 'leader' or a Graph"),
         ({"merge": "somehow"}, "merge='somehow' must be one of 'replace', 'eq1', 'delta', or a Merge"),
         ({"staleness": -1}, "staleness=-1 must not be negative"),
         ({"gradients": "world"}, "gradients='world' must be 'node' or 'none'"),
-        ({"through": "rotating", "merge": OuterOptimizer()}, "through='rotating' does not go with OuterOptimizer"),
+        ({"reducer": "leader", "merge": OuterOptimizer()}, "reducer='leader' does not go with OuterOptimizer"),
     ],
 )
 def test_bad_words_are_named(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        Agreement(**arguments)
+        ParameterSync(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -441,11 +441,11 @@ def test_bad_schedules_are_named(schedule, message):
 
 def test_an_exchange_that_would_meet_the_next_one_is_refused(on_nodes):
     with pytest.raises(ValueError, match=r"staleness=3 is too long for Staggered\(period=6\) with 2 parts.*at most 2"):
-        on_nodes(towards(1), Agreement(Staggered(6), 2, staleness=3), ((0,), (1,)), shapes=SEVENS)
+        on_nodes(towards(1), ParameterSync(Staggered(6), 2, staleness=3), ((0,), (1,)), shapes=SEVENS)
     with pytest.raises(ValueError, match=r"staleness=5 is too long for Every\(period=4"):
-        on_nodes(towards(1), Agreement(4, staleness=5), ((0,), (1,)), shapes=SEVENS)
+        on_nodes(towards(1), ParameterSync(4, staleness=5), ((0,), (1,)), shapes=SEVENS)
 
 
 def test_an_agreement_is_shown_as_one_would_write_it_however_it_merges():
-    shown = "Agreement(when=Every(period=100, of='run'), merge=Replace(keep_local=0.5))"
-    assert repr(Agreement(merge=Replace(0.5))) == shown
+    shown = "ParameterSync(schedule=Every(period=100, of='run'), merge=Replace(keep_local=0.5))"
+    assert repr(ParameterSync(merge=Replace(0.5))) == shown

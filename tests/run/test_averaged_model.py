@@ -15,22 +15,22 @@ from problems import Net, one_trainer
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
-from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.replicas import Replicas
-from lightning_hiercomm.schemes import Agreement, OuterOptimizer
-from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync
+from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": partial(PeriodicAveraging, 4),
     "daso": partial(DASO, 2, warmup_epochs=0, cooldown_epochs=0),
-    "eq1": partial(Agreement, when=4, staleness=2, merge="eq1"),
+    "eq1": partial(ParameterSync, schedule=4, staleness=2, merge="eq1"),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
     "gossip": partial(Gossip, segments=2),
     "diloco": partial(DiLoCo, 4),
     "diloco_rarely": partial(DiLoCo, 100),
     "streaming": partial(DiLoCo, 4, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": partial(Agreement, when=4, through=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco": partial(ParameterSync, schedule=4, reducer=RandomPermutation(), merge=OuterOptimizer()),
 }
 MEANS = [name for name in SCHEMES if name not in ("steps_delay", "gossip")]
 """Whose agreed model is the mean of the nodes' present weights; the others' has a meaning of its own."""
@@ -277,7 +277,7 @@ def test_a_file_of_averaged_weights_holds_the_mean_of_all_ranks_of_a_node(ranks_
 
 
 class Counting(Drifting):
-    """Its forward passes move a buffer, on each rank another way; it thaws in the second epoch, in mid-accumulation."""
+    """Its forward passes move a buffer, on each rank another way; it unfreezes in epoch 1, during accumulation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def _counting_program(folder):
     return module.after_steps
 
 
-def test_buffers_that_batches_move_before_the_step_that_sees_a_thaw_agree_ever_after(borrow):
+def test_buffers_that_batches_move_before_the_step_that_sees_a_unfreeze_agree_ever_after(borrow):
     one, other = borrow(_counting_program, ranks=2)
     assert len(one) == len(other) == 8
     for step, (moved, moved_elsewhere) in enumerate(zip(one, other, strict=True)):
@@ -318,7 +318,7 @@ def test_what_is_equal_on_all_ranks_keeps_its_bits_when_the_module_is_averaged()
         module = torch.nn.Module()
         module.equal = torch.nn.Parameter(equal.clone())
         module.other = torch.nn.Parameter(torch.full((3,), float(topology.rank)))
-        AgreedModel([], Replicas(module, []), topology).average_module()
+        AveragedModel([], Replicas(module, []), topology).average_module()
         return module.equal.detach(), module.other.detach()
 
     for kept, averaged in on_ranks(work, nodes=((0,), (1,), (2,))):

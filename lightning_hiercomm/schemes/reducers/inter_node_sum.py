@@ -13,7 +13,7 @@ from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
 from lightning_hiercomm.comm.wide_sum import WideSum, is_short
 
 
-class LaneSum:
+class InterNodeSum:
     """Sums parts over a lane: as they are or cast by all-reduce, codes that do not add by an :class:`EncodedSum`.
 
     An all-reduce rounds a cast sum at every addition. Of the way that nodes go between two agreements that costs, in

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hiercomm.schemes import DirectedExponential, Full, Graph, RandomPermutation, Ring
-from lightning_hiercomm.schemes.carriers.graphs import round_of
+from lightning_hiercomm.schemes.reducers.graphs import round_of
 
 FAIR = ["uniform", "cyclic", "roulette"]
 sizes, steps, seeds = st.integers(2, 64), st.integers(0, 10**9), st.integers(0, 2**32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
-from lightning_hiercomm.schemes.carriers.in_flight import Move
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
 class Merge(Value, ABC):
@@ -20,18 +20,18 @@ class Merge(Value, ABC):
 
     Attributes:
         needs_sent: Whether what the node sent must be kept apart from what arrives.
-        ends_in_agreement: Whether nodes that merge what they have just sent all hold the same values.
-        keeps_agreed: Whether the values that the nodes agree on are neither their own nor their mean, but kept beside
-            them, each rank keeping its part of the model. Then differences from them travel, and :meth:`land` moves
-            them.
+        makes_equal: Whether nodes that merge what they have just sent all hold the same values.
+        keeps_reference: Whether there are reference parameters, which are neither a node's own values nor the nodes'
+            mean. Each rank keeps them for its part of the model, differences from them travel, and
+            :meth:`update_reference` steps them.
     """
 
     needs_sent: bool = False
-    ends_in_agreement: bool = True
-    keeps_agreed: bool = False
+    makes_equal: bool = True
+    keeps_reference: bool = False
 
     @abstractmethod
-    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         """Change the bucket's tensors.
 
         Args:
@@ -51,8 +51,8 @@ class Merge(Value, ABC):
         """
         bucket.unpack(mean)
 
-    def land(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-        """Move a bucket's last agreed values where the nodes' mean says; called where :attr:`keeps_agreed`.
+    def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+        """Move a bucket's last agreed values where the nodes' mean says; called where :attr:`keeps_reference`.
 
         Args:
             index: Of the bucket.
@@ -80,9 +80,9 @@ class Replace(Merge):
         if not 0.0 <= keep_local <= 1.0:
             raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take what arrives) to 1 (ignore it)")
         self.keep_local = keep_local
-        self.ends_in_agreement = keep_local == 0.0
+        self.makes_equal = keep_local == 0.0
 
-    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         self.at_once(bucket, move.flat, nodes)
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
@@ -103,7 +103,7 @@ class StaleSum(Merge):
     """
 
     @torch.no_grad()
-    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         local_weight = 2 * staleness
         for whole in bucket.beside(move.flat):
             for local, mean in in_cache_sized_parts(*whole):
@@ -116,7 +116,7 @@ class Delta(Merge):
     needs_sent = True
 
     @torch.no_grad()
-    def __call__(self, bucket: Bucket, move: Move, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         for (whole, mean), (_, sent) in zip(bucket.beside(move.flat), bucket.beside(move.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
                 # what is equal stays so, in any type: minus zero, too, of which zero may be taken, not added

@@ -14,11 +14,11 @@ from torch.optim import SGD
 
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     DiLoCo,
     Gossip,
     Graph,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -63,7 +63,7 @@ class Plain:
     def go(self, step: int, in_node: bool = True) -> None:
         self.x = [x - LR * slope for x, slope in zip(self.x, self.slopes(step, in_node), strict=True)]
 
-    def agree(self) -> None:
+    def synchronize(self) -> None:
         self.x = [self.mean(self.x, self.healthy)] * len(self.x)
 
     def run(self, step: Callable[[int], None]) -> list[list[Tensor]]:
@@ -90,7 +90,7 @@ def periodic(plain: Plain, in_node: bool = True) -> Callable[[int], None]:
     def step(number: int) -> None:
         plain.go(number, in_node)
         if number % 2 == 0 or number == STEPS:
-            plain.agree()
+            plain.synchronize()
 
     return step
 
@@ -99,7 +99,7 @@ def in_nodes(plain: Plain) -> Callable[[int], None]:
     def step(number: int) -> None:
         plain.go(number, in_node=False)
         if number % 4 == 0 or number == STEPS:
-            plain.agree()
+            plain.synchronize()
             return
         healthy = plain.healthy
         for ranks in plain.nodes:
@@ -117,7 +117,7 @@ def before_the_step(plain: Plain) -> Callable[[int], None]:
         slopes, stepping = plain.slopes(number, True), list(plain.ranks)
         if number % 2 == 0 or number == STEPS:
             stepping = plain.healthy  # whoever gets the others' values has no gradient for them
-            plain.agree()
+            plain.synchronize()
         for r in stepping:
             plain.x[r] = plain.x[r] - LR * slopes[r]
 
@@ -130,13 +130,13 @@ def daso(plain: Plain, staleness: int, delta: bool) -> Callable[[int], None]:
     def step(number: int) -> None:
         plain.go(number)
         if number == STEPS:
-            plain.agree()
+            plain.synchronize()
             return
         leaving = [x.clone() for x in plain.x] if number % 2 else None
         if flying and flying[0][0] == number:
             _, sent = flying.pop()
             if not all(each.isfinite().all() for each in sent):
-                plain.agree()
+                plain.synchronize()
                 return  # what would leave now, left from values that are gone
             mean, p, own = plain.mean(sent, plain.ranks), len(plain.nodes), 2 * staleness
             for r in plain.ranks:
@@ -212,10 +212,12 @@ def gossip(plain: Plain, graph: Graph, push_sum: bool = True, overlap: bool = Fa
     def step(number: int) -> None:
         slopes = [plain.slopes(number, True)[ranks[0]] for ranks in plain.nodes]
         seen = [plain.x[ranks[0]] for ranks in plain.nodes]
-        was_sick = [not x.isfinite().all() for x in seen]
+        was_nonfinite = [not x.isfinite().all() for x in seen]
         if late:  # gradients are those of before it was added, and none of whoever was sick
-            seen = [after if sick else x + after for x, after, sick in zip(seen, late, was_sick, strict=True)]
-            slopes = [0.0 * after if sick else slope for slope, after, sick in zip(slopes, late, was_sick, strict=True)]
+            seen = [after if sick else x + after for x, after, sick in zip(seen, late, was_nonfinite, strict=True)]
+            slopes = [
+                0.0 * after if sick else slope for slope, after, sick in zip(slopes, late, was_nonfinite, strict=True)
+            ]
         x = [torch.cat([own[p] * w[i][n] for i, p in enumerate(parts)]) for n, own in enumerate(seen)]
         x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]
         is_well = [bool(each.isfinite().all()) for each in x]
@@ -252,16 +254,16 @@ WEIGHED: dict[str, Case] = {
     "periodic, no gradients": (lambda: PeriodicAveraging(2, gradients="none"), partial(periodic, in_node=False)),
     "periodic, in nodes, too": (lambda: PeriodicAveraging(4, gradients="none", node_sync_every=1), in_nodes),
     "daso, eq1": (lambda: _cycling(1), partial(daso, staleness=1, delta=False)),
-    "daso, eq1, sharded": (lambda: _cycling(2, exchange="sharded"), partial(daso, staleness=2, delta=False)),
+    "daso, eq1, sharded": (lambda: _cycling(2, reducer="sharded"), partial(daso, staleness=2, delta=False)),
     "daso, delta": (lambda: _cycling(2, merge="delta"), partial(daso, staleness=2, delta=True)),
     "diloco": (lambda: DiLoCo(2), diloco),
     "diloco, streaming": (lambda: DiLoCo(4, fragments=2, staleness=1, keep_local=0.5), streaming),
 }
 CASES: dict[str, Case] = {
     **WEIGHED,
-    "noloco": (lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer()), noloco),
+    "noloco": (lambda: ParameterSync(2, reducer=RandomPermutation(), merge=OuterOptimizer()), noloco),
     "noloco, no gradients": (
-        lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer(), gradients="none"),
+        lambda: ParameterSync(2, reducer=RandomPermutation(), merge=OuterOptimizer(), gradients="none"),
         partial(noloco, in_node=False),
     ),
     "gossip": (lambda: Gossip(segments=2), partial(gossip, graph=RandomPermutation())),

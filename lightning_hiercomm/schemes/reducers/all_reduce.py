@@ -22,12 +22,12 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.carriers.base import Carrier, Land
-from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.carriers.in_flight import Move
-from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite, is_unfit, values_of
 from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
+from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
+from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Way:
     of_nodes: Sequence[float]
 
 
-class Average(Carrier):
+class ShardedAllReduce(Reducer):
     """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
 
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
@@ -66,12 +66,12 @@ class Average(Carrier):
         topology: Between whom, and with which weights.
         wire: What travels between nodes. If that is not exact, it is the differences from the last agreed values (see
             :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
-        through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.twin` whose communicators carry it, where averages
-            also run beside training. Default: the topology itself.
-        second: Another twin, for the second round of codes that do not add, if sums end beside training.
+        through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.duplicate` whose communicators carry it, where
+            averages also overlap with training. Default: the topology itself.
+        second: Another duplicate, for the second round of codes that do not add, if sums end beside training.
         buckets: What of the replica agrees, in place of all its buckets.
-        land: Says where the last agreed values go when the nodes' mean has arrived, and what every rank gets in place
-            of the mean. Differences travel in any case. Default: to the mean.
+        update_reference: Steps the reference parameters when the nodes' mean has arrived, and returns what every rank
+            gets instead of the mean. Differences travel in any case. Default: to the mean.
         on_nonfinite: Unless ``"ignore"``, nothing is carried where a rank holds values that are not finite, or too
             large for the wire.
         checks_buffers: Whether nothing is carried either where a rank's module has replaced a buffer by another shape.
@@ -91,7 +91,7 @@ class Average(Carrier):
         second: Topology | None = None,
         *,
         buckets: Sequence[Bucket] | None = None,
-        land: Land | None = None,
+        update_reference: UpdateReference | None = None,
         on_nonfinite: OnNonfinite = "ignore",
         checks_buffers: bool = False,
         weights: Callable[[int], Sequence[float]] | None = None,
@@ -107,27 +107,27 @@ class Average(Carrier):
         self.turn = 0
         self._is_alone = topology.is_one_node and replica.equal_in_node
         self._device = replica.device
-        self._land = land
-        self._sum = LaneSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
+        self._update_reference = update_reference
+        self._sum = InterNodeSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
         self.disagreement = Disagreement()
-        self.anchor()
+        self.set_references()
 
-    def anchor(self) -> None:
+    def set_references(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
-        if self._land is not None or differences_travel:
+        if self._update_reference is not None or differences_travel:
             # buffers, which travel as they are and come last, need none
-            with_anchor = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
-            self.anchors = [self._present(index) for index in with_anchor]
-            feedback = [self._sum.feedback(anchor) for anchor in self.anchors]
+            with_reference = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
+            self.references = [self._present(index) for index in with_reference]
+            feedback = [self._sum.feedback(reference) for reference in self.references]
             self._feedback = [each for each in feedback if each is not None]
 
     def restart(self, indexes: Sequence[int]) -> None:
         for index in indexes:
             if self.buckets[index].keeps_equal:
                 continue
-            if self.anchors and self._land is None:
-                self.anchors[index].copy_(self._present(index))
+            if self.references and self._update_reference is None:
+                self.references[index].copy_(self._present(index))
             if self._feedback:
                 self._feedback[index].clear()
 
@@ -149,7 +149,7 @@ class Average(Carrier):
             else:
                 # the last agreed values are means of what has passed, so half of it leaves room for the difference
                 most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
-                largest = most / 2 if self.anchors else most
+                largest = most / 2 if self.references else most
             limits.setdefault(largest, []).append(bucket)
         for largest, buckets in limits.items():
             found += is_unfit(values_of(buckets), largest).to(self._device)
@@ -203,11 +203,14 @@ class Average(Carrier):
     @torch.no_grad()
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
-    ) -> Move:
+    ) -> PendingBucket:
         bucket = self.buckets[index]
         sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
-        used = (flat, *self.anchors[index : index + 1])  # a run that breaks off gives back the last agreed values, too
+        used = (
+            flat,
+            *self.references[index : index + 1],
+        )  # a run that breaks off gives back the last agreed values, too
         for tensor in used:
             background.uses(tensor)
         way, nodes, preflight = self._way(index), self.topology.num_nodes, self._preflight
@@ -215,7 +218,7 @@ class Average(Carrier):
         averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
         if averaged_in_node is None:
             complete_now = self._between_nodes(index, flat, None, way, preflight)
-            return Move(index, flat, sent, background.submit(complete_now), nodes)
+            return PendingBucket(index, flat, sent, background.submit(complete_now), nodes)
         if outbound is None:
             raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
         for tensor in used:
@@ -229,17 +232,17 @@ class Average(Carrier):
             has_left.wait()
             launched.pop()()
 
-        return Move(index, flat, sent, background.submit(complete), nodes)
+        return PendingBucket(index, flat, sent, background.submit(complete), nodes)
 
-    def _land_in(self, index: int, anchor: Tensor, part: Tensor, preflight: Preflight | None) -> None:
-        """Move the last agreed values, unless the exchange is flagged; leave in ``part`` what every rank gets."""
-        assert self._land is not None
+    def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
+        """Update the reference parameters, unless the exchange is flagged; leave in ``part`` what every rank gets."""
+        assert self._update_reference is not None
         if preflight is not None and self._on_nonfinite == "raise" and streams.has(part.device):
             # the host does not wait for the flag: the run ends if it is set, and the values stay finite until then
             part.copy_(torch.where(preflight.flag > 0, 0.0, part))
         elif preflight is not None and preflight.is_flagged():
             return
-        part.copy_(self._land(index, anchor, part))
+        part.copy_(self._update_reference(index, reference, part))
 
     # ---- who carries what ----------------------------------------------------------------------------------------
 
@@ -316,30 +319,30 @@ class Average(Carrier):
         """
         part = way.part(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
-        has_anchor = self._land is not None or (is_narrowed and bool(self.anchors))
-        anchor = self.anchors[index] if has_anchor else None
+        has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
+        reference = self.references[index] if has_reference else None
         if averaged_in_node is not None:
             averaged_in_node()
         numel = min(part.numel(), self.buckets[index].numel)
         sent = sample(part[:numel])
-        if anchor is not None:
-            part.sub_(anchor[: part.numel()])
+        if reference is not None:
+            part.sub_(reference[: part.numel()])
         feedback = self._feedback[index] if self._feedback and is_narrowed else None
         arrive = self._sum.launch(part, feedback, waiting, way.of_nodes, self.buckets[index].keeps_equal)
 
         def complete() -> None:
             arrive()
             arrived = sample(part[:numel])
-            if anchor is not None:
-                arrived.add_(sample(anchor[:numel]))
+            if reference is not None:
+                arrived.add_(sample(reference[:numel]))
             self.disagreement.compare(index, sent, arrived, numel)
-            if anchor is not None and self._land is not None:
-                self._land_in(index, anchor, part, preflight)
-            elif anchor is not None:
-                part.add_(anchor[: part.numel()])
+            if reference is not None and self._update_reference is not None:
+                self._update_part(index, reference, part, preflight)
+            elif reference is not None:
+                part.add_(reference[: part.numel()])
             way.share(flat).wait()
-            if anchor is not None and self._land is None:
-                anchor.copy_(self.remembered(flat, index))
+            if reference is not None and self._update_reference is None:
+                reference.copy_(self.remembered(flat, index))
 
         return complete
 
@@ -362,22 +365,22 @@ class Average(Carrier):
                 feedback.load_state_dict(saved)
 
 
-class RotatingAverage(Average):
+class LeaderAllReduce(ShardedAllReduce):
     """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
 
     With a wire that is not exact every rank keeps the last agreed values of all parameters, for its turn will come.
     """
 
     def _way(self, index: int) -> _Way:
-        topology, carrier, weights = self.topology, self.turn % self.topology.lanes, self.weights(index)
+        topology, reducer, weights = self.topology, self.turn % self.topology.lanes, self.weights(index)
 
         def parts(flat: Tensor) -> list[Tensor]:
-            return [flat if local_rank == carrier else flat[:0] for local_rank in range(topology.ranks_on_node)]
+            return [flat if local_rank == reducer else flat[:0] for local_rank in range(topology.ranks_on_node)]
 
         def part(flat: Tensor) -> Tensor:
             return parts(flat)[topology.local_rank]
 
-        share = partial(self.through.intra.broadcast, source=carrier)
+        share = partial(self.through.intra.broadcast, source=reducer)
         return _Way(part, parts, share, topology.in_node(weights), topology.of_nodes(weights))
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
@@ -394,7 +397,7 @@ def average_in_node(buckets: Sequence[Bucket], topology: Topology, healthy: Coll
         healthy: Those of whom the mean is; the others' values are not read. None: all.
     """
     weights = topology.weights if healthy is None else among(healthy, topology.weights)
-    mean = LaneSum(AsIs(), topology.intra)
+    mean = InterNodeSum(AsIs(), topology.intra)
     for bucket in buckets:
         flat = bucket.pack() if healthy is None or topology.rank in healthy else bucket.empty().zero_()
         mean.launch(flat, weights=topology.in_node(weights))()

@@ -10,7 +10,7 @@ from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Share
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -21,7 +21,7 @@ def agree(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes
     def work(topology):
         x = torch.full((numel,), float(topology.node), dtype=dtype, device=place.device)
         try:
-            Average(Replica([x], bucket_bytes=bucket_bytes), topology, wire)(steps[topology.rank])
+            ShardedAllReduce(Replica([x], bucket_bytes=bucket_bytes), topology, wire)(steps[topology.rank])
         except CommunicationError as error:
             return str(error), topology.meter.snapshot()
         return x.tolist(), topology.meter.snapshot()
@@ -71,7 +71,7 @@ def test_parts_that_ranks_hold_alone_are_averaged_with_the_same_parts_of_other_n
         rank = topology.rank
         own, everywhere, statistics = (torch.zeros(numel, device=place.device) for numel in (3, 5, 2))
         shares = {id(own): Share("rank", 6, 3 * (rank % 2))}
-        average = Average(Replica([own, everywhere], [statistics], shares=shares), topology, wire)
+        average = ShardedAllReduce(Replica([own, everywhere], [statistics], shares=shares), topology, wire)
         own += rank
         everywhere += rank // 2
         statistics += rank

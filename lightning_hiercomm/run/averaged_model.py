@@ -17,8 +17,8 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.schemes.health.verification import plain, print_of
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 
 @dataclass
@@ -78,7 +78,7 @@ def _prints_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-class AgreedModel:
+class AveragedModel:
     """Puts the agreed parameters into the module, and this rank's own ones back.
 
     Evaluating changes nothing: a rank goes on from where it was, but for buffers that the module itself writes to then.
@@ -120,7 +120,7 @@ class AgreedModel:
         """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
         if self._depth > 0:
             return True
-        if not all(scheme.is_agreed for scheme in self._schemes) or self._replicas.of_no_scheme(self._held):
+        if not all(scheme.is_synchronized for scheme in self._schemes) or self._replicas.of_no_scheme(self._held):
             return False
         return self._topology.may_grow or not any(scheme.replica.buffers for scheme in self._schemes)
 
@@ -193,7 +193,7 @@ class AgreedModel:
         self._remember_own()
         if any(own is not None for own in self._own):
             # who was let in by the agreement before is not healed yet, and this one sends it away
-            self._topology.agreement(self._agree, admits=all(scheme.may_be_copied for scheme in self._schemes))
+            self._topology.synchronize(self._agree, admits=all(scheme.may_be_copied for scheme in self._schemes))
         self._replicas.have_written()
 
     def _remember_own(self) -> None:
@@ -201,12 +201,12 @@ class AgreedModel:
         self._own = []
         for scheme in self._schemes:
             replica = scheme.replica
-            versions = () if scheme.is_agreed else [version_of(tensor) for tensor in replica.tensors]
-            self._own.append(None if scheme.is_agreed else [*map(_Own, replica.snapshot(), versions)])
+            versions = () if scheme.is_synchronized else [version_of(tensor) for tensor in replica.tensors]
+            self._own.append(None if scheme.is_synchronized else [*map(_Own, replica.snapshot(), versions)])
 
     def _agree(self) -> None:
         for scheme, owns in zip(self._schemes, self._own, strict=True):
-            scheme.agree()
+            scheme.synchronize()
             if owns is not None:
                 for buffer, own in zip(scheme.replica.buffers, owns[len(scheme.replica.parameters) :], strict=True):
                     own.agreed = buffer.detach().clone()
@@ -257,7 +257,7 @@ class AgreedModel:
 
     @property
     def _skips_sick(self) -> bool:
-        return any(scheme.care.policy.on_nonfinite == "skip" for scheme in self._schemes)
+        return any(scheme.guard.policy.on_nonfinite == "skip" for scheme in self._schemes)
 
     def average(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
         """Write to tensors that no scheme knows their mean (of the healthy, where schemes skip the sick); collective.
@@ -269,28 +269,28 @@ class AgreedModel:
             equal_in_node: Whether those of a node's ranks are known to be equal.
         """
         with_mean, directions = self._replicas.parted(tensors)
-        self._average(with_mean, equal_in_node, is_sick=False)
+        self._average(with_mean, equal_in_node, is_nonfinite=False)
         broadcast_values(directions, self._topology.world)
 
     def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
         """The same for averages that callbacks keep: not of ranks on which something stands in for sick ones."""
-        self._average(tensors, equal_in_node, is_sick=bool(self._sick) or self.is_left_out)
+        self._average(tensors, equal_in_node, is_nonfinite=bool(self._sick) or self.is_left_out)
 
     @outside_autocast()
-    def _average(self, tensors: Sequence[Tensor], equal_in_node: bool, is_sick: bool) -> None:
+    def _average(self, tensors: Sequence[Tensor], equal_in_node: bool, is_nonfinite: bool) -> None:
         if not tensors:
             return
-        weights = self._weights_of_healthy(tensors, is_sick)
+        weights = self._weights_of_healthy(tensors, is_nonfinite)
         replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
-        Average(replica, self._topology, weights=None if weights is None else lambda _: weights)()
+        ShardedAllReduce(replica, self._topology, weights=None if weights is None else lambda _: weights)()
 
     @torch.no_grad()
-    def _weights_of_healthy(self, tensors: Sequence[Tensor], is_sick: bool) -> list[float] | None:
+    def _weights_of_healthy(self, tensors: Sequence[Tensor], is_nonfinite: bool) -> list[float] | None:
         """Weights of all ranks, with none for those that are sick: their tensors are set to zero. Collective."""
         topology = self._topology
         if not self._skips_sick:
             return None
-        is_healthy = not is_sick and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        is_healthy = not is_nonfinite and all(bool(tensor.isfinite().all()) for tensor in tensors)
         healthy = topology.world.all_gather_object(is_healthy)
         if all(healthy) or not any(healthy):
             return None
@@ -421,6 +421,6 @@ class AgreedModel:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
             if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
-                Average(whole, self._topology)()
+                ShardedAllReduce(whole, self._topology)()
                 self._replicas.have_written()
         self.average(self._differing_others())
