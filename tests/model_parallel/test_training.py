@@ -70,7 +70,7 @@ BY_NIGHT = [
     ("diloco", "int8"),
     ("periodic", "searched"),
 ]
-"""Beside another of its kind that the day runs."""
+"""Contention another of its kind that the day runs."""
 AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic", "diloco", "gossip")]
 ALL = [
     *selected(run for run in BOTH if run not in AMONG_OTHERS),
