@@ -954,7 +954,6 @@ def test_the_random_stream_of_a_ranks_gpu_goes_on_by_whatever_number_it_goes(mon
     [
         (PeriodicAveraging(4, gradients="none"), PeriodicAveraging(4)),
         (DiLoCo(4, fragments=["layers.0"]), DiLoCo(4, fragments=["layers.3"])),
-        (StepsDelay(2, 2), StepsDelay(2, 2, shard_on="parameters")),
     ],
     ids=repr,
 )
