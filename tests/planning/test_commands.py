@@ -177,7 +177,7 @@ def test_a_scheme_that_cannot_do_what_is_asked_is_refused_before_others_are_trai
 def test_arguments_of_no_module_are_refused(capsys):
     """The stand-in was measured in its place."""
     assert program.main(["probe", "--module-args", '{"width": 512}']) == 2
-    assert "--module-args are for --module" in capsys.readouterr().err
+    assert "--module-args needs --module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_a_lighthouse_that_no_node_could_use_is_refused_in_one_line(arguments, m
         ([*FLAGS, "--fast"], "unrecognized arguments: --fast"),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         ([*FLAGS, "--plot", "/nowhere/plan.png"], "/nowhere/plan.png"),
-        ([*FLAGS, "--price", "2.1"], "--price: say with --mtbf how long a node lives"),
-        ([*FLAGS, "--restart-time", "10min"], "--restart-time: say with --mtbf how long a node lives"),
+        ([*FLAGS, "--price", "2.1"], "--price needs --mtbf"),
+        ([*FLAGS, "--restart-time", "10min"], "--restart-time needs --mtbf"),
         ([*FLAGS, "--mtbf", "often"], "--mtbf: 'often' is not a duration"),
         ([*FLAGS, "--mtbf", "3h", "--price", "-1"], "--price -1.0 must be a price"),
         ([*FLAGS, "--mtbf", "3h", "--dead-after", "0"], "--dead-after: '0' must be positive"),
@@ -262,8 +262,8 @@ def test_a_profile_is_all_a_plan_needs_and_flags_take_precedence(profile, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--latency", "1ms"], "--latency: the profile says so already"),
-        (["--ranks-per-node", "8"], "the profile is of nodes of 4 ranks"),
+        (["--latency", "1ms"], "--latency: part of the profile"),
+        (["--ranks-per-node", "8"], "the profile has nodes of 4 ranks"),
     ],
 )
 def test_flags_that_contradict_a_profile_are_refused(profile, arguments, message, capsys):
