@@ -96,7 +96,7 @@ def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
     assert told == [error]
 
 
-def test_ranks_that_learn_together_that_one_is_to_leave_exit_with_0_and_none_is_said_to_have_failed(control):
+def test_ranks_that_leave_together_exit_with_0(control):
     """While the node waits for other nodes: there all its ranks are together."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     control.watch_over(trainer, leave=lambda: None)
