@@ -1,6 +1,8 @@
 """Sphinx: `make docs` builds the site, and takes a warning for an error."""
 
+import json
 from importlib import import_module
+from pathlib import Path
 
 project = "lightning-hiercomm"
 author = "The lightning-hiercomm authors"
@@ -15,6 +17,9 @@ html_css_files = ["width.css"]
 html_title = f"lightning-hiercomm {release}"
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["substitution"]
+# written by `python -m benchmarks documents`
+myst_substitutions = json.loads(Path(__file__).with_name("measured.json").read_text())
 highlight_language = "none"  # equations in docstrings are no programs; blocks in Markdown name their language
 
 autodoc_member_order = "bysource"
