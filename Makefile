@@ -11,12 +11,13 @@ SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
 
-# Three tests at a time on two cores, because most start processes that wait for each other; in tests/covering.py's order, or the files
+# Three tests at a time on two cores, because most start processes that wait for each other; in the order of tests/pairwise.py, or the files
 # of few tests, which take longest, would be last, and one worker wait. A worker that crashes gets no successor, or xdist waits for ever.
 # `make test NIGHTLY=--nightly` leaves out none.
 test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(NIGHTLY)
 
 docs: $(VENV)/.installed-dev  ## the documentation, in docs/_build/html; a warning is an error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -321,6 +322,21 @@ def _predicted(name: str, only_first: bool) -> list[prediction.Compared]:
     return [row for setting in settings for row in prediction.compare(setting)]
 
 
+def _elastic() -> str:
+    """Return how nodes under faults did, ours and torchft's."""
+    lines = [
+        "| | faults | survivors waited: median, longest | steps kept by the run | by all nodes, restarts included |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, title in (("faults", "`DiLoCo` with `elastic=`"), ("torchft", "torchft's own DiLoCo")):
+        stored = json.loads((RESULTS / "elastic" / f"{name}-30-minutes.json").read_text())
+        waits = [fault["survivors_waited"] or 0.0 for fault in stored["faults"]]
+        cells = [title, str(len(waits)), f"{statistics.median(waits):.2f} s, {max(waits):.1f} s"]
+        kept = (stored["kept_waits_alone"], stored["kept_with_restarts"])
+        lines.append("| " + " | ".join([*cells, *(f"{100 * share:.1f} %" for share in kept)]) + " |")
+    return "\n".join(lines)
+
+
 def _held_out() -> str:
     """Predicted from one probe in front, on settings that the model was not revised on."""
     return prediction.table(_predicted("held-out", only_first=True)).rpartition("\n\n")[0]
@@ -341,6 +357,7 @@ MEASURED = {
     "table_tuned_long8": "tuned / long-8",
     "table_rare2": "tuned / rare-2",
     "table_held_out": "held-out",
+    "table_elastic": "elastic",
     "sgd8_bf16": "front / 8-sgd-short-cnn / AllReduce, bfloat16",
     "sgd8_int8": "front / 8-sgd-short-cnn / AllReduce, int8",
     "sgd8_int4": "front / 8-sgd-short-cnn / AllReduce, int4",
@@ -454,4 +471,5 @@ _KINDS: dict[str, Callable[..., str]] = {
     "once": _once,
     "predictions": _predictions,
     "held-out": _held_out,
+    "elastic": _elastic,
 }

@@ -283,7 +283,7 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("twin"):
-        twin = topology.twin()
+        twin = topology.duplicate()
     with phase("agreements"):
         for lane in (topology.inter, twin.inter):
             if lane is not None:

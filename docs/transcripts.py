@@ -27,11 +27,14 @@ TORCHRUN = (
     f" {DIGITS} --trainer.devices=2 --trainer.num_nodes=2 --trainer.strategy.init_args.ranks_per_node=null {SHORT}"
 )
 LIGHTHOUSE = "127.0.0.1:29577"
-ELASTIC = "{bin}/torchrun --nnodes 1 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --max-restarts 9"
+ELASTIC = (
+    "{bin}/torchrun --nnodes 1 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --max-restarts 9"
+)
 NOISE = re.compile(
     r"^(GPU|TPU|HPU|💡|Initializing distributed|-{20,}|distributed_backend|All distributed processes|\*{20,}|\s*$)"
-    r"|OMP_NUM_THREADS|does not have many workers|^[EWI]\d{4} |isinstance\(tree|warn\(|LeafSpec|FutureWarning|\[notice\]"
-    r"|Seed set|Loading `train_dataloader`|^Epoch|Modules in|Total (params|estimated|Flops)|rainable params|^ *\| Name|^0 "
+    r"|OMP_NUM_THREADS|does not have many workers|^[EWI]\d{4} |isinstance\(tree|warn\(|LeafSpec|FutureWarning"
+    r"|Seed set|Loading `train_dataloader`|^Epoch|Modules in|Total (params|estimated|Flops)|rainable params"
+    r"|^ *\| Name|^0 |\[notice\]|has waited|^Training: "
 )
 
 
@@ -47,13 +50,14 @@ class Session:
 
     def __init__(self, folder: Path, venv: Path) -> None:
         self.folder, self.bin = folder, venv / "bin"
+        self.started: list[subprocess.Popen[bytes]] = []
         self.environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
         self.environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONNOUSERSITE": "1"}
 
     def start(self, command: str, output: str, **environment: str) -> subprocess.Popen[bytes]:
         """Start a command whose output goes to a file of the temporary folder."""
         with (self.folder / output).open("w") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 ["bash", "-c", "exec " + command.replace("{bin}", str(self.bin))],
                 cwd=CHECKOUT,
                 env=self.environment | environment,
@@ -61,6 +65,14 @@ class Session:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        """End what was started and still runs."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
     def printed(self, output: str) -> str:
         """Return what a command has printed so far."""
@@ -98,7 +110,7 @@ class Session:
 
     def record_elastic(self) -> None:
         """Kill one of two elastic nodes while they train; write what the other one prints."""
-        lighthouse = self.start(
+        self.start(
             f"{{bin}}/python -m lightning_hiercomm lighthouse --min-nodes 1 --dead-after 2 --bind {LIGHTHOUSE}", "light"
         )
         self.wait_for("listens", "light")
@@ -110,9 +122,7 @@ class Session:
         time.sleep(5)
         children = Path(f"/proc/{b.pid}/task/{b.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        for process in (a, b):
-            process.wait(timeout=300)
-        lighthouse.terminate()
+        a.wait(timeout=300)
         self.write("elastic", self.printed("a"))
 
 
@@ -136,11 +146,14 @@ def main() -> None:
             "digits_diloco": [f"{{bin}}/python {DIGITS} {SHORT} --trainer.strategy.init_args.scheme=diloco"],
             "torchrun": [TORCHRUN.replace("{node}", str(node)) for node in (0, 1)],
         }
-        for each in arguments.only:
-            if each == "elastic":
-                session.record_elastic()
-            else:
-                session.record(each, *commands[each])
+        try:
+            for each in arguments.only:
+                if each == "elastic":
+                    session.record_elastic()
+                else:
+                    session.record(each, *commands[each])
+        finally:
+            session.close()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=1,
         strategy=strategy,
-        max_steps=800,
+        max_steps=2400,
         callbacks=[CommunicationMonitor(progress_bar=False)],
         logger=False,
         enable_checkpointing=False,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm import DirectedExponential, Graph, RandomPermutation, Ring
-from lightning_hiercomm.schemes.carriers.graphs import round_of
+from lightning_hiercomm.schemes.reducers.graphs import round_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -8,13 +8,13 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     DirectedExponential,
     Full,
     Gossip,
     Graph,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -30,7 +30,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DASO",
-    "Agreement",
     "AllReduce",
     "CommunicationMonitor",
     "DiLoCo",
@@ -43,6 +42,7 @@ __all__ = [
     "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
+    "ParameterSync",
     "PeriodicAveraging",
     "RandomPermutation",
     "Ring",

@@ -15,8 +15,9 @@ _STARTUP = str(_TESTS / "startup")
 os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning raises the number again
 os.environ.update(OMPI_MCA_btl="^ofi")  # it sleeps for a second where Lightning asks MPI whether that started us
 os.environ["PYTHONPATH"] = os.pathsep.join([_STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
-sys.path += [_STARTUP, str(_TESTS)]  # pytest's importlib mode adds nothing, and tests share harness.py and problems.py
-from covering import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
+# pytest's importlib mode adds nothing, and tests share harness.py, problems.py and tools
+sys.path += [_STARTUP, str(_TESTS), str(_TESTS.parent / "tools")]
+from pairwise import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401  # hooks; found only now
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    if os.environ.get("PRETENDED_GPU"):
-        return "GPU: one is played, where torch can use none"
-    return "GPU: tests that compute with tensors run there, too, where torch can use one; PRETENDED_GPU=1 plays one"
+    if os.environ.get("FAKE_GPU"):
+        return "GPU: the fake device of tools/fake_gpu.py, if torch can use no GPU"
+    return "GPU: tests of tensors also run on it, if torch can use one; FAKE_GPU=1 provides a fake device"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pytest
 from ports import free_port
 
-from lightning_hiercomm.elastic.meeting import OVER_CODE
+from lightning_hiercomm.elastic.quorum import FINISHED_EXIT_CODE
 
 JOB = Path(__file__).parent / "jobs" / "elastic_node.py"
 LIGHTHOUSE = Path(__file__).parent / "jobs" / "elastic_lighthouse.py"
@@ -58,7 +58,7 @@ class Cluster:
         start: Start,
         dead_after: float = 1.5,
         min_nodes: int = 2,
-        lives: int = 5,
+        incarnations: int = 5,
         namespaces: Mapping[str, str] | None = None,
         address: str = "127.0.0.1",
         **settings: Any,
@@ -67,8 +67,8 @@ class Cluster:
         self.settings = settings
         self.min_nodes = min_nodes
         self.dead_after = dead_after
-        self.lives: dict[str, int] = {}
-        self._most_lives = lives
+        self.incarnations: dict[str, int] = {}
+        self._most_lives = incarnations
         self._namespaces = namespaces or {}
         self._address = address
         self.ended: list[tuple[str, int, float]] = []
@@ -117,19 +117,19 @@ class Cluster:
         self._live(name)
 
     def _live(self, name: str) -> None:
-        life = self.lives[name] = self.lives.get(name, -1) + 1
+        incarnation = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         environment = {
             **os.environ,
             "HIERCOMM_LIGHTHOUSE": f"{self._address}:{self.port}",
             "NAMESPACE": self._namespaces.get(name, ""),
             "HIERCOMM_NODE": name,
-            "TORCHELASTIC_RESTART_COUNT": str(life),
+            "TORCHELASTIC_RESTART_COUNT": str(incarnation),
             "OMP_NUM_THREADS": "1",
             **self._environments[name],
         }
         arguments = [str(self.job), json.dumps(self._arguments[name])]
         self.started.setdefault(name, []).append(time.time())
-        self._nodes[name] = self._start(arguments, environment, self.folder / f"{name}.{life}.log")
+        self._nodes[name] = self._start(arguments, environment, self.folder / f"{name}.{incarnation}.log")
 
     def signal(self, node: int | str, number: signal.Signals) -> None:
         os.killpg(self._nodes[str(node)].pid, number)
@@ -150,7 +150,7 @@ class Cluster:
                 continue
             self.ended.append((name, code, time.time()))
             del self._nodes[name]
-            if code not in (0, OVER_CODE) and restarts and self.lives[name] < self._most_lives:
+            if code not in (0, FINISHED_EXIT_CODE) and restarts and self.incarnations[name] < self._most_lives:
                 self._live(name)
 
     @property
@@ -178,8 +178,8 @@ class Cluster:
         assert path.exists(), self.said()
         return json.loads(path.read_text())
 
-    def log(self, node: int | str, life: int = 0) -> str:
-        return (self.folder / f"{node}.{life}.log").read_text()
+    def log(self, node: int | str, incarnation: int = 0) -> str:
+        return (self.folder / f"{node}.{incarnation}.log").read_text()
 
     def said_by_the_living(self) -> str:
         """The same, and where each thread of the nodes is that have not ended."""

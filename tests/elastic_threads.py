@@ -17,9 +17,9 @@ from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handl
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
-from lightning_hiercomm.elastic.meeting import Meeting, Member
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.seal import Seal
+from lightning_hiercomm.elastic.quorum import Member, Quorum
+from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.nodes.topology import Topology
@@ -30,7 +30,7 @@ class Died(BaseException):
     """This node is no more."""
 
 
-class Lights:
+class ThreadLighthouse:
     """A lighthouse: it tells who meets once all that met last, or all that are alive, ask."""
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class Lights:
         self._notes: set[str] = set()
         self.min_nodes = 1
 
-    def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+    def ask(self, replica_id: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
         with self._changed:
-            self._alive[life] = says["node"]
-            if life not in self._answers:
-                self._asking[life] = says
+            self._alive[replica_id] = says["node"]
+            if replica_id not in self._answers:
+                self._asking[replica_id] = says
             self._look()
-            self._changed.wait_for(lambda: life in self._answers, patience)
-            return self._answers.pop(life, None)
+            self._changed.wait_for(lambda: replica_id in self._answers, patience)
+            return self._answers.pop(replica_id, None)
 
     def take_note(self, note: str) -> bool:
         self._notes.add(note)
@@ -67,23 +67,23 @@ class Lights:
     def lose(self, node: str) -> None:
         """A node is gone."""
         with self._changed:
-            for life in [life for life, name in self._alive.items() if name == node]:
-                del self._alive[life]
-                self._asking.pop(life, None)
+            for replica_id in [replica_id for replica_id, name in self._alive.items() if name == node]:
+                del self._alive[replica_id]
+                self._asking.pop(replica_id, None)
             self._look()
 
     def _look(self) -> None:
         asking = set(self._asking)
         is_fast = bool(self._last) and self._last <= asking
         if len(asking) >= self.min_nodes and (is_fast or asking >= set(self._alive)):
-            everyone = [self._asking[life] for life in sorted(asking)]
+            everyone = [self._asking[replica_id] for replica_id in sorted(asking)]
             self._answers |= dict.fromkeys(asking, everyone)
             self._last, self._asking = asking, {}
             self.min_nodes = 1  # it is for the beginning
             self._changed.notify_all()
 
 
-class Wires:
+class ThreadTransport:
     """Links between threads; whoever dies takes its lanes and its store with it."""
 
     def __init__(self) -> None:
@@ -106,13 +106,13 @@ class Wires:
         stores = [self.stores[address] for address in addresses if address not in self.dead]
         return [store.get(name) if store.check([name]) else b"" for store in stores]
 
-    def lane(self, meeting: Meeting, index: int, lane: str, meter: Meter) -> Communicator:
-        stores = [member.store for member in meeting.members]
+    def connect_group(self, quorum: Quorum, index: int, lane: str, meter: Meter) -> Communicator:
+        stores = [member.store for member in quorum.members]
         with self._lock:
-            world = self._worlds.setdefault((meeting.token, lane), ThreadWorld(len(stores), self.timeout))
-            for place, store in enumerate(stores):
+            world = self._worlds.setdefault((quorum.token, lane), ThreadWorld(len(stores), self.timeout))
+            for position, store in enumerate(stores):
                 if store in self.dead:
-                    world.fail(place, RuntimeError("is gone"))
+                    world.fail(position, RuntimeError("is gone"))
             self._of_node[stores[index]].append((world, index))
         own = world.connect(index, meter)([range(len(stores))], "inter")
         assert own is not None
@@ -165,25 +165,25 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_agreed or self.scheme.config.profile.begins_with_copy):
+        if not (self.scheme.is_synchronized or self.scheme.config.profile.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.schedule(), "unagreed_steps": self.scheme.unagreed_steps},
+            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.unsynchronized_steps},
         }
 
     def join(self) -> bool:
         """Begin with the others, or be healed by one; whether it was healed."""
         while True:
-            meeting = self.transaction.begin(self._begin_equal, admits=True)
+            quorum = self.transaction.begin(self._begin_equal, admits=True)
             topology = self.rank.topology
             assert isinstance(topology, ElasticTopology)
-            if meeting is None:
+            if quorum is None:
                 topology.agree_by(self.transaction)
                 self.scheme.follow(self.rank.replica())
                 return False
-            source = meeting.source_of(self.membership.me.life)
+            source = quorum.source_of(self.membership.me.replica_id)
             assert source is not None
             state = self.membership.heal(source)
             if state is None:
@@ -228,7 +228,7 @@ class Threads:
     tokens: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.lights, self.wires = Lights(), Wires()
+        self.lights, self.wires = ThreadLighthouse(), ThreadTransport()
         self.results: dict[tuple[str, int], Any] = {}
         self.errors: dict[tuple[str, int], BaseException] = {}
         self._intra: dict[str, ThreadWorld] = {}
@@ -294,7 +294,7 @@ class Threads:
             self.wires,
             self.wires.stores[address] if is_first else None,
             lambda: rank.scheme.before_nodes_change(),
-            Seal(self.tokens.get(name, "")),
+            Signer(self.tokens.get(name, "")),
         )
         transaction = Transaction(
             membership,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from pretended_gpu import pretended_gpu
+from fake_gpu import fake_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -24,8 +24,8 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.care import Policy
 from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.guard import Policy
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]
@@ -41,7 +41,7 @@ SGD_AT_HALF: MakeOptimizer = partial(torch.optim.SGD, lr=0.5)
 
 @dataclass
 class Place:
-    """Where the ranks of a test compute; the fixtures ``device`` and ``pretended`` change it.
+    """Where the ranks of a test compute; the fixtures ``device`` and ``fake_device`` change it.
 
     Tests see values of the CPU all the same: what they give to a rank is moved there, and what they get from it, here.
 
@@ -77,7 +77,7 @@ def on_a_gpu() -> Iterator[torch.device]:
             place.device = device = torch.device("cuda", torch.cuda.current_device())
             place.rank = partial(_on_a_stream, device)
         else:
-            place.device, seen = closing.enter_context(pretended_gpu())
+            place.device, seen = closing.enter_context(fake_gpu())
             place.rank = seen.watching
         try:
             yield place.device
@@ -211,7 +211,7 @@ class Rank:
     def agreed(self) -> Tensor:
         """The agreed values; the rank's own are put back."""
         snapshot = self.scheme.replica.snapshot()
-        self.scheme.agree()
+        self.scheme.synchronize()
         values = self.values
         self.looks.append(values.tolist())
         self.scheme.replica.restore(snapshot)

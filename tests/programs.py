@@ -33,7 +33,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
 
 import lightning.pytorch as pl
 import torch

@@ -10,7 +10,7 @@ import torch
 from programs_toy import Program, Toy
 from torch import Tensor
 
-from lightning_hiercomm.schemes.carriers.graphs import Ring
+from lightning_hiercomm.schemes.reducers.graphs import Ring
 
 _SKIPS = {"none", "skip"}
 

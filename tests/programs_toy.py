@@ -333,7 +333,7 @@ def _add_buffer(toy: Toy, trainer: Any) -> None:
     toy.register_buffer("extra", torch.full((3,), 0.25, dtype=torch.float64))
 
 
-def _freeze_or_thaw(toy: Toy, trainer: Any) -> None:
+def _freeze_or_unfreeze(toy: Toy, trainer: Any) -> None:
     toy.head.requires_grad_(not toy.head.requires_grad)
     toy.head.grad = None
 
@@ -455,7 +455,7 @@ ACTIONS = {
     "bank": Kind(_grow_buffer, also=_goes_on),
     "own": Kind(_add_own_buffer, on=("some",)),
     "extra": Kind(_add_buffer),
-    "freeze": Kind(_freeze_or_thaw, _BETWEEN_STEPS, needs=_STEPS, also=_follows),
+    "freeze": Kind(_freeze_or_unfreeze, _BETWEEN_STEPS, needs=_STEPS, also=_follows),
     "log": Kind(_log, _LOGS, _EITHER),
     "save": Kind(_save, _SAVES, _EITHER),
     "stop": Kind(_stop, on=_EITHER, cause="should_stop"),

@@ -13,7 +13,6 @@ import importlib
 import multiprocessing.connection
 import multiprocessing.spawn
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -30,11 +29,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from economy import ask_for_gpus_once, wait_for_turns_in_forks
+from fake_gpu import is_wanted, library
 from hypothesis import settings
 from lightning.fabric.plugins.environments import lightning as environment_of_lightning
 from lightning.fabric.utilities import registry
 from ports import free_port
-from pretended_gpu import is_wanted, library
 from tqdm import tqdm
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -42,7 +41,6 @@ from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 _TESTS = Path(__file__).parent
-_STARTED = pytest.StashKey[float]()
 settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("unhurried")
 registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads those of all installed packages
@@ -76,47 +74,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
             return (yield)
         finally:
             fcntl.flock(running, fcntl.LOCK_UN)  # closing is not enough: what the test forked has the file, too
-
-
-def _processor_seconds() -> float:
-    """Of this process and of those that it has started and waited for; of the machine, where pytest has no workers.
-
-    Then what fork servers start counts, too.
-    """
-    machine = Path("/proc/stat")
-    if "PYTEST_XDIST_WORKER" not in os.environ and machine.exists():
-        user, nice, system, _, _, *interrupts = map(int, machine.read_text().split("\n", 1)[0].split()[1:8])
-        return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(usage.ru_utime + usage.ru_stime for usage in map(resource.getrusage, kinds))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    item.stash[_STARTED] = _processor_seconds()
-    return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    """Note a shared fixture's seconds at the test that happened to ask first, for `python -m tests.seconds`."""
-    began, processor = time.monotonic(), _processor_seconds()
-    try:
-        return (yield)
-    finally:
-        if fixturedef.scope != "function" and (seconds := time.monotonic() - began) > 0.5:
-            note = f"{seconds:.2f} {_processor_seconds() - processor:.2f} {fixturedef.argname}"
-            request._pyfuncitem.user_properties.append(("fixture", note))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    if call.when == "teardown":
-        if marker := item.get_closest_marker("long"):
-            item.user_properties.append(("long", marker.args[0]))
-        item.user_properties.append(("processor", f"{_processor_seconds() - item.stash[_STARTED]:.3f}"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -163,7 +120,7 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """A GPU on which the ranks of a test compute, each on a stream of its own; ``PRETENDED_GPU=1`` plays one."""
+    """A GPU on which the ranks of a test compute, each on its own stream; ``FAKE_GPU=1`` provides a fake device."""
     from harness import on_a_gpu  # found once this file has told Python where
 
     if not HAS_GPU:
@@ -187,12 +144,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Ranks compute on devices that work in streams; in the end nothing must have been used out of order."""
+    from fake_streams import FakeDevice
     from harness import place
-    from pretended_streams import PretendedDevice
 
-    with PretendedDevice().installed() as device:
+    with FakeDevice().installed() as device:
         monkeypatch.setattr(place, "rank", device.watching)
         yield device
     assert not device.trouble, "\n".join(device.trouble)
@@ -309,12 +266,12 @@ def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
     """Fit a module on forked CPU ranks; returns every rank's weights, ``report`` and logged metrics.
 
     ``fit(module, strategy, devices=4, datamodule=..., ckpt_path=..., **trainer_arguments)``, where ``strategy`` is a
-    strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default). A test marked ``borrows``
+    strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default). A test marked ``pooled``
     fits on ranks that stay for the next fit, but for a fit with ``forked=True``: one that fails, or needs what the test
     changed in this process.
     """
     runs = 0
-    borrows = request.node.get_closest_marker("borrows") is not None and "monkeypatch" not in request.fixturenames
+    pooled = request.node.get_closest_marker("pooled") is not None and "monkeypatch" not in request.fixturenames
 
     def run(
         module: pl.LightningModule,
@@ -323,7 +280,7 @@ def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
         devices: int = 4,
         callbacks: list[pl.Callback] | None = None,
         fit_arguments: dict[str, Any] | None = None,
-        forked: bool = not borrows,
+        forked: bool = not pooled,
         **trainer_arguments: Any,
     ) -> list[dict[str, Any]]:
         nonlocal runs

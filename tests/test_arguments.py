@@ -18,10 +18,10 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 import lightning_hiercomm as hiercomm
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.schemes import SCHEMES
+from lightning_hiercomm.schemes.components.merges import MERGES
+from lightning_hiercomm.schemes.components.outer import OuterOptimizer
+from lightning_hiercomm.schemes.components.schedules import Every, Staggered
 from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation
-from lightning_hiercomm.schemes.words.merging import MERGES
-from lightning_hiercomm.schemes.words.outer import OuterOptimizer
-from lightning_hiercomm.schemes.words.when import Every, Staggered
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "HeterogeneousBatches": {"global_batch_size": 8},
@@ -31,7 +31,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 MERGE_CLASSES = [merge for merge in MERGES.values() if inspect.signature(merge).parameters]
 CLASSES = [
     *SCHEMES.values(),
-    hiercomm.Agreement,
+    hiercomm.ParameterSync,
     hiercomm.DirectedExponential,
     hiercomm.RandomPermutation,
     hiercomm.HeterogeneousBatches,
@@ -49,7 +49,7 @@ LIGHTNINGS_OWN = {
     *("process_group_backend", "timeout", "start_method", "gradient_as_bucket_view", "save_distributed_checkpoint"),
 }
 ARGUMENTS = [(cls, name) for cls in CLASSES for name in inspect.signature(cls).parameters if name not in LIGHTNINGS_OWN]
-WORDS = ("node", "none", "world", "mean", "rotating", "sharded", "replace", "eq1", "delta", "glu", "sgd", "dc_asgd")
+WORDS = ("node", "none", "world", "leader", "sharded", "replace", "eq1", "delta", "glu", "sgd", "dc_asgd")
 WORDS += ("elements", "parameters", "uniform", "cyclic", "roulette", "random_permutation", "ring", "full", "after_step")
 WORDS += ("before_step", "all", "blocking", "int8", "bfloat16", "consensus", "replica", "auto", "measure", "x", "y")
 
@@ -94,7 +94,7 @@ def test_any_value_of_any_argument_is_taken_or_refused_by_its_name(which, value)
 @st.composite
 def schemes(draw):
     """A scheme with some arguments, most of which are not obviously wrong."""
-    cls = draw(st.sampled_from([*SCHEMES.values(), hiercomm.Agreement]))
+    cls = draw(st.sampled_from([*SCHEMES.values(), hiercomm.ParameterSync]))
     sensible = st.one_of(st.integers(0, 4), st.sampled_from(WORDS), st.booleans(), st.floats(0, 1), st.none(), PLAIN)
     names = [*inspect.signature(cls).parameters]
     chosen = draw(st.lists(st.sampled_from(names), max_size=3, unique=True)) if names else []

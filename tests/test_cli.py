@@ -29,7 +29,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Every
-from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 PERIODIC = """
 trainer:
@@ -90,7 +90,7 @@ trainer:
     class_path: lightning_hiercomm.HierarchicalStrategy
     init_args:
       scheme:
-        class_path: lightning_hiercomm.Agreement
+        class_path: lightning_hiercomm.ParameterSync
         init_args:
           when:
             class_path: lightning_hiercomm.schemes.Every
@@ -182,7 +182,7 @@ DIGITS = Path(__file__).resolve().parents[1] / "examples" / "digits"
 SCHEMES_OF_DIGITS = sorted(path.name for path in DIGITS.glob("*.yaml") if "scheme:" in path.read_text())
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("other", SCHEMES_OF_DIGITS)
 @pytest.mark.parametrize("name", [name for name in SCHEMES_OF_DIGITS if name != "config.yaml"])
 def test_an_example_laid_over_another_means_what_it_says(strategy, name, other):
@@ -228,12 +228,12 @@ def outer_optimizer(scheme, world):
     meter = Meter()
     topology = Topology([[0]], 0, world.connect(0, meter), meter)
     replica = Replica([torch.nn.Parameter(torch.ones(3))])
-    return scheme.merging.build(Average(replica, topology, land=scheme.merging.land))
+    return scheme.merging.build(ShardedAllReduce(replica, topology, update_reference=scheme.merging.update_reference))
 
 
 def test_a_sentence_of_words_from_yaml(strategy):
     scheme = strategy(NOLOCO).scheme
-    assert scheme.when == Every(5)
+    assert scheme.schedule == Every(5)
     assert isinstance(scheme.through, RandomPermutation)
     assert copy.deepcopy(scheme).merging.keep_local == 0.0
 

@@ -16,34 +16,46 @@ def test_random_combinations_are_what_an_independent_calculation_gives(first):
         try:
             check(drawn(number))
         except Exception as error:
-            error.add_note(f"python -m tests.combinations --only {number}\n{drawn(number)}")
+            error.add_note(f"python -m tools.combinations --only {number}\n{drawn(number)}")
             raise
 
 
-def _agreement(period, staleness, merge, through="mean"):
-    when = (("when", ("epoch", period)), ("what", 1), ("through", through), ("merge", merge), ("keep_local", 0.0))
-    return (*when, ("staleness", staleness), ("gradients", "node"))
+def _parameter_sync(period, staleness, merge, reducer="sharded"):
+    composition = (
+        ("schedule", ("epoch", period)),
+        ("fragments", 1),
+        ("reducer", reducer),
+        ("merge", merge),
+        ("keep_local", 0.0),
+    )
+    return (*composition, ("staleness", staleness), ("gradients", "node"))
 
 
 @pytest.mark.parametrize("merge", ["eq1", "delta", "nesterov", "adam"])
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_an_exchange_that_an_epoch_left_in_flight_is_merged_before_the_next_leaves(merge, wire):
-    check(Combination("agreement", _agreement(3, 2, merge), wire=wire, resume=7, looks=(7,)))
+    check(Combination("parameter_sync", _parameter_sync(3, 2, merge), wire=wire, resume=7, looks=(7,)))
 
 
 def test_healing_a_node_does_not_meet_what_has_just_left():
     diloco = (("sync_every", 5), ("outer_optimizer", "adam"), ("fragments", 3), ("staleness", 1), ("gradients", "node"))
     for _ in range(10):
-        check(Combination("agreement", _agreement(2, 2, "sgd"), "2x2", two=True, policy="skip", sick=(3, 0), steps=4))
+        check(
+            Combination(
+                "parameter_sync", _parameter_sync(2, 2, "sgd"), "2x2", two=True, policy="skip", sick=(3, 0), steps=4
+            )
+        )
         check(Combination("diloco", diloco, "3+1", policy="skip", sick=(0, 0), skip=(11, 0), epochs=3, steps=4))
 
 
 @pytest.mark.parametrize("resume", [None, 5])
 @pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
 @pytest.mark.parametrize("shard_on", ["elements", "parameters"])
-def test_a_server_counts_the_steps_of_every_parameter_by_itself_when_some_are_thawed_or_frozen(shard_on, nodes, resume):
+def test_a_server_counts_the_steps_of_every_parameter_by_itself_when_some_are_unfrozen_or_frozen(
+    shard_on, nodes, resume
+):
     arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False), ("shard_on", shard_on))
-    check(Combination("steps_delay", arguments, nodes, optimizer="adam", thaw=3, resume=resume))
+    check(Combination("steps_delay", arguments, nodes, optimizer="adam", unfreeze=3, resume=resume))
     check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))
 
 
@@ -55,7 +67,7 @@ def test_steps_delay_takes_steps_with_an_optimizer_all_of_whose_parameters_are_f
         ("hold", False),
         ("shard_on", "parameters"),
     )
-    check(Combination("steps_delay", arguments, two=True, thaw=7, freeze=3))
+    check(Combination("steps_delay", arguments, two=True, unfreeze=7, freeze=3))
 
 
 def test_replicas_that_gossip_have_the_same_weights_after_a_resume_to_the_last_bit():
@@ -66,4 +78,4 @@ def test_replicas_that_gossip_have_the_same_weights_after_a_resume_to_the_last_b
 
 def test_fragments_of_an_optimizer_all_of_whose_parameters_are_frozen_for_a_while_are_none():
     arguments = (("sync_every", 3), ("outer_optimizer", "momentum"), ("fragments", 2), ("staleness", 0))
-    check(Combination("diloco", (*arguments, ("gradients", "node")), two=True, thaw=5, freeze=1))
+    check(Combination("diloco", (*arguments, ("gradients", "node")), two=True, unfreeze=5, freeze=1))

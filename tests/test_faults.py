@@ -1,4 +1,4 @@
-"""Some of what `python -m tests.faults` runs, and that it would notice what it looks for."""
+"""Some of what `python -m tools.faults` runs, and that it would notice what it looks for."""
 
 from __future__ import annotations
 

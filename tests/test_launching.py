@@ -247,7 +247,7 @@ def test_devices_must_be_the_ranks_of_this_node(launch):
     assert "Trainer(devices=1), but 2 ranks were started on this node: give devices=2" in output
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("accident", ["raise", "kill"])
 @pytest.mark.parametrize(
     ("start", "ranks"),

@@ -1,7 +1,7 @@
 """Random combinations of what a Trainer is given: ``python -m tests.trainer_combinations``, in a checkout.
 
 As :mod:`combinations`, whose schemes, events and references it shares, but every run is a ``Trainer.fit`` of processes:
-accumulation, clipping, precision, validations, checkpoints, callbacks that stop, average and swap, thawing, manual
+accumulation, clipping, precision, validations, checkpoints, callbacks that stop, average and swap, unfreezing, manual
 optimization, schedulers, batches of unequal sizes, modules that write to their own weights. What must hold:
 
 - the weights after every step, what a validation sees and what ``fit`` ends on are those of a float64 calculation of
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
 
 import combinations
 import lightning.pytorch as pl
@@ -75,7 +75,7 @@ class Fit(Combination):
         saves: What kinds of ModelCheckpoint there are.
         stops: Whether there is an EarlyStopping.
         averages: Whose callback keeps an average: ``"swa"``, ``"ema"``, or ``"swap"``, which validates it.
-        finetuning: Whether a BaseFinetuning thaws.
+        finetuning: Whether a BaseFinetuning unfreezes.
         module: What is unusual about it.
         replicas: Whether companions of checkpoints are written.
         evaluate: What validations run on.
@@ -188,7 +188,7 @@ def drawn(number: int) -> Fit:
     within = lambda step: None if step is None else step % total  # noqa: E731
     fit = replace(
         fit,
-        thaw=within(fit.thaw) or None,
+        unfreeze=within(fit.unfreeze) or None,
         freeze=within(fit.freeze) or None,
         resume=draw.randrange(total) if chance(0.4) else None,
         sick=None if fit.sick is None else (fit.sick[0] % total, fit.sick[1]),
@@ -214,8 +214,8 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
         fit = replace(fit, dtype="bfloat16")
     if fit.weights is not None and "batchnorm" in fit.module:  # of which every rank gets two samples at least
         fit = replace(fit, weights=tuple(max(2.0, weight) for weight in fit.weights))
-    if fit.thaw is not None and draw.random() < 0.5 and fit.epochs > 1:
-        fit = replace(fit, thaw=fit.steps, freeze=None, finetuning=True)  # the callback alone says what is trained
+    if fit.unfreeze is not None and draw.random() < 0.5 and fit.epochs > 1:
+        fit = replace(fit, unfreeze=fit.steps, freeze=None, finetuning=True)  # the callback alone says what is trained
     if fit.validate is None:
         fit = replace(fit, stops=False, saves=tuple(kind for kind in fit.saves if kind != "monitor"))
     elif fit.validate[0] == "batches":
@@ -246,21 +246,25 @@ def goes_together(fit: Fit) -> bool:
         return False
     if fit.precision == "bf16-true" and fit.dtype != "bfloat16":
         return False
-    if fit.finetuning and (fit.freeze or fit.thaw is None or fit.thaw % fit.steps or fit.thaw >= fit.total or fit.two):
+    if fit.finetuning and (
+        fit.freeze or fit.unfreeze is None or fit.unfreeze % fit.steps or fit.unfreeze >= fit.total or fit.two
+    ):
         return False
-    if fit.finetuning and fit.resume is not None and fit.resume + 1 >= fit.thaw:
-        return False  # Lightning freezes anew, and does not thaw again, nor at the epoch that begins with the resume
+    if fit.finetuning and fit.resume is not None and fit.resume + 1 >= fit.unfreeze:
+        return (
+            False  # Lightning freezes anew, and does not unfreeze again, nor at the epoch that begins with the resume
+        )
     if "noise" in fit.module and fit.resume is not None and fit.validate is not None:
         return False  # Lightning does not repeat a validation that comes after the file, and it draws a number
     if (
         (fit.scheme == "all_reduce" or fit.warmup)
         and fit.wire in ("int8", "int4")
-        and fit.thaw
+        and fit.unfreeze
         and fit.freeze
         and fit.resume is not None
     ):
         return False  # DDP keeps what was frozen after it was made, and one that a resumed process makes has it not
-    if fit.averages == "swa" and (fit.finetuning or fit.freeze or fit.thaw or fit.stops or fit.schedule == "step"):
+    if fit.averages == "swa" and (fit.finetuning or fit.freeze or fit.unfreeze or fit.stops or fit.schedule == "step"):
         return False
     if fit.averages == "swa" and "batchnorm" in fit.module:
         return False  # takes an epoch more: tests/compatibility/test_callbacks.py
@@ -405,7 +409,7 @@ class Toy(pl.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         fit = self.fit
-        if not fit.finetuning and batch_idx % fit.accumulate == 0 and (fit.thaw or fit.freeze):
+        if not fit.finetuning and batch_idx % fit.accumulate == 0 and (fit.unfreeze or fit.freeze):
             frozen = fit.frozen_at(self.step)
             for name in _NAMES:
                 parameter = getattr(self, name)
@@ -583,8 +587,8 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
 
 def _callbacks(fit: Fit, folder: Path) -> Iterator[pl.Callback]:
     if fit.finetuning:
-        assert fit.thaw is not None
-        yield _Thaws(fit.thaw // fit.steps)
+        assert fit.unfreeze is not None
+        yield _Thaws(fit.unfreeze // fit.steps)
     if fit.stops:
         yield EarlyStopping("val_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=False)
     if fit.averages == "swa":
@@ -796,9 +800,9 @@ def _tolerance(fit: Fit) -> float | None:
         return None
     if fit.freeze is not None and (fit.accumulate > 1 or fit.manual):
         return None  # nodes agree when the optimizer is asked to step, and have gradients of their own values by then
-    parts = next((value for name, value in fit.arguments if name in ("what", "fragments", "segments")), 1)
+    parts = next((value for name, value in fit.arguments if name in ("fragments", "segments")), 1)
     if fit.finetuning and parts != 1:
-        return None  # what thaws is the optimizer's last, and elsewhere in the parts
+        return None  # what unfreezes is the optimizer's last, and elsewhere in the parts
     return combinations._tolerance(fit)
 
 

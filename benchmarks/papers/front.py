@@ -34,7 +34,7 @@ from benchmarks.papers.wires import wire_named
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.predict.cost import Prediction, predict
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
-from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation
+from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 
 STORED = Path(__file__).resolve().parents[1] / "results" / "front"
 """What the documentation uses."""

@@ -36,8 +36,8 @@ from benchmarks.zoo import TASKS
 from lightning_hiercomm.comm.codec import AsIs, Codec
 from lightning_hiercomm.planning.simulate.simulation import schedule
 from lightning_hiercomm.planning.simulate.tasks import Examples, Task, shuffled
-from lightning_hiercomm.schemes.carriers.graphs import DirectedExponential, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Graph, RandomPermutation, Ring
 
 MOMENTUM = 0.9
 _BETAS, _EPSILON, _DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's AdamW

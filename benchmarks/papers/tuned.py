@@ -38,7 +38,7 @@ from benchmarks.papers.many import (
     train,
 )
 from benchmarks.papers.paired import difference
-from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation
+from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 
 STORED = Path(__file__).resolve().parents[1] / "results" / "tuned"
 """What the documentation goes by."""

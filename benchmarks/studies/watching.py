@@ -28,7 +28,7 @@ from lightning_hiercomm.nodes.hosts import Place
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Gossip, PeriodicAveraging, Scheme, care
-from lightning_hiercomm.schemes.carriers import mean as averaging
+from lightning_hiercomm.schemes.reducers import all_reduce as averaging
 
 RANKS = 4
 WATCHES: dict[str, dict[str, Any]] = {

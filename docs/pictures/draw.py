@@ -141,7 +141,46 @@ def timelines() -> str:
     return picture(LEFT + LENGTH + 20, bottom + 22, parts, "when a node trains and sends, by scheme")
 
 
-PICTURES = {"nodes": nodes, "timelines": timelines}
+def elastic() -> str:
+    """Draw the states of an elastic node."""
+    places = {
+        "waiting": (20, 60, "asks the lighthouse for a place"),
+        "healing": (20, 230, "receives the state of the run"),
+        "training": (330, 230, "steps alone, with its own ranks"),
+        "quorum": (640, 230, "which nodes take part?"),
+        "exchange": (640, 60, "parameters, over the network"),
+        "vote": (330, 60, "did all nodes finish?"),
+        "ended": (330, 400, "and its supervisor starts it again"),
+    }
+    parts = []
+    for name, (x, y, note) in places.items():
+        parts += [box(x, y, 220, 66), text(x + 110, y + 28, name, "name", "middle")]
+        parts.append(text(x + 110, y + 49, note, "small", "middle"))
+    parts += [
+        arrow("M130 126V230"),
+        text(138, 170, "accepted, after"),
+        text(138, 187, "a synchronization"),
+        arrow("M240 263H330"),
+        arrow("M550 263H640"),
+        text(595, 252, "due", "", "middle"),
+        arrow("M750 230V126"),
+        arrow("M640 93H550"),
+        arrow("M440 126V230"),
+        text(448, 170, "yes: keep the result"),
+        arrow("M520 126L680 230"),
+        text(610, 168, "no: roll back"),
+        arrow("M440 296V400"),
+        text(448, 340, "died, left behind (75),"),
+        text(448, 357, "or told to stop (143)"),
+        arrow("M330 433H10V93H20", is_dashed=True),
+        text(20, 425, "a new replica with no state"),
+        text(130, 40, "a node starts", "small", "middle"),
+        text(750, 40, "a node is lost: the others roll back too", "small", "middle"),
+    ]
+    return picture(880, 490, parts, "the states of an elastic node")
+
+
+PICTURES = {"nodes": nodes, "timelines": timelines, "elastic": elastic}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

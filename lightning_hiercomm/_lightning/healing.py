@@ -111,8 +111,8 @@ def begin_as(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     A loop that was loaded counts as restarting. Before an epoch it need not; before a batch Lightning may take the last
     one for one whose validation it has to skip, and counts it again.
 
-    What programs change when an epoch starts (how many batches are accumulated, what is thawed) they do not change once
-    more in a Trainer that begins later.
+    What programs change when an epoch starts (how many batches are accumulated, what is unfrozen) they do not change
+    again in a Trainer that begins later.
     """
     fit, moment = trainer.fit_loop, state["moment"]
     loop = fit.epoch_loop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORMAT = 1
+FORMAT = 2
 """To be raised whenever an entry changes its name or meaning."""
 
 

@@ -86,7 +86,7 @@ class Checkpoints:
             "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
-            unagreed = [{"unagreed_steps": scheme.unagreed_steps} for scheme in run.schemes]
+            unagreed = [{"unsynchronized_steps": scheme.unsynchronized_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
         state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:
@@ -103,13 +103,13 @@ class Checkpoints:
         if run.is_closed:
             checkpoint["state_dict"] = checkpoint["current_model_state"]
             return
-        run.agreed_model.compare_shapes()
+        run.averaged_model.compare_shapes()
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
         left_out = run.replicas.directions | run.replicas.per_rank
         numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
-        run.agreed_model.average_kept(numbers, ranks_are_equal)
+        run.averaged_model.average_kept(numbers, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
 
     @contextmanager
@@ -158,7 +158,7 @@ class Checkpoints:
             run.optimizers,
             run.schemes,
             run.gradients,
-            run.agreed_model.own_values(),
+            run.averaged_model.own_values(),
             mid_epoch,
             run.loss_so_far(),
             precision,

@@ -24,7 +24,7 @@ class Background:
 
     Jobs run in the order they were submitted, which is the same on every rank, so moves that only one background
     launches on a communicator match up. A communicator used by its jobs must be used by nobody else: take it from
-    :meth:`lightning_hiercomm.nodes.topology.Topology.twin`.
+    :meth:`lightning_hiercomm.nodes.topology.Topology.duplicate`.
 
     On CPU it is a thread (gloo and MPI waits release the interpreter lock), started by the first job. On CUDA it is a
     stream: jobs are enqueued at once from the calling thread and the device keeps their order.
@@ -35,7 +35,7 @@ class Background:
     host-side launches matches for all devices" ("Using multiple NCCL communicators concurrently",
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). On the device nothing orders a
     job's moves and training's, which is the point of it; from nccl 2.26 on ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` lets nccl
-    start them in the order of their launches, so that no two wait for each other (docs/clusters.md).
+    start them in the order of their launches, so that no two wait for each other (docs/howto/start_a_run.md).
 
     Args:
         device: Where the tensors live.

@@ -86,7 +86,7 @@ class EncodedSum:
         codec: What travels. Also those whose payloads add: in an all-reduce they are rounded at every addition.
         first: Carries round one. The members of the group, in group order.
         second: Carries round two; a communicator of its own if sums are completed on another thread (or, on CUDA,
-            stream) than launched, see :meth:`lightning_hiercomm.nodes.topology.Topology.twin`.
+            stream) than launched, see :meth:`lightning_hiercomm.nodes.topology.Topology.duplicate`.
     """
 
     def __init__(self, codec: Codec, first: Communicator, second: Communicator) -> None:

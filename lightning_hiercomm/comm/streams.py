@@ -5,7 +5,7 @@ there is no order but what events make, and memory that a tensor gives back is u
 which it was made, whoever still reads it ("CUDA streams" in https://docs.pytorch.org/docs/stable/notes/cuda.html).
 
 All that the package asks of streams goes through here: there is one place to read, and tests put a device in its place
-that tells who used what without order (``tests/pretended_streams.py``).
+that tells who used what without order (``tools/fake_streams.py``).
 """
 
 from __future__ import annotations

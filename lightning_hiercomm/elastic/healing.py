@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.elastic.lanes import Links, packed, unpacked
-from lightning_hiercomm.elastic.meeting import Member, NotInThisRun
-from lightning_hiercomm.elastic.seal import Seal
+from lightning_hiercomm.elastic.groups import Transport, packed, unpacked
+from lightning_hiercomm.elastic.quorum import Member, NodeRefused
+from lightning_hiercomm.elastic.signature import Signer
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +34,26 @@ class Healing:
 
     Args:
         intra: The ranks of the node.
-        links: To other nodes.
+        transport: To other nodes.
         store: On the node's first rank, its own.
         dead_after: Seconds of silence after which another node counts as gone.
-        seal: Signs what travels, and names it.
+        signer: Signs what travels, and names it.
         device: On which the node's ranks talk to each other. Default: the CPU.
     """
 
     def __init__(
         self,
         intra: Communicator,
-        links: Links,
+        transport: Transport,
         store: Store | None,
         dead_after: float,
-        seal: Seal | None = None,
+        signer: Signer | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._device = device or torch.device("cpu")
-        self._seal = seal or Seal()
+        self._signer = signer or Signer()
         self._intra = intra
-        self._links = links
+        self._transport = transport
         self._store = store
         self._dead_after = dead_after
         self._expected: list[Member] = []
@@ -62,9 +62,9 @@ class Healing:
 
     # ---- the member's side ---------------------------------------------------------------------------------------
 
-    def expect(self, patient: Member) -> None:
+    def expect(self, recovering_node: Member) -> None:
         """A newcomer waits for this node's state."""
-        self._expected.append(patient)
+        self._expected.append(recovering_node)
 
     @property
     def is_expected(self) -> bool:
@@ -74,7 +74,7 @@ class Healing:
     def note_asking(self, me: Member) -> None:
         """This node asks who is there: what it did not begin to give by now it does not give."""
         if self._store is not None:
-            self._store.set(self._seal.name("asks"), str(me.asks))
+            self._store.set(self._signer.key("requests"), str(me.requests))
 
     def forget_given(self) -> None:
         """Nobody takes what was given: all that live are together again, and who was healed is among them."""
@@ -92,29 +92,29 @@ class Healing:
         """Give all that wait what ``state`` returns; it is called if there are any. Collective over the node."""
         if not self._expected:
             return
-        patients, self._expected = self._expected, []
+        recovering, self._expected = self._expected, []
         whole = state()
         if self._store is None:
             return
         if whole is None:
-            self.send_away(patients)
+            self.send_away(recovering)
             return
         data = packed({**whole, "node": about})
-        for patient in patients:
+        for recovering_node in recovering:
             chunks = data.split(_CHUNK)
-            self._given[self._key(patient)] = len(chunks)
-            self._store.set(f"{self._key(patient)}/coming", "")
-            ready = f"{len(chunks)} {self._seal.of(data.numpy().tobytes())}"
-            put = partial(self._put, self._key(patient), chunks, ready)
+            self._given[self._key(recovering_node)] = len(chunks)
+            self._store.set(f"{self._key(recovering_node)}/coming", "")
+            ready = f"{len(chunks)} {self._signer.sign(data.numpy().tobytes())}"
+            put = partial(self._put, self._key(recovering_node), chunks, ready)
             thread = threading.Thread(target=put, daemon=True, name="healing")
             self._giving.append(thread)
             thread.start()
 
-    def send_away(self, patients: Sequence[Member]) -> None:
+    def send_away(self, recovering: Sequence[Member]) -> None:
         """Let newcomers ask again: the agreement after which they were to be healed did not come about."""
         if self._store is not None:
-            for patient in patients:
-                self._store.set(f"{self._key(patient)}/ready", _AGAIN)
+            for recovering_node in recovering:
+                self._store.set(f"{self._key(recovering_node)}/ready", _AGAIN)
 
     def send_away_expected(self) -> None:
         """Let those ask again whom this node was to heal before it came to the next agreement, but could not."""
@@ -149,8 +149,8 @@ class Healing:
         """Keep nothing for others any more."""
         self._store = None
 
-    def _key(self, patient: Member) -> str:
-        return self._seal.name(f"heal/{patient.life}/{patient.asks}")
+    def _key(self, recovering_node: Member) -> str:
+        return self._signer.key(f"heal/{recovering_node.replica_id}/{recovering_node.requests}")
 
     # ---- the newcomer's side -------------------------------------------------------------------------------------
 
@@ -175,28 +175,28 @@ class Healing:
         try:
             state: dict[str, Any] = unpacked(there.cpu())
         except pickle.UnpicklingError as error:
-            raise NotInThisRun(
+            raise NodeRefused(
                 f"the state of node {source.node!r} holds what `weights_only` loading refuses: {error}"
             ) from error
         return state
 
     def _has_gone_on(self, source: Member, key: str) -> bool:
         """Whether the member has met others since, without giving anything: perhaps it never heard of this node."""
-        asks = self._seal.name("asks")
+        asks = self._signer.key("requests")
 
         def look(store: Store) -> bool:
-            asked_again = store.check([asks]) and int(store.get(asks)) > source.asks
+            asked_again = store.check([asks]) and int(store.get(asks)) > source.requests
             return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
 
         try:
-            return self._links.ask(source.store, look)
+            return self._transport.ask(source.store, look)
         except RuntimeError:
             return True
 
     def _look(self, source: Member, key: str, patience: float = 1.0) -> tuple[Tensor | None, int | None]:
         """What the member has put into its store, and how many bytes; 0 if there will be none, None if not yet."""
         until = time.monotonic() + patience
-        ask = partial(self._links.ask, source.store)
+        ask = partial(self._transport.ask, source.store)
         try:
             while not ask(lambda store: store.check([f"{key}/ready"])):
                 if time.monotonic() > until:
@@ -207,13 +207,13 @@ class Healing:
                 ask(lambda store: store.delete_key(f"{key}/ready"))
                 return None, 0
             chunks = []
-            number, _, seal = ready.decode().partition(" ")
+            number, _, signer = ready.decode().partition(" ")
             for index in range(int(number)):
                 chunk = ask(partial(_taken, key=f"{key}/{index}"), self._dead_after)
                 chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
             ask(lambda store: store.delete_key(f"{key}/ready"))
             data = torch.cat(chunks)
-            if seal != self._seal.of(data.numpy().tobytes()):
+            if signer != self._signer.sign(data.numpy().tobytes()):
                 log.warning("what is said to be the state of node %s bears no seal of HIERCOMM_TOKEN", source.node)
                 return None, 0
             return data, data.numel()

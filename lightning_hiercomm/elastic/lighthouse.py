@@ -30,11 +30,11 @@ JOIN_TIMEOUT = 24 * 3600.0
 class Lighthouse(Protocol):
     """Tells all nodes that ask the same: who they are, once those are there that must be."""
 
-    def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+    def ask(self, replica_id: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
         """What everyone says who meets now.
 
         Args:
-            life: Who asks.
+            replica_id: Who asks.
             says: What it says of itself; JSON.
             patience: Seconds after which None is returned: call it again, with the same.
         """
@@ -87,14 +87,14 @@ class TorchftLighthouse:
         self._look: Callable[[], bool | None] = lambda: None
         self._is_silent = False
 
-    def ask(self, life: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+    def ask(self, replica_id: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
         self._is_silent = False
         if self._beating is None:
             self._last_beat = time.monotonic()
-            self._beating = threading.Thread(target=self._beat, args=(life,), daemon=True, name="lighthouse-beat")
+            self._beating = threading.Thread(target=self._beat, args=(replica_id,), daemon=True, name="lighthouse-beat")
             self._beating.start()
         if self._asking is None:
-            self._asking = self._ask_beside(life, dict(says))
+            self._asking = self._ask_beside(replica_id, dict(says))
         wait([self._asking], patience)
         if not self._asking.done():
             if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # it is gone, and its answer with it
@@ -158,13 +158,13 @@ class TorchftLighthouse:
 
         return LighthouseClient(self._address, timedelta(seconds=self._timeout))
 
-    def _ask_beside(self, life: str, says: dict[str, Any]) -> Future[Any]:
+    def _ask_beside(self, replica_id: str, says: dict[str, Any]) -> Future[Any]:
         """On a thread that holds nobody up: not the main one, which signals could not reach, nor the program's end."""
         answer: Future[Any] = Future()
 
         def ask() -> None:
             try:
-                answer.set_result(self._quorum(life, says))
+                answer.set_result(self._quorum(replica_id, says))
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -172,13 +172,13 @@ class TorchftLighthouse:
         self._asker.start()
         return answer
 
-    def _quorum(self, life: str, says: dict[str, Any]) -> list[Mapping[str, Any]]:
+    def _quorum(self, replica_id: str, says: dict[str, Any]) -> list[Mapping[str, Any]]:
         client, self._idle = self._idle or self._client(), None
-        quorum = client.quorum(life, timedelta(seconds=JOIN_TIMEOUT), data=says)
+        quorum = client.quorum(replica_id, timedelta(seconds=JOIN_TIMEOUT), data=says)
         self._idle = client
         return [member.data for member in quorum.participants]
 
-    def _beat(self, life: str) -> None:
+    def _beat(self, replica_id: str) -> None:
         client, was_away, was_missed, pause = None, False, False, min(0.5, self._dead_after / 8)
         while not self._left.is_set():
             was_missed = was_missed or time.monotonic() - self._last_beat > self._dead_after
@@ -191,7 +191,7 @@ class TorchftLighthouse:
             if not self._is_silent:
                 try:
                     client = client or self._client()
-                    client.heartbeat(life, timedelta(seconds=self._dead_after))
+                    client.heartbeat(replica_id, timedelta(seconds=self._dead_after))
                     self._last_beat = time.monotonic()
                     if was_away:  # perhaps it was started again, and has forgotten
                         was_away = not all(map(self.take_note, tuple(self._noted)))

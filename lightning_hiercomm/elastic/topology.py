@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.elastic.lanes import Breaker, Lane, World
+from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
 from lightning_hiercomm.nodes.topology import Holders, Topology
 
 
@@ -22,12 +22,12 @@ class ElasticTopology(Topology):
     may_grow = True
 
     def __init__(self, own: Topology, elder: ElasticTopology | None = None) -> None:
-        self.breaker: Breaker = Breaker() if elder is None else elder.breaker
-        self.lane = Lane(own.meter, self.breaker, is_beside=elder is not None)
+        self.breaker: CircuitBreaker = CircuitBreaker() if elder is None else elder.breaker
+        self.lane = InterNodeGroup(own.meter, self.breaker, is_beside=elder is not None)
         if elder is None:
             self.breaker.close = self.disconnect
         self._twins: list[ElasticTopology] = []
-        world = World(own.intra, self.lane if own.local_rank == 0 else None)
+        world = NodesWorld(own.intra, self.lane if own.local_rank == 0 else None)
         self._world = world
         made = {"world": world, "intra": own.intra, "inter": self.lane}
 
@@ -42,18 +42,18 @@ class ElasticTopology(Topology):
         """Let ``agreement`` do what is done between nodes; None: nothing is."""
         self._agreement = agreement
 
-    def agreement(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
+    def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         if self._agreement is not None:
             self._agreement(work, admits, brings)
 
     @property
-    def all_lanes(self) -> list[Lane]:
+    def all_groups(self) -> list[InterNodeGroup]:
         """This rank's own, and those of its twins."""
         return [self.lane, *(twin.lane for twin in self._twins)]
 
     def disconnect(self) -> None:
         """Let go of all connections to other nodes."""
-        for lane in self.all_lanes:
+        for lane in self.all_groups:
             lane.disconnect()
 
     def reform(self, sizes: Sequence[int], node: int) -> None:
@@ -84,8 +84,8 @@ class ElasticTopology(Topology):
         self._world.reform([range(self.intra.size)], 0)
         self.lane.is_open = False
 
-    def twin(self) -> ElasticTopology:
-        twin = ElasticTopology(self._own.twin(), self)
+    def duplicate(self) -> ElasticTopology:
+        twin = ElasticTopology(self._own.duplicate(), self)
         self._twins.append(twin)
         return twin
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from lightning_hiercomm.comm.base import CommunicationError
-from lightning_hiercomm.elastic.meeting import Meeting
 from lightning_hiercomm.elastic.membership import Membership
+from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
@@ -22,7 +22,7 @@ class Transaction:
         membership: Says who takes part, and counts the votes.
         topology: Holds them meanwhile.
         undo_point: Remembers all that an agreement changes; what it returns takes it back.
-        place: Says where in the training this node is.
+        position: Says where in the training this node is.
         batches: Says how many batches a rank has trained on so far.
         settle: Waits for what is under way beside training.
     """
@@ -32,14 +32,14 @@ class Transaction:
         membership: Membership,
         topology: ElasticTopology,
         undo_point: Callable[[], Callable[[], None]],
-        place: Callable[[], str],
+        position: Callable[[], str],
         batches: Callable[[], int],
         settle: Callable[[], object] = lambda: None,
     ) -> None:
         self._membership = membership
         self._topology = topology
         self._undo_point = undo_point
-        self._place = place
+        self._position = position
         self._batches = batches
         self._settle = settle
         self._is_inside = False
@@ -50,27 +50,27 @@ class Transaction:
         if self._is_inside:
             work()
             return
-        meeting = self.begin(work, admits, brings)
-        assert meeting is None, "a node that trains has state"
+        quorum = self.begin(work, admits, brings)
+        assert quorum is None, "a node that trains has state"
 
-    def begin(self, work: Callable[[], object], admits: bool, brings: bool = True) -> Meeting | None:
+    def begin(self, work: Callable[[], object], admits: bool, brings: bool = True) -> Quorum | None:
         """The same; for a newcomer, the meeting after which it gets its state, in place of taking part."""
         began, tries, before = time.monotonic(), 0, self._membership.history.nodes
         while True:
             tries += 1
             self._settle()  # or it would be lost on the way, if others connect anew
             self._membership.note_connections()
-            meeting = self._membership.meet(self._place(), admits)
-            if meeting.source_of(self._membership.me.life) is not None:
-                return meeting
+            quorum = self._membership.form_quorum(self._position(), admits)
+            if quorum.source_of(self._membership.me.replica_id) is not None:
+                return quorum
             undo = self._undo_point()
             is_well = self._attempt(work)
-            if self._membership.vote(meeting, is_well):
+            if self._membership.vote(quorum, is_well):
                 break
             undo()
-            self._membership.note_failure(meeting, self._why or "on another node")
-        self._membership.commit(meeting, self._batches(), brings)
-        if tries > 1 or len(meeting.members) < before:
+            self._membership.note_failure(quorum, self._why or "on another node")
+        self._membership.commit(quorum, self._batches(), brings)
+        if tries > 1 or len(quorum.members) < before:
             self._membership.history.lost_seconds += time.monotonic() - began
         return None
 

@@ -131,7 +131,7 @@ class Topology:
         """Whether there is one node, and never more."""
         return self.num_nodes == 1 and not self.may_grow
 
-    def agreement(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
+    def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         """Do what nodes do together: whoever lets them talk to each other does it in here, where they come and go.
 
         Args:
@@ -199,7 +199,7 @@ class Topology:
             self._groups[name] = ranks
             self.holders[name] = Holders(self._require(self._connect(ranks, "intra")), len(ranks[0]))
 
-    def twin(self) -> Topology:
+    def duplicate(self) -> Topology:
         """The same nodes with communicators of their own, for moves launched beside the training thread. Collective.
 
         What joins all ranks is not made anew: it is for the training thread. The twin goes by this topology's weights,

@@ -15,7 +15,6 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Str
 import lightning_hiercomm
 from lightning_hiercomm import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     DirectedExponential,
@@ -24,6 +23,7 @@ from lightning_hiercomm import (
     Gossip,
     Graph,
     HeterogeneousBatches,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -61,7 +61,6 @@ else:
 
 __all__ = [
     "DASO",
-    "Agreement",
     "AllReduce",
     "CommunicationMonitor",
     "DiLoCo",
@@ -74,6 +73,7 @@ __all__ = [
     "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
     "HierarchicalStrategy",
+    "ParameterSync",
     "PeriodicAveraging",
     "RandomPermutation",
     "Ring",

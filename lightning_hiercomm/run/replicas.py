@@ -32,8 +32,8 @@ Slot = tuple[str, list[int], str]
 class Replicas:
     """A module's trainable parameters and float (or complex) buffers, cut into one :class:`Replica` per optimizer.
 
-    What an optimizer trains may change in mid-run: callbacks like BackboneFinetuning thaw parameters, or add groups. So
-    a replica is made anew each time it is asked for, from what is trainable at that moment.
+    What an optimizer trains may change in mid-run: callbacks like BackboneFinetuning unfreeze parameters or add groups.
+    So a replica is made again each time it is asked for, from what is trainable at that moment.
 
     Where the module is sharded over the node, a replica holds this rank's shards.
 

@@ -24,8 +24,8 @@ def communication(
         batches: Gives its scalars, if there is one.
     """
     values = meter.snapshot() if meter is not None else {}
-    values["agreements"] = float(sum(scheme.agreements for scheme in schemes))
-    values["nonfinite"] = float(sum(scheme.care.nonfinite for scheme in schemes))
+    values["synchronizations"] = float(sum(scheme.synchronizations for scheme in schemes))
+    values["nonfinite"] = float(sum(scheme.guard.nonfinite for scheme in schemes))
     values["steps"] = float(sum(scheme.steps for scheme in schemes))
     for scheme in reversed(schemes):
         values.update(scheme.scalars())

@@ -20,7 +20,7 @@ from lightning_hiercomm.comm.dtensor import gathered, local
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.agreed_model import AgreedModel
+from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.optimizer_steps import Collectives, OptimizerSteps
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.shapes import are_equal
@@ -28,8 +28,8 @@ from lightning_hiercomm.run.uncounted import UncountedChanges
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.care import Policy
 from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas, print_of
 
@@ -58,7 +58,7 @@ class TrainingRun:
     Attributes:
         schemes: One per optimizer, in their order.
         gradients: The way of the module's gradients, whichever optimizer uses them.
-        agreed_model: What all ranks agree on, while they differ.
+        averaged_model: What all ranks agree on, while they differ.
         after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick;
             returns what else was sick, with what it held.
         optimizer_steps: Watches the optimizers step.
@@ -104,7 +104,7 @@ class TrainingRun:
         self._scheme = scheme
         if isinstance(self.gradients, InPhases):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
-        self.agreed_model = AgreedModel(self.schemes, replicas, topology)
+        self.averaged_model = AveragedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
         self._loss_count = 0
         self._last_schedules: list[dict[str, Any]] | None = None
@@ -157,8 +157,8 @@ class TrainingRun:
     def begin_validation(self) -> None:
         """Write the averaged parameters to the module. Collective."""
         self.has_saved_own_values = False
-        self.agreed_model.enter()
-        self.agreed_model.watch()
+        self.averaged_model.enter()
+        self.averaged_model.watch()
 
     def end_validation(self, share: Callable[[Sequence[Tensor]], None]) -> None:
         """Put this rank's own parameters back, unless a hook has written to the averaged ones. Collective.
@@ -182,12 +182,12 @@ class TrainingRun:
         Args:
             share: As in :meth:`end_validation`.
         """
-        self.agreed_model.enter()
-        self.agreed_model.watch()
+        self.averaged_model.enter()
+        self.averaged_model.watch()
         try:
             yield
         except BaseException:
-            self.agreed_model.leave()
+            self.averaged_model.leave()
             raise
         self._end_watching(share, "on_save_checkpoint")
 
@@ -200,7 +200,7 @@ class TrainingRun:
         Returns:
             The names of trained parameters that keep what was written.
         """
-        model = self.agreed_model
+        model = self.averaged_model
         written, kept = model.written(), ""
         if self.topology.may_grow:
             self._warn_of_undone(written, hook)
@@ -229,7 +229,7 @@ class TrainingRun:
                 " with those of rank 0: write the same values on all ranks",
                 stacklevel=2,
             )
-        self.agreed_model.drop_own()
+        self.averaged_model.drop_own()
         self.begin_from_module()
         self.remember_values()
         if self._uncounted is not None:
@@ -286,7 +286,7 @@ class TrainingRun:
         """Take from a file which tensors stay each rank's own, because their shapes differed when it was saved."""
         if not self.replicas.per_rank.issuperset(names):
             self.replicas.per_rank.update(names)
-            self.agreed_model.has_found_unequal(self.replicas.per_rank)
+            self.averaged_model.has_found_unequal(self.replicas.per_rank)
             self.begin_from_module()
 
     def go_on_without_mean(self, names: Collection[str] | None) -> None:
@@ -304,7 +304,7 @@ class TrainingRun:
 
     def _look_for_means(self) -> None:
         """Decide once more which buffers have a mean: programs fill them in ``on_fit_start``, say. Collective."""
-        self.agreed_model.compare_shapes()
+        self.averaged_model.compare_shapes()
         lack = self.replicas.lack_mean()
         if lack:
             lacks = torch.tensor([*map(int, lack.values())], device=self.replicas.device)
@@ -324,8 +324,8 @@ class TrainingRun:
     def training(self, names: Collection[str] | None) -> Iterator[None]:
         """Inside, the schemes hold those parameters which were :meth:`trained` when a checkpoint was saved.
 
-        Programs thaw and freeze parameters in mid-run, and when they are resumed do it again: at once, a while later,
-        or never, which the next step sees. What schemes have saved is for the parameters that they held then.
+        Programs unfreeze and freeze parameters in mid-run, and when they are resumed do it again: at once, later, or
+        never, which the next step sees. What schemes have saved is for the parameters that they held then.
 
         Args:
             names: Of the parameters; None if that is not known.
@@ -500,23 +500,23 @@ class TrainingRun:
     @outside_autocast()
     def finish(self) -> None:
         """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
-        self.agreed_model.compare_shapes()
+        self.averaged_model.compare_shapes()
         if self._uncounted is not None:
             self._uncounted.end_epoch()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
-        self.agreed_model.is_left_out = bool(self._tell_of_healing())
+        self.averaged_model.is_left_out = bool(self._tell_of_healing())
         self.has_finished = True
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()
 
-    def follow_thawed(self) -> None:
-        """A forward pass comes: let nodes agree before it if parameters were thawed, so that gradients are theirs.
+    def follow_unfrozen(self) -> None:
+        """A forward pass comes: let nodes agree before it if parameters were unfrozen, so that gradients are theirs.
 
-        What was frozen is seen by the next :meth:`step`: programs freeze and thaw whole parts between two steps of one
-        batch.
+        What was frozen is seen by the next :meth:`step`: programs freeze and unfreeze whole parts between two steps of
+        a batch.
         """
         for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
             if self.replicas.has_grown(scheme.replica, optimizer):
@@ -527,25 +527,27 @@ class TrainingRun:
         """Begin anew from an agreement, if other parameters are trained by now. Collective."""
         scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
-            self.agreed_model.compare_shapes()
-            scheme.agree()
+            self.averaged_model.compare_shapes()
+            scheme.synchronize()
             # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
-            self.agreed_model.average_moved([*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)])
+            self.averaged_model.average_moved(
+                [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)]
+            )
             replica = self.replicas.of(optimizer)
             check_equal_layouts([replica], self.topology.world, self.replicas.device)
             scheme.follow(replica)
 
     def _tell_of_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
-        if not any(scheme.care.has_healed for scheme in self.schemes):
+        if not any(scheme.guard.has_healed for scheme in self.schemes):
             return ()
         for scheme in self.schemes:
-            scheme.care.has_healed = False
+            scheme.guard.has_healed = False
         return self.after_healing()
 
     @outside_autocast()
     def begin_anew(self) -> None:
         """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
-        self.agreed_model.average_module()
+        self.averaged_model.average_module()
         self.begin_from_module()
 
     @outside_autocast()
@@ -561,7 +563,7 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.may_ask = together
             try:
-                schedules.append(scheme.schedule())
+                schedules.append(scheme.shared_state())
             finally:
                 scheme.may_ask = True
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
@@ -595,7 +597,7 @@ class TrainingRun:
             timeout: Seconds to wait for each.
         """
         self.is_closed = True
-        self.agreed_model.forget()
+        self.averaged_model.forget()
         self.optimizer_steps.close()
         if self._uncounted is not None:
             self._uncounted.close()
@@ -648,4 +650,4 @@ def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Map
             " steps, and begins a schedule of its own",
             stacklevel=2,
         )
-    return {**scheme.schedule(), **{counter: saved[counter] for counter in _COUNTERS}}
+    return {**scheme.shared_state(), **{counter: saved[counter] for counter in _COUNTERS}}

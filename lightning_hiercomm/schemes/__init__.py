@@ -12,18 +12,18 @@ What is cut into what:
 
 from typing import Literal, TypeAlias
 
-from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
+from lightning_hiercomm.schemes.components.merges import Delta, Merge, Replace, StaleSum
+from lightning_hiercomm.schemes.components.outer import OuterOptimizer
+from lightning_hiercomm.schemes.components.schedules import Every, Schedule, Staggered
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
 from lightning_hiercomm.schemes.gossip import Gossip
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
+from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.steps_delay.scheme import StepsDelay
-from lightning_hiercomm.schemes.words.merging import Delta, Merge, Replace, StaleSum
-from lightning_hiercomm.schemes.words.outer import OuterOptimizer
-from lightning_hiercomm.schemes.words.when import Every, Staggered, When
 
 SchemeName: TypeAlias = Literal["all_reduce", "periodic", "daso", "steps_delay", "gossip", "diloco"]
 
@@ -40,7 +40,6 @@ SCHEMES: dict[str, type[Scheme]] = {
 __all__ = [
     "DASO",
     "SCHEMES",
-    "Agreement",
     "AllReduce",
     "Context",
     "Delta",
@@ -52,16 +51,17 @@ __all__ = [
     "Graph",
     "Merge",
     "OuterOptimizer",
+    "ParameterSync",
     "PeriodicAveraging",
     "RandomPermutation",
     "Replace",
     "Ring",
-    "RunningAgreement",
+    "RunningParameterSync",
     "RunningScheme",
+    "Schedule",
     "Scheme",
     "SchemeName",
     "Staggered",
     "StaleSum",
     "StepsDelay",
-    "When",
 ]

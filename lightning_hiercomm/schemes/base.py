@@ -16,7 +16,7 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.care import Care, Policy
+from lightning_hiercomm.schemes.guard import NonFiniteGuard, Policy
 from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.profile import Profile
@@ -133,8 +133,8 @@ class RunningScheme(Generic[S]):
 
     1. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
        :meth:`end_epoch`; and :meth:`finish`.
-    2. Between any two of these: :meth:`agree`, and :meth:`follow` when other parameters are to be trained, which opens
-       links only for parameters of a type that needs more of them.
+    2. Between any two of these: :meth:`synchronize`, and :meth:`follow` when other parameters are to be trained, which
+       opens links only for parameters of a type that needs more of them.
     3. :meth:`close`, once, the only call that is not collective.
 
     A new scheme overrides :meth:`after_step` and, where it needs more, the other hooks named below "for schemes". What
@@ -157,9 +157,9 @@ class RunningScheme(Generic[S]):
         steps: Optimizer-step attempts in this run, resumed runs included.
         step_in_epoch: The same, since the epoch began.
         epoch: Epochs begun before this one.
-        unagreed_steps: Steps since the nodes last held the same parameters.
+        unsynchronized_steps: Steps since the nodes last held the same parameters.
         agreements: How often they came to do so.
-        may_ask: Whether :meth:`schedule` may ask other ranks.
+        may_ask: Whether :meth:`shared_state` may ask other ranks.
     """
 
     phase: str = "training"
@@ -174,27 +174,29 @@ class RunningScheme(Generic[S]):
         self.wire = context.wire
         self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
         can_skip = config.gradients != "world"
-        self.care = Care(self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone, self.wire)
-        self.care.follow(self.replica)
+        self.guard = NonFiniteGuard(
+            self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone, self.wire
+        )
+        self.guard.follow(self.replica)
         self.steps = 0
         self.step_in_epoch = 0
         self.epoch = 0
-        self.unagreed_steps = 0
-        self.agreements = 0
+        self.unsynchronized_steps = 0
+        self.synchronizations = 0
         self.may_ask = True
         self._backgrounds: list[Background] = []
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        """From now on other parameters are trained (some were thawed), or the same from other values.
+        """From now on other parameters are trained (some were unfrozen), or the same from other values.
 
         Args:
             replica: All of them; their values are equal on all ranks, so the nodes begin anew from them.
         """
         self.replica = _held_by_ranks(replica, self.config)
-        self.unagreed_steps = 0
-        self.care.follow(self.replica)
+        self.unsynchronized_steps = 0
+        self.guard.follow(self.replica)
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         """Training starts or resumes.
@@ -232,7 +234,7 @@ class RunningScheme(Generic[S]):
             result = run()
         self.steps += 1
         self.step_in_epoch += 1
-        self.unagreed_steps += 1
+        self.unsynchronized_steps += 1
         if is_synchronous:
             self.after_synchronous_step()
         else:
@@ -255,11 +257,11 @@ class RunningScheme(Generic[S]):
 
     def finish(self) -> None:
         """The run is over: nothing stays in flight, and every rank holds the agreed parameters."""
-        self.agree()
+        self.synchronize()
         if not (self.is_alone or self.topology.may_grow):  # outside of an agreement elastic nodes do not communicate
             Preflight(self.topology, self.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
-        self.unagreed_steps = 0
-        self.care.follow(self.replica)
+        self.unsynchronized_steps = 0
+        self.guard.follow(self.replica)
         self.close()
 
     def close(self, timeout: float = 10.0) -> None:
@@ -276,19 +278,19 @@ class RunningScheme(Generic[S]):
     def settle(self) -> None:
         """Wait for what is in flight, keeping what arrived for its scheduled merge."""
 
-    def agree(self) -> None:
+    def synchronize(self) -> None:
         """Write the agreed parameters to the replica: here, the weighted mean over all ranks.
 
         The caller keeps a snapshot if training is to go on from where it was.
         """
         self.settle()
-        if self.unagreed_steps:
-            self.topology.agreement(self.exact_mean)
+        if self.unsynchronized_steps:
+            self.topology.synchronize(self.exact_mean)
 
     @property
-    def is_agreed(self) -> bool:
-        """Whether :meth:`agree` would change nothing."""
-        return self.unagreed_steps == 0
+    def is_synchronized(self) -> bool:
+        """Whether :meth:`synchronize` would change nothing."""
+        return self.unsynchronized_steps == 0
 
     @property
     def may_be_copied(self) -> bool:
@@ -305,7 +307,7 @@ class RunningScheme(Generic[S]):
         """Current values to log, such as ``sync_every`` and ``staleness``."""
         return {}
 
-    def schedule(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective.
 
         Not :attr:`may_ask`: without what only others know; a rank that is alone with an error saves the rest.
@@ -315,45 +317,53 @@ class RunningScheme(Generic[S]):
             "steps": self.steps,
             "step_in_epoch": self.step_in_epoch,
             "epoch": self.epoch,
-            "agreements": self.agreements,
+            "synchronizations": self.synchronizations,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All state: :meth:`schedule`, and this rank's own. The replica's values are not part of it. Collective."""
-        state = {**self.schedule(), "unagreed_steps": self.unagreed_steps}
-        of_optimizer = self.care.state_dict()
+        """All state: :meth:`shared_state`, and this rank's own. The replica's values are not part of it. Collective."""
+        state = {**self.shared_state(), "unsynchronized_steps": self.unsynchronized_steps}
+        of_optimizer = self.guard.state_dict()
         return {**state, "optimizer_average": of_optimizer} if of_optimizer else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, or :meth:`schedule`.
+        """Restore :meth:`state_dict`, or :meth:`shared_state`.
 
-        A plain checkpoint has no ``"unagreed_steps"``: its parameters are the agreed ones, from which all ranks go on.
+        A plain checkpoint has no ``"unsynchronized_steps"``: its parameters are the averaged ones.
         """
         self.steps = state["steps"]
         self.step_in_epoch = state["step_in_epoch"]
         self.epoch = state["epoch"]
-        self.agreements = state["agreements"]
-        self.unagreed_steps = state.get("unagreed_steps", 0)
-        self.care.load_state_dict(state.get("optimizer_average", {}))
+        self.synchronizations = state["synchronizations"]
+        self.unsynchronized_steps = state.get("unsynchronized_steps", 0)
+        self.guard.load_state_dict(state.get("optimizer_average", {}))
 
     def undo_point(self) -> Callable[[], None]:
         """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
         undo_values = self.replica.undo_point()
-        unagreed_steps, agreements, nonfinite = self.unagreed_steps, self.agreements, self.care.nonfinite
+        unsynchronized_steps, agreements, nonfinite = (
+            self.unsynchronized_steps,
+            self.synchronizations,
+            self.guard.nonfinite,
+        )
 
         def undo() -> None:
             undo_values()
-            self.unagreed_steps, self.agreements, self.care.nonfinite = unagreed_steps, agreements, nonfinite
+            self.unsynchronized_steps, self.synchronizations, self.guard.nonfinite = (
+                unsynchronized_steps,
+                agreements,
+                nonfinite,
+            )
 
         return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
         """The topology is about to hold other nodes; call what is returned when it does. Collective over the node."""
-        unagreed = self.unagreed_steps
+        unagreed = self.unsynchronized_steps
 
         def go_on() -> None:
             self.follow(self.replica)
-            self.unagreed_steps = unagreed
+            self.unsynchronized_steps = unagreed
 
         return go_on
 
@@ -396,24 +406,24 @@ class RunningScheme(Generic[S]):
 
         In a first phase it is called instead of :meth:`after_step`.
         """
-        self.agreements += 1
+        self.synchronizations += 1
         if not self.replica.buffers:
-            self.unagreed_steps = 0
+            self.unsynchronized_steps = 0
         if self.steps % _CHECK_EVERY == 0:
             self._check_parameters()
 
     def end_synchronous_epoch(self) -> None:
         """Check parameters at the end of an epoch in which gradients were averaged over all ranks."""
-        self.care.verify(self.steps)
+        self.guard.verify(self.steps)
         self._check_parameters()
 
     def synchronous_mean(self) -> bool:
         """Write the weighted mean of the float buffers over all ranks, where parameters are equal; blocks."""
-        return self.care.average(self.replica.buckets_of_buffers, self.steps)
+        return self.guard.average(self.replica.buckets_of_buffers, self.steps)
 
     def _check_parameters(self) -> None:
         if not self.is_alone:
-            self.care.look(self.replica.buckets_of_parameters, self.steps)
+            self.guard.look(self.replica.buckets_of_parameters, self.steps)
 
     def background(self, waits_for_nodes: bool = True) -> Background:
         """A new thread (or stream) beside training, which :meth:`close` ends; for constructors.
@@ -436,20 +446,20 @@ class RunningScheme(Generic[S]):
     def average(self) -> None:
         """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""
         if self.exact_mean():
-            self.care.begin_optimizer_anew()
-        self.care.average_optimizer_state()
-        self.unagreed_steps = 0
-        self.agreements += 1
+            self.guard.begin_optimizer_anew()
+        self.guard.average_optimizer_state()
+        self.unsynchronized_steps = 0
+        self.synchronizations += 1
 
     def exact_mean(self) -> bool:
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
 
         Returns:
-            Whether this rank was sick, and has got the others' mean: see :meth:`Care.repair`.
+            Whether this rank was sick, and has got the others' mean: see :meth:`NonFiniteGuard.repair`.
         """
         if self.in_first_phase:
             return self.synchronous_mean()
-        return self.care.average(self.replica.buckets, self.steps)
+        return self.guard.average(self.replica.buckets, self.steps)
 
 
 def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:

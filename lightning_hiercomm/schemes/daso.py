@@ -14,15 +14,15 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.base import Context, Scheme
-from lightning_hiercomm.schemes.carriers.base import Carrier
+from lightning_hiercomm.schemes.components.schedules import Every
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.phases import Moment
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
-from lightning_hiercomm.schemes.words.when import Every
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | 
     return Moment(epoch=_EPOCHS if epochs is None else min(_EPOCHS, int(epochs * _LARGEST_SHARE)))
 
 
-class DASO(Agreement):
+class DASO(ParameterSync):
     """Average parameters between nodes every few batches without waiting, and merge what is a few batches old.
 
     Every batch, gradients are averaged inside the node and the optimizer steps. A run has three phases.
@@ -85,7 +85,7 @@ class DASO(Agreement):
         warmup_steps: Optimizer steps of warm-up, in place of ``warmup_epochs``.
         cooldown_steps: Optimizer steps of cool-down, in place of ``cooldown_epochs``, for which the run's end must be
             known, too (``Trainer(max_steps=...)``, or epochs whose length is known).
-        exchange: Who carries the parameters between nodes. ``"rotating"``: one rank per node carries all of them, the
+        reducer: How parameters are averaged between nodes. ``"leader"``: one rank per node carries all of them, the
             next rank the next time (the paper). ``"sharded"``: all ranks carry equal parts, which is faster where every
             rank has a network link of its own. The numbers are the same.
         monitor: The metric that is watched in place of the training loss, such as ``"val_loss"``: lower is better. It
@@ -113,7 +113,7 @@ class DASO(Agreement):
         patience: int = 2,
         warmup_steps: int | None = None,
         cooldown_steps: int | None = None,
-        exchange: Literal["rotating", "sharded"] = "rotating",
+        reducer: Literal["leader", "sharded"] = "leader",
         monitor: str | None = None,
         adapt: bool = True,
         gradients: Literal["node", "none"] = "node",
@@ -140,11 +140,11 @@ class DASO(Agreement):
             raise ValueError(f"narrow_phases={narrow_phases!r} must be 'all' or 'blocking'")
         if merge not in ("eq1", "delta"):
             raise ValueError(f"merge={merge!r} must be 'eq1' or 'delta'")
-        if exchange not in ("rotating", "sharded"):
-            raise ValueError(f"exchange={exchange!r} must be 'rotating' or 'sharded'")
+        if reducer not in ("leader", "sharded"):
+            raise ValueError(f"reducer={reducer!r} must be 'leader' or 'sharded'")
         super().__init__(
-            when=Every(period, of="epoch"),
-            through="mean" if exchange == "sharded" else "rotating",
+            schedule=Every(period, of="epoch"),
+            reducer=reducer,
             merge=merge,
             staleness=staleness,
             gradients=gradients,
@@ -157,7 +157,6 @@ class DASO(Agreement):
         self.is_exact_beside_training = narrow_phases == "blocking" and staleness > 0
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
-        self.exchange: Literal["rotating", "sharded"] = exchange
         self.monitor = monitor
         self.make_plateau = partial(Plateau, threshold, patience)
         self.make_plateau()  # or what is wrong with these would be said when a run begins
@@ -166,7 +165,6 @@ class DASO(Agreement):
     def build(self, context: Context) -> RunningDASO:
         return RunningDASO(self, context)
 
-    _sharded = "exchange='sharded'"
     _ends_epochs_in_agreement = True
 
     @property
@@ -200,7 +198,7 @@ class DASO(Agreement):
         return range(parts) if (step - 1) % (self.period or 1) == 0 else ()
 
 
-class RunningDASO(RunningAgreement[DASO]):
+class RunningDASO(RunningParameterSync[DASO]):
     """DASO at work: in which phase it is, and how B and S follow the loss.
 
     Attributes:
@@ -214,7 +212,7 @@ class RunningDASO(RunningAgreement[DASO]):
         self.phase = ""
         self.initial_sync_every = self._period
         self.plateau = config.make_plateau()
-        self._exact_carrier = self._cut_exact()
+        self._exact_reducer = self._cut_exact()
         self._warmup_ends = Moment(epoch=0)
         self._cooldown_begins: Moment | None = None
         self._awaits_metric = False
@@ -231,7 +229,7 @@ class RunningDASO(RunningAgreement[DASO]):
             self._period,
             self.staleness,
             merge="delta" if config.merging.needs_sent else "eq1",
-            exchange=config.exchange,
+            reducer="sharded" if config.reducer == "sharded" else "leader",
             gradients=config._alone_or_not,
             narrow_phases=config.narrow_phases,
         )
@@ -240,19 +238,19 @@ class RunningDASO(RunningAgreement[DASO]):
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
-        self._exact_carrier = self._cut_exact()
+        self._exact_reducer = self._cut_exact()
 
-    def _cut_exact(self) -> Carrier:
+    def _cut_exact(self) -> Reducer:
         """Who carries what training does not wait for."""
         if self.is_alone or self.config.narrow_phases == "all":
-            return self._carrier
-        carrier = self._carrier_of(self.replica.buckets_of_parameters, Wire())
-        carrier.disagreement = self._carrier.disagreement  # a person watches whoever has carried last
-        return carrier
+            return self._reducer
+        reducer = self._reducer_of(self.replica.buckets_of_parameters, Wire())
+        reducer.disagreement = self._reducer.disagreement  # a person watches whoever has carried last
+        return reducer
 
     @property
-    def _carrier_beside_training(self) -> Carrier:
-        return self._exact_carrier
+    def _overlapped_reducer(self) -> Reducer:
+        return self._exact_reducer
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
@@ -340,13 +338,13 @@ class RunningDASO(RunningAgreement[DASO]):
         judges = adapts and self.config.monitor is None
 
         def agree() -> None:
-            if self.unagreed_steps:
+            if self.unsynchronized_steps:
                 self.average()
             if judges:
                 losses.append(self._summed(loss))
 
-        if self.unagreed_steps or judges:
-            self.topology.agreement(agree, admits=True)
+        if self.unsynchronized_steps or judges:
+            self.topology.synchronize(agree, admits=True)
         if judges:
             self._judge(*losses[-1])
         elif adapts:
@@ -382,7 +380,7 @@ class RunningDASO(RunningAgreement[DASO]):
         self.initial_sync_every = period
 
     def _set_cycle(self, period: int, staleness: int) -> None:
-        self.when, self.staleness = Every(period, of="epoch"), staleness
+        self.schedule, self.staleness = Every(period, of="epoch"), staleness
 
     def _announce(self, level: int, message: str) -> None:
         if self.topology.rank == 0:
@@ -396,7 +394,7 @@ class RunningDASO(RunningAgreement[DASO]):
         Where the others go on without a sick rank, they are judged without it, too.
         """
         value = None if loss is None else float(loss)
-        if value is not None and self.care.policy.on_nonfinite == "skip" and not math.isfinite(value):
+        if value is not None and self.guard.policy.on_nonfinite == "skip" and not math.isfinite(value):
             value = None
         weight, value = (0.0, 0.0) if value is None else (self.topology.rank_weight, value)
         sums = torch.tensor([weight * value, weight], device=self.replica.device)
@@ -442,9 +440,9 @@ class RunningDASO(RunningAgreement[DASO]):
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
-    def schedule(self) -> dict[str, Any]:
+    def shared_state(self) -> dict[str, Any]:
         return {
-            **super().schedule(),
+            **super().shared_state(),
             "given": [self.config.sync_every, self.config.staleness],
             "sync_every": self._period,
             "staleness": self.staleness,

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.base import Context
+from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
+from lightning_hiercomm.schemes.components.schedules import Staggered
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
-from lightning_hiercomm.schemes.words.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
-from lightning_hiercomm.schemes.words.when import Staggered
 
 log = logging.getLogger(__name__)
 
 
-class DiLoCo(Agreement):
+class DiLoCo(ParameterSync):
     """Train alone with any optimizer, and every ``sync_every`` steps take an outer step along the nodes' mean way.
 
     With x_m the parameters of node m, a the outer parameters (equal on all nodes), H = ``sync_every``, P ``fragments``
@@ -40,7 +40,7 @@ class DiLoCo(Agreement):
     learning rate count periods.
 
     NoLoCo exchanges with one random other node instead of all: see
-    :class:`~lightning_hiercomm.schemes.agreement.Agreement`.
+    :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
 
     DiLoCo from a model that was trained synchronously for 1,000 steps, in the same run::
 
@@ -108,8 +108,8 @@ class DiLoCo(Agreement):
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
         super().__init__(
-            when=Staggered(period),
-            what=fragments,
+            schedule=Staggered(period),
+            fragments=fragments,
             merge=self.outer,
             staleness=staleness,
             gradients=gradients,
@@ -117,7 +117,6 @@ class DiLoCo(Agreement):
         self.sync_every = sync_every
         self.auto = auto
         self.overhead_target = overhead_target
-        self.fragments = fragments
         self.keep_local = keep_local
         self.warmup_steps = warmup_steps
         self._begin_synchronously(warmup_steps)
@@ -126,15 +125,15 @@ class DiLoCo(Agreement):
         return RunningDiLoCo(self, context)
 
 
-class RunningDiLoCo(RunningAgreement[DiLoCo]):
+class RunningDiLoCo(RunningParameterSync[DiLoCo]):
     """DiLoCo at work: an agreement that goes on, from a checkpoint, with the ``keep_local`` that it had."""
 
     def __init__(self, config: DiLoCo, context: Context) -> None:
         super().__init__(config, context)
         self._keep_local = config.outer.keep_local
 
-    def schedule(self) -> dict[str, Any]:
-        return {**super().schedule(), "kept_late": self._keep_local if self.staleness else None}
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), "kept_late": self._keep_local if self.staleness else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kept = state["kept_late"]

@@ -15,7 +15,10 @@ from torch import Tensor
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.graphs import (
+from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.in_place_of_step import Update
+from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.reducers.graphs import (
     DirectedExponential,
     Fairness,
     Full,
@@ -24,11 +27,8 @@ from lightning_hiercomm.schemes.carriers.graphs import (
     Ring,
     round_of,
 )
-from lightning_hiercomm.schemes.carriers.in_flight import InFlight
-from lightning_hiercomm.schemes.carriers.peers import Peers
-from lightning_hiercomm.schemes.health.preflight import Verdict
-from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.reducers.in_flight import InFlight
+from lightning_hiercomm.schemes.reducers.neighbors import Peers
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 
@@ -163,7 +163,7 @@ class RunningGossip(RunningScheme[Gossip]):
         super().__init__(config, context)
         # where nodes come and go, training waits for all of it, so nobody else uses the communicators
         shares_communicators = self.is_alone or self.topology.may_grow
-        self._beside = self.topology if shares_communicators else self.topology.twin()
+        self._beside = self.topology if shares_communicators else self.topology.duplicate()
         self._background = self.background()
         self._in_flight = InFlight()
         self._nodes_are_new = False
@@ -186,7 +186,7 @@ class RunningGossip(RunningScheme[Gossip]):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
-        self.topology.agreement(self._mix, admits=True)
+        self.topology.synchronize(self._mix, admits=True)
 
     def _mix(self) -> None:
         self._learn_weights()
@@ -197,15 +197,15 @@ class RunningGossip(RunningScheme[Gossip]):
     def settle(self) -> None:
         self._in_flight.settle()
 
-    def agree(self) -> None:
+    def synchronize(self) -> None:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
 
         An exchange in flight (``overlap``) moves mass between nodes and leaves the sum as it is, so the mean is that of
         the nodes' present values; what arrived is merged when training goes on.
         """
         self.settle()
-        if self.unagreed_steps and not self.is_alone:
-            self.topology.agreement(self._write_mean)
+        if self.unsynchronized_steps and not self.is_alone:
+            self.topology.synchronize(self._write_mean)
 
     def _write_mean(self) -> None:
         self._learn_weights()
@@ -215,7 +215,7 @@ class RunningGossip(RunningScheme[Gossip]):
             for bucket in segment.cut(self.replica.bucket_bytes)
         ]
         weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
-        self.care.average([bucket for bucket, _ in weighted], self.steps, lambda index: weighted[index][1])
+        self.guard.average([bucket for bucket, _ in weighted], self.steps, lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
@@ -226,8 +226,8 @@ class RunningGossip(RunningScheme[Gossip]):
 
     def _mix_and_step(self, optimizer_step: Callable[..., object] | None) -> None:
         """The optimizer steps x with gradients taken at z, after what arrived meanwhile was mixed in."""
-        was_sick = self._merge()
-        if optimizer_step is None or was_sick:  # its gradients are those of what it was
+        was_nonfinite = self._merge()
+        if optimizer_step is None or was_nonfinite:  # its gradients are those of what it was
             return
         weights, share = self._own_weights, self._share_of_updates
         seen = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
@@ -261,18 +261,20 @@ class RunningGossip(RunningScheme[Gossip]):
         are still on their way.
         """
         if self.steps % _VERIFY_EVERY == 0:  # what differs stays different
-            self.care.verify(self.steps)
-        is_sick = self.care.look(self._segments, self.steps)
-        verdict = Verdict(is_sick=bool(is_sick))
+            self.guard.verify(self.steps)
+        is_nonfinite = self.guard.look(self._segments, self.steps)
+        verdict = Verdict(is_nonfinite=bool(is_nonfinite))
         exchange = self._in_flight.start(self.steps, self.steps + int(self.config.overlap), verdict=verdict)
         for index, weights in enumerate(self._weights):
-            exchange.moves.append(self._peers.start(index, self.steps, weights, self._background, is_sick=is_sick))
+            exchange.moves.append(
+                self._peers.start(index, self.steps, weights, self._background, is_nonfinite=is_nonfinite)
+            )
 
     @torch.no_grad()
     def _merge(self) -> bool:
         """Add what was sent last, segment by segment as it arrives; whether this node was sick, and is healed."""
         node = self.topology.node
-        was_sick = False
+        was_nonfinite = False
         for exchange in self._in_flight.take_all():
             while exchange.moves:
                 move = exchange.moves.popleft()
@@ -281,7 +283,7 @@ class RunningGossip(RunningScheme[Gossip]):
                 after = self._peers.weights_after(exchange.started, move.index, self._weights[move.index])
                 bucket = self._segments[move.index]
                 before_mixing, after_mixing = self._weights[move.index][node], after[node]
-                if exchange.verdict.is_sick:
+                if exchange.verdict.is_nonfinite:
                     bucket.unpack(bucket.empty().zero_())
                 if before_mixing == after_mixing == 1.0:
                     bucket.add(move.flat)
@@ -289,11 +291,11 @@ class RunningGossip(RunningScheme[Gossip]):
                     bucket.unpack(bucket.pack(weight=before_mixing).add_(move.flat).div_(after_mixing))
                 self._peers.give_back(move)
                 self._weights[move.index] = after
-            self.agreements += 1
-            was_sick |= exchange.verdict.is_sick
-        if was_sick:
-            self.care.begin_optimizer_anew()
-        return was_sick
+            self.synchronizations += 1
+            was_nonfinite |= exchange.verdict.is_nonfinite
+        if was_nonfinite:
+            self.guard.begin_optimizer_anew()
+        return was_nonfinite
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 

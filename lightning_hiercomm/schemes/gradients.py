@@ -17,7 +17,7 @@ from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.carriers.lane_sum import LaneSum
+from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
 
 class GradientPath(ABC):
@@ -131,7 +131,9 @@ class _KeptBack:
         device: Where gradients live.
     """
 
-    def __init__(self, lane_sum: LaneSum, parameters: Iterable[Tensor], device: torch.device | None = None) -> None:
+    def __init__(
+        self, lane_sum: InterNodeSum, parameters: Iterable[Tensor], device: torch.device | None = None
+    ) -> None:
         self._lane_sum = lane_sum
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._device = device
@@ -228,9 +230,9 @@ class WorldSum(GradientPath):
     ) -> None:
         self._topology = topology
         self._device = device
-        self._beside = topology.twin()
-        second = None if wire.codec.adds else topology.twin().inter
-        self._lane_sum = LaneSum(wire.codec, self._beside.inter, second)
+        self._beside = topology.duplicate()
+        second = None if wire.codec.adds else topology.duplicate().inter
+        self._lane_sum = InterNodeSum(wire.codec, self._beside.inter, second)
         self.keeps_back = not wire.codec.adds
         self._kept_back = _KeptBack(self._lane_sum, parameters, device)
         self._piece_bytes = piece_bytes
@@ -309,7 +311,7 @@ class NodesMean(GradientPath):
     def __init__(self, topology: Topology, wire: Wire, parameters: Iterable[Tensor] = ()) -> None:
         parameters = [*parameters]
         self._topology = topology
-        self._lane_sum = LaneSum(wire.codec, topology.inter)
+        self._lane_sum = InterNodeSum(wire.codec, topology.inter)
         self.keeps_back = not wire.codec.adds
         self._kept_back = _KeptBack(self._lane_sum, parameters, parameters[0].device if parameters else None)
 

@@ -16,9 +16,9 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.carriers.mean import Average, among
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among
 
 _LEAST_LEFT = 0.5
 """Of a root, after one average. An element that rounds to zero would get steps of any size from Adam."""
@@ -61,7 +61,7 @@ class OptimizerStateMean:
         self._tensors: list[Tensor] = []
         self._keys: list[_Key] = []
         self._roots: list[_Key] = []  # of the keys
-        self._means: list[Average] = []  # of the others, and of the roots
+        self._means: list[ShardedAllReduce] = []  # of the others, and of the roots
         self._signed: set[_Key] = set()  # those of which an element was negative
         self._loaded: Mapping[str, Any] | None = None
 
@@ -144,7 +144,7 @@ class OptimizerStateMean:
         """Average in the state's own type; return whether a rank holds values that are not finite."""
         topology = self._topology
         weights = None if healthy is None else among(healthy, topology.weights)
-        verdict = Average(
+        verdict = ShardedAllReduce(
             self._replica_of(replica, list(held.values())),
             topology,
             on_nonfinite=self._on_nonfinite,
@@ -160,7 +160,7 @@ class OptimizerStateMean:
                 state["step"] = torch.full_like(state["step"], steps) if is_tensor else int(steps)
         return verdict.is_flagged()
 
-    def _average_differences(self, mean: Average, are_roots: bool) -> bool:
+    def _average_differences(self, mean: ShardedAllReduce, are_roots: bool) -> bool:
         """Average what the codec narrows; return whether a rank holds values that it cannot send."""
         if are_roots:
             self._to_roots()
@@ -175,10 +175,14 @@ class OptimizerStateMean:
         others = [tensor for key, tensor in zip(keys, tensors, strict=True) if key not in roots]
         self._to_roots()
         self._means = [
-            Average(
-                self._replica_of(replica, each), self._topology, self._wire, land=land, on_nonfinite=self._on_nonfinite
+            ShardedAllReduce(
+                self._replica_of(replica, each),
+                self._topology,
+                self._wire,
+                update_reference=update,
+                on_nonfinite=self._on_nonfinite,
             )
-            for each, land in ((others, None), (self._root_tensors, _land_root))
+            for each, update in ((others, None), (self._root_tensors, _update_root))
         ]
         self._to_squares()
 
@@ -221,5 +225,5 @@ class OptimizerStateMean:
             mean.load_state_dict(state)
 
 
-def _land_root(index: int, root: Tensor, difference: Tensor) -> Tensor:
+def _update_root(index: int, root: Tensor, difference: Tensor) -> Tensor:
     return root.copy_(torch.maximum(root + difference, _LEAST_LEFT * root))

@@ -9,15 +9,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes.agreement import Agreement, RunningAgreement
 from lightning_hiercomm.schemes.base import Context, Scheme
+from lightning_hiercomm.schemes.components.schedules import Every
 from lightning_hiercomm.schemes.in_place_of_step import Update
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
-from lightning_hiercomm.schemes.words.when import Every
 
 
-class PeriodicAveraging(Agreement):
+class PeriodicAveraging(ParameterSync):
     """Average gradients inside the node at every step, and parameters over all ranks every ``sync_every`` steps.
 
     With batch ``i = 1 .. K`` of an epoch, rank ``r`` of node ``m``::
@@ -87,7 +87,7 @@ class PeriodicAveraging(Agreement):
             raise ValueError(
                 f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
             )
-        super().__init__(when=Every(period, of="epoch"), gradients=gradients)
+        super().__init__(schedule=Every(period, of="epoch"), gradients=gradients)
         self.sync_every = sync_every
         self.auto = auto
         self.overhead_target = overhead_target
@@ -129,7 +129,7 @@ class PeriodicAveraging(Agreement):
         return PeriodicAveraging(every, gradients=gradients, node_sync_every=self.node_sync_every)
 
 
-class RunningPeriodicAveraging(RunningAgreement[PeriodicAveraging]):
+class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     """Periodic averaging at work: before the step, after it, and at the ends of epochs."""
 
     def __init__(self, config: PeriodicAveraging, context: Context) -> None:
@@ -149,21 +149,21 @@ class RunningPeriodicAveraging(RunningAgreement[PeriodicAveraging]):
 
     def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
-        if optimizer_step is not None and not self._was_sick:  # or its gradients are those of what it was
+        if optimizer_step is not None and not self._was_nonfinite:  # or its gradients are those of what it was
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
         if self.config.order == "after_step" and self._is_due(self.step_in_epoch):
             self.average()
         elif (every := self.config.node_sync_every) is not None and self.step_in_epoch % every == 0:
-            self.care.average_in_node(self.replica.buckets_of_parameters, self.steps)
+            self.guard.average_in_node(self.replica.buckets_of_parameters, self.steps)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         super().end_epoch(loss)
         if self.in_first_phase:
             return
-        if self.config.at_epoch_end and self.unagreed_steps and not self._averaged_before_last:
+        if self.config.at_epoch_end and self.unsynchronized_steps and not self._averaged_before_last:
             self.average()
 
     def _is_due(self, step: int) -> bool:
-        return bool(self.when.due(step, step, 1))
+        return bool(self.schedule.due(step, step, 1))

@@ -40,11 +40,11 @@ from lightning_hiercomm.checkpoints.companion import random_state, set_random_st
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
-from lightning_hiercomm.elastic.lanes import GlooLinks
+from lightning_hiercomm.elastic.groups import GlooTransport
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
-from lightning_hiercomm.elastic.meeting import TOLD_TO_LEAVE_CODE, Member
-from lightning_hiercomm.elastic.membership import History, Membership, has_ended_here
-from lightning_hiercomm.elastic.seal import Seal
+from lightning_hiercomm.elastic.membership import ElasticHistory, Membership, has_ended_here
+from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Member
+from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.run.replicas import broadcast_values, tensors_without
@@ -71,7 +71,7 @@ class ElasticNode:
         self._checkpoints = checkpoints
         self._membership: Membership | None = None
         self._transaction: Transaction | None = None
-        self._history: History | None = None
+        self._history: ElasticHistory | None = None
         self._topology: ElasticTopology | None = None
         self._run: TrainingRun | None = None
         self._healed_by: dict[str, Any] | None = None  # the state, until training starts
@@ -93,19 +93,19 @@ class ElasticNode:
         lighthouse = None
         address = self._elastic.address()
         host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
-        seal = Seal(os.environ.get("HIERCOMM_TOKEN", ""))
-        links = GlooLinks(host, self._elastic.dead_after, seal)
+        signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
+        transport = GlooTransport(host, self._elastic.dead_after, signer)
         if is_first:
             lighthouse = TorchftLighthouse(address, self._elastic.dead_after)
             self._store = _own_store(host)
         port = self._store.port if isinstance(self._store, TCPStore) else 0
         me = Member(
             node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
-            life="",
+            replica_id="",
             run=f"{os.environ.get('HIERCOMM_RUN', '')}:{run.fingerprint()}",
             ranks=topology.ranks_on_node,
             store=f"{host}:{port}",
-            origin=_steps_of_checkpoint(trainer),
+            checkpoint_step=_steps_of_checkpoint(trainer),
             restarts=_restarts(),
         )
         self._membership = Membership(
@@ -113,17 +113,17 @@ class ElasticNode:
             self._elastic,
             topology,
             lighthouse,
-            links,
+            transport,
             self._store,
             self._before_change,
-            seal,
+            signer,
             self._told_to_leave,
             run.replicas.device,
         )
         self._history = self._membership.history
         batches = trainer.fit_loop.epoch_loop.batch_progress
         self._transaction = Transaction(
-            self._membership, topology, self._undo_point, self._place, lambda: batches.total.ready, self._settle
+            self._membership, topology, self._undo_point, self._position, lambda: batches.total.ready, self._settle
         )
         tell_stage_of_dataloaders(
             trainer,
@@ -133,9 +133,9 @@ class ElasticNode:
         number_names_by_own_files(trainer)
         draw_train_data_anew(trainer, lambda: self._divides_data(trainer, batches.total.ready))
         while True:
-            meeting = self._transaction.begin(self._begin_equal, admits=True)
-            if meeting is not None:
-                source = meeting.source_of(self._membership.me.life)
+            quorum = self._transaction.begin(self._begin_equal, admits=True)
+            if quorum is not None:
+                source = quorum.source_of(self._membership.me.replica_id)
                 assert source is not None
                 state = self._membership.heal(source)
                 if state is None:
@@ -185,7 +185,7 @@ class ElasticNode:
         for scheme in self._required_run.schemes:
             scheme.settle()
 
-    def _place(self) -> str:
+    def _position(self) -> str:
         """Nodes that train other parameters than most would exchange tensors of other sizes."""
         of_each = [(s.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._required_run.schemes]
         return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in of_each)
@@ -238,9 +238,9 @@ class ElasticNode:
             return
 
         def state() -> dict[str, Any] | None:
-            if not all(scheme.is_agreed or scheme.config.profile.begins_with_copy for scheme in run.schemes):
+            if not all(scheme.is_synchronized or scheme.config.profile.begins_with_copy for scheme in run.schemes):
                 return None  # a step was taken since: this node's parameters are its own by now
-            with run.agreed_model.nobody_asked():
+            with run.averaged_model.nobody_asked():
                 whole = state_of(trainer, moment)
             self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
             return {**whole, "random": random_state(), "slots": run.replicas.slots}
@@ -281,9 +281,9 @@ class ElasticNode:
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
         """Which share of the data this rank sees: while training its own among all nodes', otherwise of its node's."""
         me = None if self._membership is None else self._membership.me
-        if me is None or not me.shares or self._stage[0] not in (None, RunningStage.TRAINING):
+        if me is None or not me.shards or self._stage[0] not in (None, RunningStage.TRAINING):
             return {"num_replicas": ranks, "rank": rank}
-        return {"num_replicas": me.all_shares, "rank": me.shares[rank]}
+        return {"num_replicas": me.num_shards, "rank": me.shards[rank]}
 
     def scalars(self) -> dict[str, float]:
         """For loggers."""
@@ -297,7 +297,7 @@ class ElasticNode:
         """Training ends by it."""
         if isinstance(exception, SIGTERMException):
             self._was_told_to_leave = True
-            exception.code = exception.code or TOLD_TO_LEAVE_CODE
+            exception.code = exception.code or SIGTERM_EXIT_CODE
         self.give_up()
 
     def give_up(self) -> None:

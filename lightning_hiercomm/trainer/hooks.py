@@ -143,7 +143,7 @@ class HierarchicalHooks(Reports):
         if is_fitting:
             self._run_or_none = self._new_run()
             self._run.after_healing = lambda: heal_averages(trainer)
-            self._run.agreed_model.barrier = self._control.barrier
+            self._run.averaged_model.barrier = self._control.barrier
             self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
             if self._settings.elastic is not None:
                 self._join(trainer, self._settings.elastic)
@@ -202,7 +202,7 @@ class HierarchicalHooks(Reports):
         trainer = self._trainer_or_none
         if self._may_communicate and not self._run.has_begun and self._elastic_node is None:
             self._run.finish()  # there was nothing to train, perhaps no more, and so no `on_train_end`
-            self._run.agreed_model.average_module()
+            self._run.averaged_model.average_module()
         if trainer is not None:
             if self._epoch_clock is not None:
                 remove_callback(trainer, self._epoch_clock)
@@ -235,7 +235,7 @@ class HierarchicalHooks(Reports):
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
-        self._run.agreed_model.compare_shapes()
+        self._run.averaged_model.compare_shapes()
         if self._topology.may_grow:
             self._check_values()
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
@@ -281,7 +281,7 @@ class HierarchicalHooks(Reports):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
             self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
-        self._run.follow_thawed()
+        self._run.follow_unfrozen()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -314,18 +314,18 @@ class HierarchicalHooks(Reports):
     def on_train_end(self) -> None:
         if self._may_communicate:  # callbacks have put their own averages into the module
             self._control.barrier()
-            self._run.agreed_model.average_module()
+            self._run.averaged_model.average_module()
             self._checkpoints.settle(self._topology, self.checkpoint_io)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def agreed_model(self) -> Iterator[None]:
+    def averaged_model(self) -> Iterator[None]:
         """Inside, every rank's module holds the agreed parameters; afterwards training goes on from its own."""
         if not self._may_communicate:
             yield
             return
-        with self._run.agreed_model():
+        with self._run.averaged_model():
             yield
 
     def begin_validation(self) -> None:
@@ -336,18 +336,18 @@ class HierarchicalHooks(Reports):
             self._run.begin_validation()
             if self._settings.on_nonfinite == "skip":
                 # which may take their place, before this rank is healed itself
-                self._run.agreed_model.stand_in(heal_averages(self._module.trainer))
+                self._run.averaged_model.stand_in(heal_averages(self._module.trainer))
 
     def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights in and out
-        if self._run_or_none is not None and self._run.agreed_model.is_watched:
+        if self._run_or_none is not None and self._run.averaged_model.is_watched:
             self._run.end_validation(self._share)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._may_communicate or self._run.agreed_model.is_in_module:
+        if not self._may_communicate or self._run.averaged_model.is_in_module:
             return super().lightning_module_state_dict()
-        with self.agreed_model():
-            if not self._run.agreed_model.holds_own_values:
+        with self.averaged_model():
+            if not self._run.averaged_model.holds_own_values:
                 return super().lightning_module_state_dict()
             return {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
@@ -360,7 +360,7 @@ class HierarchicalHooks(Reports):
         """A checkpoint, of which all parts are made of the averaged model."""
         if not self._may_communicate:
             return dump()
-        run, model = self._run, self._run.agreed_model
+        run, model = self._run, self._run.averaged_model
         if run.has_finished:
             self._control.barrier()
             model.average_module()  # callbacks that average may have written to it

@@ -153,7 +153,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     Args:
         scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its
-            default arguments (``"daso"``: with ``exchange="sharded"``).
+            default arguments (``"daso"``: with ``reducer="sharded"``).
         data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that ``tensor_parallel_size``
             leaves.
         tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all.
@@ -186,7 +186,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     Raises:
         ValueError: For arguments that make no sense, and for schemes that need whole parameters on every rank:
-            ``StepsDelay``, ``Gossip(hierarchical=False)``, ``DASO(exchange="rotating")``, ``gradients="none"``.
+            ``StepsDelay``, ``Gossip(hierarchical=False)``, ``DASO(reducer="leader")``, ``gradients="none"``.
     """
 
     strategy_name = "hierarchical_model_parallel"
@@ -232,7 +232,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             timeout=timeout,
         )
         settings = Settings.checked(
-            scheme=DASO(exchange="sharded") if scheme == "daso" else scheme,
+            scheme=DASO(reducer="sharded") if scheme == "daso" else scheme,
             ranks_per_node=ranks_per_node,
             inter_node=inter_node,
             wire_dtype=wire_dtype,

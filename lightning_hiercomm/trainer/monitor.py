@@ -41,8 +41,8 @@ class CommunicationMonitor(Callback):
       broadcast of the parameters.
     - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication, and
       for ranks that came later; ``hiercomm/intra_exposed_seconds``, ``inter_...`` and ``world_...`` are its parts.
-    - ``hiercomm/agreements``: how often nodes have agreed so far in this run: a mean over the nodes, an exchange that
-      was merged, a pull, one step of gossip; or on gradients.
+    - ``hiercomm/synchronizations``: how often nodes have synchronized so far in this run: a mean over the nodes, a
+      merged exchange, a pull, one step of gossip, or an average of gradients.
     - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/outer_lr``,
       ``hiercomm/batch_size``: present values, where the scheme has them.
     - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
@@ -126,7 +126,7 @@ class CommunicationMonitor(Callback):
         now = self._snapshot(trainer)
         scalars = {key: value for key, value in now.items() if key not in _COUNTERS}
         scalars |= {key: (now[key] - self._last[key]) / steps for key in _RATES}
-        scalars["agreements"] -= self._first["agreements"]
+        scalars["synchronizations"] -= self._first["synchronizations"]
         self._last, self._last_step = now, trainer.global_step
         self._next_log = _next_log(x + 1, self._log_every)
         sent = now["inter_bytes"] - self._first["inter_bytes"]
@@ -163,7 +163,7 @@ class CommunicationMonitor(Callback):
 
     def _sum_up(self, strategy: HierarchicalHooks, ranks: int) -> str:
         seconds, mine = time.perf_counter() - self._begun, strategy.communication()
-        steps, agreements = (mine[key] - self._first[key] for key in ("steps", "agreements"))
+        steps, agreements = (mine[key] - self._first[key] for key in ("steps", "synchronizations"))
         total = strategy.total_communication()
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
         topology = strategy.topology  # of nodes that come and go each counts for itself

@@ -16,7 +16,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -32,14 +31,11 @@ from lightning_hiercomm._lightning.ddp import (
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
-    unused_parameters,
-    warning_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
@@ -48,6 +44,7 @@ from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Scheme, SchemeName
+from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
 from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
 
@@ -201,7 +198,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []
-        self._last_bucket: Mark | None = None
+        self._reduction = GradientReduction()
         self._expects_all_used = False
         self._gradients_over = self.scheme.gradients
 
@@ -209,7 +206,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
-        return {**state, "_ddp_kwargs": kwargs, "_last_bucket": None, "_seen": []}
+        return {**state, "_ddp_kwargs": kwargs, "_seen": []}
 
     @classmethod
     @override
@@ -276,8 +273,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @property
     def _group_of_gradients(self) -> Communicator | None:
         """The ranks whose gradients are averaged in the present phase; None if every rank keeps its own."""
-        topology = self._topology
-        return {"node": topology.intra, "world": topology.world, "none": None}[self._gradients_over]
+        return gradient_group(self._topology, self._gradients_over)
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
@@ -288,7 +284,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def _new_run(self) -> TrainingRun:
         run = super()._new_run()
-        run.agreed_model.has_found_unequal = self._leave_to_ranks
+        run.averaged_model.has_found_unequal = self._leave_to_ranks
         run.gradient_check = self._new_gradient_check()
         return run
 
@@ -320,7 +316,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     def _compare_in_node(self) -> None:
         """Find tensors whose shapes differ between the ranks that DDP is about to broadcast to. Collective."""
         if not self._topology.may_grow:
-            self._run.agreed_model.compare_shapes()
+            self._run.averaged_model.compare_shapes()
             return
         trained = {id(parameter) for optimizer in self._run.optimizers for parameter in trained_by(optimizer)}
         unequal, _ = unequal_tensors(
@@ -347,10 +343,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         time_buffer_broadcasts(self.model, self._waiting_for_buffers)
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        future = self._run.gradients.reduce_bucket(bucket)
-        if bucket.is_last():
-            self._last_bucket = self._topology.meter.mark(bucket.buffer().device)
-        return future
+        return self._reduction.start(self._run.gradients, self._topology, bucket)
 
     @override
     def optimizer_step(
@@ -361,15 +354,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._look_for_unused_parameters()
-        return result
-
-    def _look_for_unused_parameters(self) -> None:
-        """After the first step, say what DDP would say after it on nodes of several ranks."""
         if self._expects_all_used:
             self._expects_all_used = False
-            if unused := unused_parameters(self._module):
-                rank_zero_warn(warning_of_unused_parameters(unused, type(self)))
+            warn_of_unused(self._module, type(self))
+        return result
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
         return self._topology.meter.waiting(self._run.gradients.tier, self.root_device)
@@ -377,12 +365,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._last_bucket is not None:
-            self._run.note_reduction()
-            # from the last bucket's hook to the end of backward, training waited for gradients
-            meter = self._topology.meter
-            meter.add_wait(self._run.gradients.tier, self._last_bucket, meter.mark(self.root_device))
-            self._last_bucket = None
+        self._reduction.end_backward([self._run], self._topology, self.root_device)
 
 
 @contextmanager

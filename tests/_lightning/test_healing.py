@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.healing import (
     tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
-from lightning_hiercomm.elastic.lanes import packed, unpacked
+from lightning_hiercomm.elastic.groups import packed, unpacked
 
 
 class Net(pl.LightningModule):
@@ -120,7 +120,7 @@ def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **s
     }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("settings", "at"),
@@ -168,7 +168,7 @@ class Thaws(pl.Callback):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", [4, 8, 9, 11])
 def test_a_healed_trainer_decides_by_what_is_in_no_checkpoint_as_one_that_was_never_lost(tmp_path, at):
-    """Metrics of an earlier validation, what a ModelCheckpoint saved last, accumulation, and what is thawed."""
+    """Metrics of an earlier validation, what a ModelCheckpoint saved last, accumulation, and what is unfrozen."""
 
     class Model(Net):
         def configure_optimizers(self) -> Any:

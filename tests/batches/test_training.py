@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.quota import CpuQuota
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.usefixtures("unequal")

@@ -189,7 +189,7 @@ def test_a_scheme_finds_its_own_schedule_again():
         checkpoints = Checkpoints()
         checkpoints.take(checkpoint, "saved.ckpt", None)
         checkpoints.restore(run, DurableCheckpointIO())
-        return run.schemes[0].schedule()
+        return run.schemes[0].shared_state()
 
     assert on_two_nodes(scheme("daso"), work) == [schedule] * 2
 

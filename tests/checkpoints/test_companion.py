@@ -44,7 +44,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Context
 from lightning_hiercomm.schemes.gradients import Untouched
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 STEPS = 6  # per epoch
 TWO_NODES: dict = {"devices": 2, "limit_train_batches": STEPS}  # of one rank, for what four ranks show no better
 
@@ -224,7 +224,7 @@ def test_a_resume_sums_over_three_nodes_in_the_order_of_the_run_before(borrow):
             assert resumed == whole, wire
 
 
-def _thawed_and_resumed(folder):
+def _unfrozen_and_resumed(folder):
     reports = {}
     for name in ("periodic", "diloco", "steps_delay", "gossip"):
         scheme = schemes()[name] if name != "diloco" else DiLoCo(4, AdamW)
@@ -239,8 +239,8 @@ def _thawed_and_resumed(folder):
     return reports
 
 
-def test_a_resume_after_parameters_were_thawed_is_bit_identical(borrow):
-    for reports in borrow(_thawed_and_resumed, ranks=2):
+def test_a_resume_after_parameters_were_unfrozen_is_bit_identical(borrow):
+    for reports in borrow(_unfrozen_and_resumed, ranks=2):
         for (name, run), (report, steps) in reports.items():
             assert steps == 2 * STEPS
             if run == "resumed":
@@ -484,7 +484,7 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if not seen:
-                seen.append(trainer.strategy.schemes[0].schedule()["outer"]["state"])
+                seen.append(trainer.strategy.schemes[0].shared_state()["outer"]["state"])
                 pl_module.report.append(seen[0])
 
     resumed = fit(

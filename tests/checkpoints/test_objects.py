@@ -26,7 +26,7 @@ from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm._lightning.saves import with_plain_numbers
 from lightning_hiercomm.checkpoints.objects import pickled, put_back, take_out, unpickled
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 STEPS = 3
 
 

@@ -274,7 +274,7 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
 
 CARRIERS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
 ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
-HAS_GPU = torch.cuda.is_available() or os.environ.get("PRETENDED_GPU") == "1"
+HAS_GPU = torch.cuda.is_available() or os.environ.get("FAKE_GPU") == "1"
 
 
 @pytest.fixture(scope="session")
@@ -283,11 +283,11 @@ def gpu_of_processes() -> Iterator[torch.device]:
     if torch.cuda.is_available():
         yield torch.device("cuda", torch.cuda.current_device())
     else:
-        from pretended_gpu import is_wanted, pretended_gpu
+        from fake_gpu import fake_gpu, is_wanted
 
         if not is_wanted():
             pytest.skip("there is no GPU that torch can use")
-        with pretended_gpu() as (device, _):
+        with fake_gpu() as (device, _):
             yield device
 
 
@@ -334,10 +334,10 @@ def _device() -> Iterator[torch.device | None]:
     if os.environ.get("DEVICE") == "cuda":
         yield torch.device("cuda", 0)
     elif "DEVICE" in os.environ:
-        sys.path.append(str(Path(__file__).parents[1]))
-        from pretended_gpu import pretended_gpu
+        sys.path.append(str(Path(__file__).parents[2] / "tools"))
+        from fake_gpu import fake_gpu
 
-        with pretended_gpu() as (device, _):
+        with fake_gpu() as (device, _):
             yield device
     else:
         yield None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pretended_streams import PretendedEvent
+from fake_streams import FakeEvent
 
 from lightning_hiercomm.comm.background import Background, Turns
 from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
@@ -91,7 +91,7 @@ def test_only_waiting_for_a_job_is_exposed_not_the_job(background, meter):
 
 @pytest.mark.parametrize("by", ["wait", "future"])
 @pytest.mark.parametrize("puts_off", [False, True])
-def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, pretended, puts_off, by):
+def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_device, puts_off, by):
     """As a move over gloo does, which is waited for where it is submitted, or where a job that is put off is due."""
     background = Background(CPU, meter, puts_off=puts_off)
     waits: list[float] = []
@@ -165,18 +165,18 @@ def test_a_future_of_a_job_that_ended_with_no_ordinary_error_has_not_succeeded(b
 
 
 @pytest.mark.parametrize("puts_off", [False, True])
-def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(meter, puts_off, pretended, monkeypatch):
+def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(meter, puts_off, fake_device, monkeypatch):
     completed: list[object] = []
 
     def noted(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:  # torch's records the streams of now
-        completed.append(pretended.current())
+        completed.append(fake_device.current())
         return completed_future(value)
 
     monkeypatch.setattr("lightning_hiercomm.comm.background.completed_future", noted)
-    with pretended.watching():
+    with fake_device.watching():
         background, value = Background(CPU, meter, puts_off=puts_off), torch.zeros(1)
         background.uses(value)
-        training = pretended.current()
+        training = fake_device.current()
         job = background.submit(lambda: value.fill_(3))
         done = job.future(value)
         assert completed != [training]
@@ -184,11 +184,11 @@ def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(mete
         assert done.wait().item() == 3
 
 
-def test_an_error_of_a_job_that_was_put_off_reaches_its_waiters_and_those_behind_it_get_theirs(meter, pretended):
+def test_an_error_of_a_job_that_was_put_off_reaches_its_waiters_and_those_behind_it_get_theirs(meter, fake_device):
     def fail() -> None:
         raise CommunicationError("lost")
 
-    with pretended.watching():
+    with fake_device.watching():
         background, value = Background(CPU, meter, puts_off=True), torch.zeros(1)
         failing, after = background.submit(fail), background.submit(lambda: value.fill_(3))
         after.wait()
@@ -199,23 +199,23 @@ def test_an_error_of_a_job_that_was_put_off_reaches_its_waiters_and_those_behind
         assert failing.is_done()
 
 
-def test_who_interrupts_a_job_that_was_put_off_interrupts_whoever_waits_for_one_behind_it(meter, pretended):
+def test_who_interrupts_a_job_that_was_put_off_interrupts_whoever_waits_for_one_behind_it(meter, fake_device):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    with pretended.watching():
+    with fake_device.watching():
         background = Background(CPU, meter, puts_off=True)
         background.submit(interrupted)
         with pytest.raises(KeyboardInterrupt):
             background.submit(lambda: None).wait()
 
 
-def test_all_ranks_say_alike_whether_a_job_that_was_put_off_is_done(meter, pretended, monkeypatch):
+def test_all_ranks_say_alike_whether_a_job_that_was_put_off_is_done(meter, fake_device, monkeypatch):
     """What a device has done differs, and who launches the next moves by it does so in another order than others."""
-    with pretended.watching():
+    with fake_device.watching():
         background = Background(CPU, meter, puts_off=True)
         job, last = background.submit(lambda: None), background.submit(lambda: None)
         assert not job.is_done()
         last.wait()
-        monkeypatch.setattr(PretendedEvent, "query", lambda event: False)
+        monkeypatch.setattr(FakeEvent, "query", lambda event: False)
         assert job.is_done()

@@ -84,7 +84,7 @@ def reduce_in_pairs(rank, dtype, op):
         assert scalar.item() == (2 * (rank.rank % 2) + 2 if op == "sum" else rank.rank % 2 + 2)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_two_ranks_reduce_like_many(world, dtype, op):
@@ -717,11 +717,11 @@ def test_tensors_made_in_inference_mode_are_moved(world):
 
 def move_as_a_gpu_s_tensors(rank, is_nccl):
     """As torch is asked for moves of a GPU's tensors, which lie on the CPU here, where gloo moves them."""
-    sys.path.append(str(Path(__file__).parents[1]))
-    from pretended_streams import PretendedDevice
+    sys.path.append(str(Path(__file__).parents[2] / "tools"))
+    from fake_streams import FakeDevice
 
     group = rank.group()
-    with pytest.MonkeyPatch.context() as patch, PretendedDevice().installed():
+    with pytest.MonkeyPatch.context() as patch, FakeDevice().installed():
         patch.setattr(group, "is_nccl", is_nccl)
         for dtype in (torch.float32, torch.complex64, torch.int64):
             own = values(rank.rank, 8, dtype)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_streams import FakeDevice, FakeEvent
 from forked import ForkedPython
-from pretended_streams import PretendedDevice, PretendedEvent
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.comm.meter import Meter
@@ -62,17 +62,17 @@ def test_only_torch_and_mpi_carry_traffic():
         HierarchicalStrategy(inter_node="pigeon")
 
 
-def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(pretended: PretendedDevice, monkeypatch):
+def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(fake_device: FakeDevice, monkeypatch):
     communicator = connect_mpi(Meter(), rank=0, world_size=1)([[0]], "inter")
     if _is_cuda_aware():
         pytest.skip("this MPI library takes a GPU's memory as it is")
     progress = _Progress()  # of which the thread ends with the test
     monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
-    with pretended.watching():
+    with fake_device.watching():
         sent, received = torch.arange(3.0) + 1, torch.zeros(3)
         moved = communicator._exchange([(sent, 0)], [(received, 0)])  # with itself, as MPI allows
         moved.wait()
-        assert pretended.waits == []  # for the GPU; that MPI is done is asked on a thread of its own
+        assert fake_device.waits == []  # for the GPU; that MPI is done is asked on a thread of its own
         assert received.tolist() == [1.0, 2.0, 3.0]
         again = communicator._exchange([(sent + 1, 0)], [(received, 0)]).future(received)
         assert again.wait().tolist() == [2.0, 3.0, 4.0]
@@ -80,20 +80,20 @@ def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(pretende
     progress.close()
 
 
-def test_what_went_wrong_on_a_gpu_reaches_whoever_waits_for_a_move_of_it(pretended: PretendedDevice, monkeypatch):
+def test_what_went_wrong_on_a_gpu_reaches_whoever_waits_for_a_move_of_it(fake_device: FakeDevice, monkeypatch):
     """The thread that drives MPI is told first, and must not end of it: all others would wait for ever."""
     communicator = connect_mpi(Meter(), rank=0, world_size=1)([[0]], "inter")
     progress = _Progress()
     monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
     answers = iter([False])
 
-    def query(event: PretendedEvent) -> bool:
+    def query(event: FakeEvent) -> bool:
         for answer in answers:
             return answer
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(PretendedEvent, "query", query)
-    with pretended.watching():
+    monkeypatch.setattr(FakeEvent, "query", query)
+    with fake_device.watching():
         move = communicator._exchange([(torch.ones(3), 0)], [(torch.zeros(3), 0)])
         move._completion._ended.wait(5.0)
         assert move.is_done()

@@ -9,14 +9,14 @@ from itertools import pairwise
 import harness
 import pytest
 import torch
+from fake_streams import FakeDevice, FakeEvent
 from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
-from pretended_streams import PretendedDevice, PretendedEvent
 from problems import Oracle
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
-from lightning_hiercomm.schemes import DASO, Agreement, DiLoCo, Gossip, PeriodicAveraging, Scheme
+from lightning_hiercomm.schemes import DASO, DiLoCo, Gossip, ParameterSync, PeriodicAveraging, Scheme
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 
 CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
@@ -24,7 +24,7 @@ SCHEMES: dict[str, Scheme] = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
     "daso": DASO(2, 1, **CYCLING),
-    "alone": Agreement(2, staleness=2, gradients="none"),
+    "alone": ParameterSync(2, staleness=2, gradients="none"),
     "streaming": DiLoCo(4, fragments=2, staleness=1),
     "gossip, overlapped": Gossip(segments=2, overlap=True),
 }
@@ -51,10 +51,10 @@ def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None):
         return [*rank.trace, rank.values.tolist()], looks
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, pretended: PretendedDevice):
+def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, fake_device: FakeDevice):
     staged = on_ranks(
         partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO, connect=staging, waits_on_host=True
     )
@@ -62,10 +62,10 @@ def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, 
     assert staged == direct
 
 
-def test_the_host_waits_for_what_arrives_only_where_it_is_merged(pretended: PretendedDevice):
+def test_the_host_waits_for_what_arrives_only_where_it_is_merged(fake_device: FakeDevice):
     def look(rank: Rank) -> tuple[list[str], float]:
-        *waits, _ = pretended.waits  # the last one writes down the trace
-        pretended.waits.clear()
+        *waits, _ = fake_device.waits  # the last one writes down the trace
+        fake_device.waits.clear()
         return waits, rank.meter.seconds.get("inter", 0.0)  # of threads, too, for which the host waits
 
     # leaves after steps 1 and 5, is merged after steps 3 and 7
@@ -100,7 +100,7 @@ def test_tensors_of_the_cpu_go_straight_to_the_carrier():
     assert harness.place.device.type == "cpu"
 
 
-def test_what_is_looked_at_in_inference_mode_passes_through_the_host_too(pretended: PretendedDevice):
+def test_what_is_looked_at_in_inference_mode_passes_through_the_host_too(fake_device: FakeDevice):
     """Validation averages in it, and the thread that moves it is not in that mode by itself."""
 
     def work(topology) -> list[float]:
@@ -131,7 +131,7 @@ def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():
     assert on_ranks(work, ((0,), (1,)), connect=separately) == [True, True]
 
 
-def test_what_goes_to_several_peers_is_copied_to_the_host_once(pretended: PretendedDevice, monkeypatch):
+def test_what_goes_to_several_peers_is_copied_to_the_host_once(fake_device: FakeDevice, monkeypatch):
     copied, to_host = [], streams.to_host
     monkeypatch.setattr(streams, "to_host", lambda tensor: (copied.append(tensor), to_host(tensor))[1])
 
@@ -160,9 +160,9 @@ class Noted:
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
-def test_ranks_of_a_node_launch_what_moves_inside_it_in_one_order(on_nonfinite, pretended, monkeypatch):
+def test_ranks_of_a_node_launch_what_moves_inside_it_in_one_order(on_nonfinite, fake_device, monkeypatch):
     """As nccl wants it of communicators that share a device, whatever that has done, and be the rank in no lane."""
-    monkeypatch.setattr(PretendedEvent, "query", lambda event: next(answers))
+    monkeypatch.setattr(FakeEvent, "query", lambda event: next(answers))
     answers = itertools.cycle([False, True, True])
 
     def noting(connect):

@@ -241,7 +241,7 @@ class Work:
         raise AssertionError("gloo's future does not know of the copy back")
 
 
-def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo, pretended):
+def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo, fake_device):
     work, bucket = Work(), torch.ones(3)
     handle = over_gloo._launch(lambda: [work], [bucket])
     assert handle.future(bucket).wait() is bucket
@@ -249,14 +249,14 @@ def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo
 
 
 def test_what_a_gpu_s_reduce_scatter_over_gloo_sums_is_kept_for_the_stream_that_sums_it(
-    over_gloo, pretended, monkeypatch
+    over_gloo, fake_device, monkeypatch
 ):
     def all_to_all(move, arrived, tensor):
         arrived.copy_(tensor)
         return []
 
     monkeypatch.setattr(over_gloo, "_works", all_to_all)
-    with pretended.watching():
+    with fake_device.watching():
         output, tensor = torch.zeros(3), torch.arange(3.0)
         background = Background(output.device, Meter())
         background.uses(output)
@@ -266,7 +266,7 @@ def test_what_a_gpu_s_reduce_scatter_over_gloo_sums_is_kept_for_the_stream_that_
         assert output.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_gloo_gets_no_address_of_a_gpu_s_memory(over_gloo, pretended, monkeypatch):
+def test_gloo_gets_no_address_of_a_gpu_s_memory(over_gloo, fake_device, monkeypatch):
     posted = []
 
     def post(send, receive, tag):
@@ -276,11 +276,11 @@ def test_gloo_gets_no_address_of_a_gpu_s_memory(over_gloo, pretended, monkeypatc
         return []
 
     monkeypatch.setattr(over_gloo, "_post", post)
-    with pretended.watching():
+    with fake_device.watching():
         sent, received = torch.arange(3.0), torch.zeros(3)
         handle = over_gloo._exchange([(sent, 1)], [(received, 1)])
         handle.wait()
-        assert pretended.waits == ["an event"]
+        assert fake_device.waits == ["an event"]
         assert received.tolist() == [0.0, 1.0, 2.0]
     assert len(posted) == 2
     assert not {tensor.data_ptr() for tensor, _ in posted} & {sent.data_ptr(), received.data_ptr()}

@@ -16,7 +16,7 @@ on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(1),
     "daso, blocking": lambda: DASO(warmup_epochs=1),
-    "daso, sharded": lambda: DASO(warmup_epochs=1, exchange="sharded"),
+    "daso, sharded": lambda: DASO(warmup_epochs=1, reducer="sharded"),
     "daso, cycling": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, delta": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
 }

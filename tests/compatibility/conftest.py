@@ -1,4 +1,4 @@
-"""The compatibility suite: every scheme takes every test; docs/compatibility.md has the results as a table.
+"""The compatibility suite: every scheme takes every test; docs/reference/compatibility.md has the results as a table.
 
 A new scheme is tested by being registered. If it deliberately leaves the trajectory of plain SGD on the mean of the
 replicas, its row in ``EXACT`` says how to switch that off: then training on 2 nodes of 2 ranks must give the
@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import cover, spare_others
+from pairwise import mark_nightly, select
 from problems import one_trainer, report_of, same_bits
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in own:
         item.add_marker(pytest.mark.slow)
-        item.add_marker(pytest.mark.borrows)
+        item.add_marker(pytest.mark.pooled)
     of_schemes = [item for item in own if scheme_of(item)]
-    spare_others(of_schemes, cover([_cell(item) for item in of_schemes], COVERED))
+    mark_nightly(of_schemes, select([_cell(item) for item in of_schemes], COVERED))
 
 
 WAYS = dict.fromkeys(("all_reduce", "steps_delay"), "gradients go everywhere at every step")

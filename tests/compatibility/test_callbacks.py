@@ -58,13 +58,13 @@ def test_learning_rate_monitor(fit, scheme, tmp_path):
     assert [row.split(",")[column] for row in rows if row.split(",")[column]] == ["0.1", "0.05", "0.025"]
 
 
-@pytest.mark.feature("BackboneFinetuning (parameters thawed in mid-run)")
+@pytest.mark.feature("BackboneFinetuning (parameters unfrozen in mid-run)")
 def test_backbone_finetuning(follows_one_device):
-    def thaw():
+    def unfreeze():
         return [BackboneFinetuning(1, lambda_func=lambda _: 1.0, backbone_initial_lr=0.05, train_bn=False)]
 
     strategy = {"find_unused_parameters": True}
-    _, one = follows_one_device(Quadratic, strategy=strategy, callbacks=thaw, max_epochs=3)
+    _, one = follows_one_device(Quadratic, strategy=strategy, callbacks=unfreeze, max_epochs=3)
     assert not torch.equal(one["state_dict"]["backbone.bias"], Quadratic().backbone.bias)
 
 
@@ -256,8 +256,8 @@ class Watching(pl.Callback):
         pl_module.report.append(pl_module.head.bias.item())
 
 
-@pytest.mark.feature("callbacks of your own see the agreed model in validation and at the end")
-def test_callbacks_see_the_agreed_model(follows_one_device):
+@pytest.mark.feature("callbacks of your own see the averaged model in validation and at the end")
+def test_callbacks_see_the_averaged_model(follows_one_device):
     ours, one = follows_one_device(Quadratic, callbacks=lambda: [Watching()], val_check_interval=2)
     for report in ours:
         assert report["report"] == pytest.approx(one["report"], abs=1e-5)

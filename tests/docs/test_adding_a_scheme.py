@@ -20,14 +20,14 @@ from torch.optim import SGD
 
 from lightning_hiercomm import schemes
 from lightning_hiercomm.comm.base import CommunicationError
-from lightning_hiercomm.schemes import Agreement, Scheme, Staggered
+from lightning_hiercomm.schemes import ParameterSync, Scheme, Staggered
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adding_a_scheme.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 SCHEME = "lightning_hiercomm/schemes/quadratic.py"
 ITS_TEST = "tests/schemes/test_quadratic.py"
-SENTENCES = dict(re.findall(r"^\| (\S+) .* \| `(Agreement\(.*\))` \|$", PAGE, re.MULTILINE))
+COMPOSITIONS = dict(re.findall(r"^\| (\S+) .* \| `(ParameterSync\(.*\))` \|$", PAGE, re.MULTILINE))
 TABLE = [(0, 4), (3, 3), (2.25, 4.25), (1.6875, 5.1875), (1.265625, 5.890625), (3.68359375, 3.68359375)]
 
 
@@ -113,8 +113,8 @@ class Plainly:
     [("Overlap-Local-SGD", "overlap"), ("CoCoD-SGD", "cocod"), ("SlowMo", "slowmo"), ("NoLoCo", "noloco")],
 )
 def test_methods_that_are_said_to_be_sentences_are(name, method):
-    scheme = eval(SENTENCES[name], {"SGD": SGD, "partial": partial, **vars(schemes)})
-    period, plain = scheme.when.period, Plainly()
+    scheme = eval(COMPOSITIONS[name], {"SGD": SGD, "partial": partial, **vars(schemes)})
+    period, plain = scheme.schedule.period, Plainly()
     x, expected = [0.0, 0.0], []
     for step in range(1, 3 * period + 1):
         x = [own + 0.02 * (target - own) for own, target in zip(x, (0.0, 8.0), strict=True)]
@@ -132,7 +132,7 @@ def test_methods_that_are_said_to_be_sentences_are(name, method):
 
 
 def test_every_sentence_of_the_page_is_tested():
-    assert len(SENTENCES) == 4
+    assert len(COMPOSITIONS) == 4
 
 
 class Decaying(Oracle):
@@ -183,7 +183,7 @@ def at_plateau(page) -> Scheme:
 
 def test_nodes_average_after_the_epochs_whose_mean_loss_has_not_fallen_and_only_then(page):
     def work(rank: Rank) -> tuple[list[float], int]:
-        return epochs(rank, 0, 4), rank.scheme.agreements
+        return epochs(rank, 0, 4), rank.scheme.synchronizations
 
     for node, (seen, agreements) in enumerate(on_nodes(work, at_plateau(page), targets=(0.0, 8.0))):
         assert seen == [values[node] for values in AT_PLATEAU]
@@ -241,8 +241,8 @@ def test_a_move_that_is_not_waited_for_is_named_with_its_line_before_anybody_wai
 # ---- elastic averaging -------------------------------------------------------------------------------------------
 
 
-def elastic(page, **arguments) -> Agreement:
-    return Agreement(merge=page("elastic.py").Elastic(0.5), **arguments)
+def elastic(page, **arguments) -> ParameterSync:
+    return ParameterSync(merge=page("elastic.py").Elastic(0.5), **arguments)
 
 
 def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
@@ -255,13 +255,15 @@ def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
             seen += [rank.values.item(), rank.agreed().item()]
         return seen
 
-    assert on_nodes(work, elastic(page, when=1), targets=(0.0, 8.0)) == [
+    assert on_nodes(work, elastic(page, schedule=1), targets=(0.0, 8.0)) == [
         [0, 1.5, 0.25, 2.3125],
         [3, 1.5, 4.375, 2.3125],
     ]
 
 
-@pytest.mark.parametrize("words", [{"when": 2}, {"when": 4, "staleness": 3}, {"when": Staggered(4), "what": 2}])
+@pytest.mark.parametrize(
+    "words", [{"schedule": 2}, {"schedule": 4, "staleness": 3}, {"schedule": Staggered(4), "fragments": 2}]
+)
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
     def first(rank: Rank):
@@ -286,13 +288,13 @@ def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
 def centre(rank: Rank) -> float:
     rank.train()
     rank.train()
-    return rank.scheme.schedule()["outer"]["state"][0]["agreed"].item()
+    return rank.scheme.shared_state()["outer"]["state"][0]["agreed"].item()
 
 
 def test_the_mean_of_the_nodes_is_what_a_trainer_ends_on_and_the_centre_is_kept_beside_it(page, fit):
-    scheme = elastic(page, when=1)
+    scheme = elastic(page, schedule=1)
     reports = fit(Oracle(2, targets=(0.0, 8.0)), {"scheme": scheme, "ranks_per_node": 1}, devices=2)
     assert [report["report"] for report in reports] == [[0.0, 0.25], [3.0, 4.375]]
     assert [report["state_dict"]["x"].item() for report in reports] == [2.3125] * 2
-    kept = on_nodes(centre, elastic(page, when=1), targets=(0.0, 8.0))
+    kept = on_nodes(centre, elastic(page, schedule=1), targets=(0.0, 8.0))
     assert kept == [1.875, 1.875]  # 1 + (2.75 - 1) / 2

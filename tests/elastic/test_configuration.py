@@ -18,8 +18,8 @@ from lightning_hiercomm import (
     StepsDelay,
 )
 from lightning_hiercomm.elastic import configuration
-from lightning_hiercomm.schemes import Agreement, Ring
-from lightning_hiercomm.schemes.words.merging import Replace
+from lightning_hiercomm.schemes import ParameterSync, Ring
+from lightning_hiercomm.schemes.components.merges import Replace
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monke
         PeriodicAveraging(sync_every=None),
         DiLoCo(sync_every=20),
         DiLoCo(sync_every=20, fragments=4, keep_local=0.5),
-        Agreement(when=10),
-        Agreement(when=10, through=Ring()),
-        Agreement(when=10, what=2),
-        Agreement(when=10, merge=Replace(0.5)),
-        Agreement(when=10, staleness=9, merge="delta"),
+        ParameterSync(schedule=10),
+        ParameterSync(schedule=10, reducer=Ring()),
+        ParameterSync(schedule=10, fragments=2),
+        ParameterSync(schedule=10, merge=Replace(0.5)),
+        ParameterSync(schedule=10, staleness=9, merge="delta"),
         DiLoCo(sync_every=20, fragments=4, staleness=4),
-        DASO(exchange="sharded"),
+        DASO(reducer="sharded"),
         Gossip(),
     ],
     ids=repr,
@@ -78,10 +78,10 @@ def test_schemes_whose_nodes_wait_for_each_other_and_agree_now_and_then_are_take
         (StepsDelay, "StepsDelay is not made for nodes that come and go"),
         (partial(Gossip, hierarchical=False), "take hierarchical=True"),
         (partial(Gossip, overlap=True), "take overlap=False"),
-        (DASO, "DASO lets ranks of a node carry the model in turn: take exchange='sharded'"),
-        (partial(DASO, monitor="val_loss", exchange="sharded"), "monitor='val_loss'.*leave it out"),
-        (partial(Agreement, when=4, staleness=4), "staleness=4.*take less than the period"),
-        (partial(Agreement, through="rotating"), "take through='mean'"),
+        (DASO, "DASO lets ranks of a node carry the model in turn: take reducer='sharded'"),
+        (partial(DASO, monitor="val_loss", reducer="sharded"), "monitor='val_loss'.*leave it out"),
+        (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*take less than the period"),
+        (partial(ParameterSync, reducer="leader"), "take reducer='sharded'"),
         (partial(DiLoCo, gradients="none"), "take gradients='node'"),
         (partial(DiLoCo, sync_every="auto"), "give sync_every a number"),
         (partial(PeriodicAveraging, order="before_step"), "take order='after_step'"),

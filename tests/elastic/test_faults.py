@@ -25,7 +25,7 @@ def outcome_of(folder, arguments: str) -> Outcome:
 def test_a_dozen_faults(tmp_path):
     outcome = outcome_of(tmp_path, "--nodes 3 --faults 12 --seed 7 --kinds kill stop")
     assert len(outcome.faults) == 12
-    assert outcome.lives >= 6, "but for those that were stopped and not missed"
+    assert outcome.incarnations >= 6, "but for those that were stopped and not missed"
     assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
     assert "as plan predicts it from these times: " in said(outcome, parsed(["--nodes", "3", "--sync-every", "10"]))
 
@@ -71,7 +71,7 @@ def test_of_two_nodes_that_do_not_reach_each_other_the_later_one_is_left_out_unt
     settings = {"scheme": "diloco", "every": 10, "pause": 0.02, "epochs": 10**6, "batches": 100}
     with network(3, may_cut=True) as wires:
         where = {"namespaces": wires.namespaces, "address": wires.address}
-        with Cluster(tmp_path, ForkedPython, 1.0, min_nodes=1, lives=100, **where, **settings) as nodes:
+        with Cluster(tmp_path, ForkedPython, 1.0, min_nodes=1, incarnations=100, **where, **settings) as nodes:
             for node in range(3):
                 nodes.start(node)
 
@@ -83,10 +83,10 @@ def test_of_two_nodes_that_do_not_reach_each_other_the_later_one_is_left_out_unt
             before = steps(one)
             nodes.watch(until=lambda: min(steps(0), steps(1)) > before + 100)
             assert steps(other) < before + 50, nodes.said()
-            lives = nodes.lives[str(other)]
+            incarnations = nodes.incarnations[str(other)]
             wires.part(one, other, False)
             nodes.watch(until=lambda: abs(steps(other) - steps(one)) < 20)
-            assert nodes.lives[str(other)] == lives, "its next life has waited, and has disturbed nobody"
+            assert nodes.incarnations[str(other)] == incarnations, "its next life has waited, and has disturbed nobody"
             (tmp_path / "end").write_text(str((steps(one) // 10 + 8) * 10))
             nodes.watch()
             results = [nodes.result(node) for node in range(3)]

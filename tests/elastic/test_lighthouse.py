@@ -26,13 +26,13 @@ def all_meet(**nodes: TorchftLighthouse) -> None:
     """Let nodes ask until all of them, and nobody else, have heard of each other."""
     heard: dict[str, bool] = {}
 
-    def ask(life: str, lighthouse: TorchftLighthouse) -> None:
+    def ask(replica_id: str, lighthouse: TorchftLighthouse) -> None:
         deadline = time.monotonic() + 30
-        while not heard.get(life) and time.monotonic() < deadline:
-            present = lighthouse.ask(life, {"life": life, "number": 1}, 0.2)
+        while not heard.get(replica_id) and time.monotonic() < deadline:
+            present = lighthouse.ask(replica_id, {"replica_id": replica_id, "number": 1}, 0.2)
             if present is not None:
                 assert all(each["number"] == 1 for each in present)
-                heard[life] = {each["life"] for each in present} == nodes.keys()
+                heard[replica_id] = {each["replica_id"] for each in present} == nodes.keys()
 
     threads = [threading.Thread(target=ask, args=node) for node in nodes.items()]
     for thread in threads:
@@ -44,7 +44,7 @@ def all_meet(**nodes: TorchftLighthouse) -> None:
 
 def test_all_who_ask_learn_the_same_and_one_alone_waits(address):
     a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
-    assert a.ask("a", {"life": "a", "number": 1}, 0.2) is None
+    assert a.ask("a", {"replica_id": "a", "number": 1}, 0.2) is None
     all_meet(a=a, b=b)
     a.leave()
     b.leave()
@@ -84,7 +84,7 @@ def test_a_lighthouse_that_was_started_again_is_told_once_more(monkeypatch):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     monkeypatch.setattr(a, "_client", Client)
     assert not a.take_note("trained-1f-2e")
-    a.ask("a", {"life": "a"}, 0.1)
+    a.ask("a", {"replica_id": "a"}, 0.1)
     assert not heard
     is_there.set()
     deadline = time.monotonic() + 30
@@ -148,7 +148,7 @@ def test_who_stood_still_for_so_long_that_it_counts_as_gone_is_silent_until_it_a
 def test_who_asks_breaks_its_silence(monkeypatch):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     a._is_silent = True
-    a.ask("a", {"life": "a"}, 0.1)
+    a.ask("a", {"replica_id": "a"}, 0.1)
     assert not a._is_silent
     a.leave()
 
@@ -178,7 +178,7 @@ def test_who_was_cut_off_looks_whether_others_agreed_without_it_before_it_is_hea
 
 def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
-    assert [a.ask("a", {"life": "a"}, 1.5) for _ in range(2)] == [None, None]
+    assert [a.ask("a", {"replica_id": "a"}, 1.5) for _ in range(2)] == [None, None]
     a.leave()
     assert caplog.text.count("the lighthouse at 127.0.0.1:9 does not answer") == 1
 
@@ -195,19 +195,19 @@ def test_a_question_that_has_ended_without_an_answer_is_asked_again(message):
             asked.append(args)
             if len(asked) == 1:
                 raise TimeoutError(message)
-            return SimpleNamespace(participants=[SimpleNamespace(data={"life": "a"})])
+            return SimpleNamespace(participants=[SimpleNamespace(data={"replica_id": "a"})])
 
     asked = []
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     a._client = Client
-    assert [a.ask("a", {"life": "a"}, 5.0) for _ in range(2)] == [None, [{"life": "a"}]]
+    assert [a.ask("a", {"replica_id": "a"}, 5.0) for _ in range(2)] == [None, [{"replica_id": "a"}]]
     a.leave()
 
 
 def test_nothing_comes_back_from_torchft_after_a_node_has_left():
     """While the interpreter ends that would abort the process, whatever its exit code was to be."""
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
-    assert a.ask("a", {"life": "a"}, 0.1) is None
+    assert a.ask("a", {"replica_id": "a"}, 0.1) is None
     a.leave()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lighthouse")]
 

@@ -88,7 +88,7 @@ def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, 
             nodes.start(node, fault=f"kill:{moment}:3" if node == 1 else "")
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
-        assert nodes.lives == {"0": 0, "1": 1, "2": 0}, nodes.said()
+        assert nodes.incarnations == {"0": 0, "1": 1, "2": 0}, nodes.said()
         assert heals_to_the_bit(nodes) >= 1
         heals = {nodes.result(node)["communication"]["heals"] for node in range(3)}
         assert heals in ({1}, {2}), "with the third node, if it came when the others had begun"
@@ -141,7 +141,7 @@ def test_a_stopped_node_is_left_behind_and_heals(cluster, moment, who):
         nodes.signal(who, signal.SIGCONT)
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
-        assert nodes.lives[str(who)] >= 1, nodes.said()
+        assert nodes.incarnations[str(who)] >= 1, nodes.said()
         assert (str(who), 75) in [(node, code) for node, code, _ in nodes.ended], nodes.said()
 
 
@@ -186,7 +186,7 @@ def test_when_all_have_died_the_run_goes_on_from_its_newest_checkpoint(cluster, 
         again = [step for _, step in nodes.steps(0)]
         resumed = next(after for before, after in pairwise(again) if after <= before)
         assert resumed > 8, "it began with the checkpoint"
-        assert nodes.lives == {"0": 1, "1": 1}
+        assert nodes.incarnations == {"0": 1, "1": 1}
 
 
 def two_train_and_die(nodes: Cluster) -> None:
@@ -201,7 +201,7 @@ def two_train_and_die(nodes: Cluster) -> None:
 def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sentence(cluster):
     with cluster(min_nodes=2, scheme="diloco", **LASTING) as nodes:
         two_train_and_die(nodes)
-        nodes.watch(until=lambda: min(nodes.lives.values()) >= 2)
+        nodes.watch(until=lambda: min(nodes.incarnations.values()) >= 2)
         assert "would begin at step 0 once more. Give fit(ckpt_path='last')" in nodes.log(0, 1)
 
 
@@ -340,7 +340,7 @@ def test_a_node_that_comes_too_late_for_the_last_agreement_says_that_the_run_is_
         assert "node 2 ends: this run is over" in nodes.log(2)
         assert "Traceback" not in nodes.log(2)
         assert not nodes.steps(2)
-        assert nodes.lives["2"] == 0, "nobody starts it again"
+        assert nodes.incarnations["2"] == 0, "nobody starts it again"
 
 
 @pytest.mark.nightly
@@ -373,7 +373,7 @@ def test_a_heal_that_takes_longer_than_dead_after_loses_nobody(cluster, who, mom
         nodes.signal(1, signal.SIGKILL)
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
-        assert nodes.lives == {"0": 0, "1": 1, "2": 0}, nodes.said()
+        assert nodes.incarnations == {"0": 0, "1": 1, "2": 0}, nodes.said()
         assert (nodes.folder / f"{who}.struck").exists(), moment
 
 
@@ -388,6 +388,6 @@ def test_an_agreement_in_which_one_lane_of_several_is_cut_is_made_once_more_by_a
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [0, 1])
         assert (nodes.folder / "1.struck").exists()
-        assert nodes.lives == {"0": 0, "1": 0}
+        assert nodes.incarnations == {"0": 0, "1": 0}
         assert first["communication"]["lost_seconds"] > 0.0
     assert exact(first) == exact(plain(tmp_path, [2, 2], scheme=scheme, **LASTING))

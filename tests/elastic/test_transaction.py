@@ -16,12 +16,12 @@ from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, membership
+from lightning_hiercomm.elastic.groups import InterNodeGroup
 from lightning_hiercomm.elastic.healing import Healing
-from lightning_hiercomm.elastic.lanes import Lane
-from lightning_hiercomm.elastic.meeting import LeftBehind, NotInThisRun, RunIsOver
-from lightning_hiercomm.run.agreed_model import AgreedModel
-from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Ring, Scheme
-from lightning_hiercomm.schemes.words.merging import Replace
+from lightning_hiercomm.elastic.quorum import NodeRefused, RunFinished, StaleReplica
+from lightning_hiercomm.run.averaged_model import AveragedModel
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Ring, Scheme
+from lightning_hiercomm.schemes.components.merges import Replace
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
 TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64}
@@ -30,14 +30,14 @@ COPIED = {
     "fragments": DiLoCo(sync_every=4, fragments=2),
     "local": DiLoCo(sync_every=3, keep_local=0.5),
     "both": DiLoCo(sync_every=4, fragments=2, keep_local=0.25, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
-    "parts": Agreement(when=4, what=2),
-    "kept": Agreement(when=3, merge=Replace(0.5)),
+    "parts": ParameterSync(schedule=4, fragments=2),
+    "kept": ParameterSync(schedule=3, merge=Replace(0.5)),
 }
 """Whose nodes are never equal."""
 PEERS = {
-    "peers": Agreement(when=2, through=RandomPermutation()),
-    "noloco": Agreement(when=3, through=RandomPermutation(), merge=OuterOptimizer()),
-    "ring": Agreement(when=2, through=Ring()),
+    "peers": ParameterSync(schedule=2, reducer=RandomPermutation()),
+    "noloco": ParameterSync(schedule=3, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "ring": ParameterSync(schedule=2, reducer=Ring()),
 }
 """The same, each agreeing with those that a graph names: of the nodes that are there."""
 GOSSIP = {
@@ -51,11 +51,11 @@ LATE = {
     "late": DiLoCo(sync_every=4, staleness=2, keep_local=0.0),
     "streaming": DiLoCo(sync_every=6, fragments=2, staleness=2, keep_local=0.5),
     "late adam": DiLoCo(sync_every=3, staleness=1, keep_local=0.0, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
-    "delta": Agreement(when=4, staleness=2, merge="delta"),
-    "eq1": Agreement(when=4, staleness=3, merge="eq1"),
-    "late peers": Agreement(when=4, staleness=2, through=RandomPermutation()),
-    "late noloco": Agreement(when=4, staleness=2, through=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": DASO(sync_every=3, warmup_steps=2, exchange="sharded", adapt=False),
+    "delta": ParameterSync(schedule=4, staleness=2, merge="delta"),
+    "eq1": ParameterSync(schedule=4, staleness=3, merge="eq1"),
+    "late peers": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation()),
+    "late noloco": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": DASO(sync_every=3, warmup_steps=2, reducer="sharded", adapt=False),
 }
 """Which train on while something is in flight."""
 ALL = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}
@@ -97,7 +97,7 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None, connects_at: int |
     def work(rank):
         local = rank.topology.local_rank
         for step in range(steps):
-            for kept_back in rank.scheme._carrier._feedback if step == connects_at else ():
+            for kept_back in rank.scheme._reducer._feedback if step == connects_at else ():
                 kept_back.clear()
             generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.topology.node + local)
 
@@ -111,7 +111,7 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None, connects_at: int |
     return on_nodes(work, scheme, ends, start=1.0, inner=adam, wire=wire, **TRAINING)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -119,7 +119,7 @@ def test_nodes_that_may_leave_but_do_not_end_with_the_bits_of_nodes_that_stay(na
     ends_as_nodes_that_stay(SCHEMES[name], sizes, wire)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP])
@@ -127,7 +127,7 @@ def test_so_do_nodes_that_are_never_equal(name, sizes, wire):
     ends_as_nodes_that_stay(ALL[name], sizes, wire)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", LATE)
@@ -145,7 +145,7 @@ def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> Non
         torch.testing.assert_close(values, stays, rtol=0, atol=0)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8", "int4"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -153,7 +153,7 @@ def ends_as_nodes_that_stay(scheme: Scheme, sizes, wire, steps: int = 10) -> Non
 def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_once_more(
     name, sizes, at, wire, monkeypatch
 ):
-    launch, broken = Lane._launch, []
+    launch, broken = InterNodeGroup._launch, []
 
     def breaking(own, start):
         move = launch(own, start)
@@ -165,7 +165,7 @@ def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_on
         return move
 
     breaking.seen = 0
-    monkeypatch.setattr(Lane, "_launch", breaking)
+    monkeypatch.setattr(InterNodeGroup, "_launch", breaking)
     tries = []
 
     def work(own: ElasticRank):
@@ -188,7 +188,7 @@ def test_an_agreement_whose_exchange_breaks_is_taken_back_to_the_bit_and_made_on
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", SCHEMES)
@@ -200,8 +200,8 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
         return {
             "values": own.rank.values,
             "scheme": {k: v for k, v in scheme.state_dict().items() if k != "outer"},
-            "outer": scheme.schedule().get("outer"),
-            "nonfinite": scheme.care.nonfinite,
+            "outer": scheme.shared_state().get("outer"),
+            "nonfinite": scheme.guard.nonfinite,
         }
 
     def work(own: ElasticRank):
@@ -234,7 +234,7 @@ def survivors(name, sizes, who, work):
     return results
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
 @pytest.mark.parametrize(
     ("sizes", "who"),
@@ -252,7 +252,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         for _ in range(10):
             own.step()
         own.scheme.finish()
-        return own.rank.values, own.membership.history.nodes, own.scheme.agreements
+        return own.rank.values, own.membership.history.nodes, own.scheme.synchronizations
 
     results = survivors(name, sizes, who, work)
     for values, nodes, _ in results.values():
@@ -261,7 +261,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
     assert len({agreements for _, _, agreements in results.values()}) == 1
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote", "after the vote"])
 @pytest.mark.parametrize("agreement", [3, 4], ids=["leaving", "merging"])
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_so_does_one_that_dies_while_something_leaves_or_is_merged(name, sizes, 
         for _ in range(14):
             own.step()
             own.scheme.settle()
-            schedule = own.scheme.schedule()
+            schedule = own.scheme.shared_state()
             common.append(repr({**schedule, "outer": None if name == "late noloco" else schedule.get("outer")}))
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, common
@@ -296,7 +296,7 @@ LANDINGS = {"late": (8, 4), "streaming": (9, 6), "delta": (8, 4), "eq1": (8, 4),
 
 
 @pytest.mark.long("the node that died is missed after five seconds: on a busy machine one that lives is not")
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "moment",
     ["in flight", "as it leaves", "before the quorum", "before the vote", "after the vote", "a move fails"],
@@ -321,7 +321,7 @@ def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when
             if own.scheme.steps == before:
                 at[own.node] = copy.deepcopy(own.state())
                 if own.node == "1" and moment == "a move fails":
-                    lane = own.rank.topology.all_lanes[1]
+                    lane = own.rank.topology.all_groups[1]
                     monkeypatch.setattr(lane, "_launch", lambda start, lane=lane: broken(lane, start))
             if own.scheme.steps == due - 1 and own.node == "1":
                 has_left.set()
@@ -360,7 +360,7 @@ def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when
             generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * int(name))
             rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
             if moment != "as it leaves" and rank.scheme.steps == due:
-                rank.scheme._agree_and_wait(scheme.when.due(due, due, len(rank.scheme._parts)))
+                rank.scheme._agree_and_wait(scheme.schedule.due(due, due, len(rank.scheme._parts)))
                 rank.trace[-1] = rank.values.tolist()
             rank.scheme.after_step = after_step
         rank.scheme.finish()
@@ -436,19 +436,19 @@ def die_at(own: ElasticRank, moment: str, agreement: int = 2) -> None:
 
     def wrapped(function, before: bool):
         def call(*args, **kwargs):
-            if before and membership.me.agreement + 1 == agreement:
+            if before and membership.me.syncs + 1 == agreement:
                 own.die()
             result = function(*args, **kwargs)
-            if not before and membership.me.agreement + 1 >= agreement:
+            if not before and membership.me.syncs + 1 >= agreement:
                 own.die()
             return result
 
         return call
 
     if moment == "before the quorum":
-        membership.meet = wrapped(membership.meet, before=True)
+        membership.form_quorum = wrapped(membership.form_quorum, before=True)
     elif moment == "in the exchange":
-        for lane in own.rank.topology.all_lanes if own.local == 0 else ():
+        for lane in own.rank.topology.all_groups if own.local == 0 else ():
             lane._launch = wrapped(lane._launch, before=False)
     elif moment == "before the vote":
         membership.vote = wrapped(membership.vote, before=True)
@@ -522,12 +522,12 @@ def test_who_learns_that_the_others_agreed_without_it_ends_and_asks_nobody(sizes
                 is_lost.set()
                 wait_until(lambda: {"0", "1"} <= {*looks})
                 looks["after"] = look()
-                with pytest.raises(LeftBehind):
+                with pytest.raises(StaleReplica):
                     own.membership.end_if_behind()
                 threads.lights.ask = None
             try:
                 own.step()
-            except LeftBehind:
+            except StaleReplica:
                 if own.local == 0:
                     del threads.lights.ask
                     has_ended.set()
@@ -553,9 +553,9 @@ def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_g
     def stops(own: ElasticRank) -> None:
         vote = own.membership.vote
 
-        def stopped(meeting, well):
+        def stopped(quorum, well):
             threads.wires.dead.add(threads.address(own.node))  # it does not answer
-            voted = well or vote(meeting, well)
+            voted = well or vote(quorum, well)
             threads.lights.lose(own.node)
             has_voted.set()
             assert all_went_on.wait(10.0)
@@ -573,9 +573,9 @@ def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_g
             if step == 5 and own.node != "0":
                 vote = own.membership.vote
 
-                def votes(meeting, well, vote=vote):
+                def votes(quorum, well, vote=vote):
                     assert has_voted.wait(10.0)
-                    return vote(meeting, well)
+                    return vote(quorum, well)
 
                 own.membership.vote = votes
             if step == 6 and own.node == "1":
@@ -584,7 +584,7 @@ def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_g
                 wait_until(lambda: "0" in threads.lights._alive.values())
             try:
                 own.step()
-            except LeftBehind:
+            except StaleReplica:
                 return "left behind"
         own.scheme.finish()
         return own.rank.values
@@ -609,7 +609,7 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
     threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = 3
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         train_to_the_end(own)
         return own.membership.history
@@ -620,7 +620,7 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
             if own.scheme.steps == 5 and own.node == "1":
                 own.die()
             if own.scheme.steps == 7 and own.node == "0":
-                let_come(threads, 3, newcomer, sizes[1])
+                let_come(threads, 3, joining_node, sizes[1])
             own.step()
         own.scheme.finish()
         return own.membership.history
@@ -679,11 +679,11 @@ def test_several_nodes_may_die_at_once_down_to_the_last(name, dying):
 @pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum", "late", "delta"])
 def test_a_node_that_comes_and_goes_again_and_again_does_not_hold_up_the_others(name):
     threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
-    lives = []
+    replica_ids = []
 
     def flaps(own: ElasticRank):
         assert own.join()
-        lives.append(own.scheme.steps)
+        replica_ids.append(own.scheme.steps)
         own.step()
         own.die()
 
@@ -700,7 +700,7 @@ def test_a_node_that_comes_and_goes_again_and_again_does_not_hold_up_the_others(
     threads.start(0, work)
     threads.start(1, work)
     results = threads.end()
-    assert len(lives) == 3
+    assert len(replica_ids) == 3
     (zero, history), (one, _) = results["0", 0], results["1", 0]
     torch.testing.assert_close(zero, one, rtol=0, atol=0)
     assert history.heals == 3
@@ -735,19 +735,19 @@ def test_the_last_node_goes_on_alone_and_ends_where_one_node_would(name, sizes):
 def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(name, sizes):
     threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         was_healed, began = own.join(), own.scheme.steps
-        return train_to_the_end(own), was_healed, began, own.membership.me.shares
+        return train_to_the_end(own), was_healed, began, own.membership.me.shards
 
     def work(own: ElasticRank):
         own.join()
         while own.scheme.steps < 15:
             if own.scheme.steps == 4 and own.local == 0:
-                threads.start(1, newcomer, sizes[1])
+                threads.start(1, joining_node, sizes[1])
                 wait_until(lambda: any(name == "1" for name in threads.lights._alive.values()))
             own.step()
         own.scheme.finish()
-        return own.rank.values, False, 0, own.membership.me.shares
+        return own.rank.values, False, 0, own.membership.me.shards
 
     threads.start(0, work, sizes[0])
     results = threads.end()
@@ -757,7 +757,7 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
         assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, "diloco", *LATE])
 def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_source_had(name, wire):
@@ -768,7 +768,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
     threads.lights.min_nodes = 2
     period, at = 5 if name == "daso" else scheme.profile.cycle, {}  # of parts, all have been sent by then
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         at["joined"] = own.scheme.steps
         return train_to_the_end(own, 12)
@@ -777,7 +777,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
         own.join()
         while own.scheme.steps < 12:
             if own.scheme.steps == period - 1 and own.node == "0":
-                let_come(threads, 2, newcomer)
+                let_come(threads, 2, joining_node)
             own.step()
             if own.scheme.steps == period:
                 at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
@@ -810,7 +810,7 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
     threads = Threads(ALL[name], training={"inner": adam, **TRAINING})
     joined = []
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         joined.append(own.scheme.steps)
         return train_to_the_end(own)
@@ -820,7 +820,7 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
         give = own.membership.give_state
         while own.scheme.steps < 15:
             if own.scheme.steps == 4:
-                let_come(threads, 1, newcomer)
+                let_come(threads, 1, joining_node)
                 own.membership.give_state = lambda state: None
             if own.scheme.steps == 8:
                 own.membership.give_state = give
@@ -841,10 +841,10 @@ def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
     joined = []
 
     def train(own: ElasticRank, steps: int = 15):
-        give, agreed = own.membership.give_state, AgreedModel([own.scheme], own.rank.replicas, own.rank.topology)
+        give, agreed = own.membership.give_state, AveragedModel([own.scheme], own.rank.replicas, own.rank.topology)
         while own.scheme.steps < steps:
             if own.scheme.steps == 4 and own.node == "0":
-                let_come(threads, 1, newcomer)
+                let_come(threads, 1, joining_node)
             own.membership.give_state = lambda state: None
             own.step()
             with agreed():
@@ -853,7 +853,7 @@ def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
         own.scheme.finish()
         return own.rank.values
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         joined.append(own.scheme.steps)
         return train(own)
@@ -888,7 +888,7 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
     threads = Threads(SCHEMES["diloco"], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = 2
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         return train_to_the_end(own)
 
@@ -896,7 +896,7 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
         own.join()
         while own.scheme.steps < 15:
             if own.scheme.steps == 4 and own.node == "0":
-                let_come(threads, 2, newcomer)
+                let_come(threads, 2, joining_node)
             if own.node == "0" and own.membership.healing.is_expected:
                 own.die()
             if own.scheme.steps == 4 and own.node == "1":
@@ -920,17 +920,17 @@ def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who,
     """It waited for its state, and they, who had to meet once more, for it: for ever."""
     threads = Threads(SCHEMES["diloco"], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes, threads.wires.timeout = 2, 1.0
-    lane, failed = threads.wires.lane, []
+    lane, failed = threads.wires.connect_group, []
 
-    def fails_once(meeting, index, name, meter):
-        if meeting.newcomers and meeting.members[index].node == who and not failed:
+    def fails_once(quorum, index, name, meter):
+        if quorum.joining and quorum.members[index].node == who and not failed:
             failed.append(True)
             raise RuntimeError("is not there in time")
-        return lane(meeting, index, name, meter)
+        return lane(quorum, index, name, meter)
 
-    threads.wires.lane = fails_once
+    threads.wires.connect_group = fails_once
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         return train_to_the_end(own)
 
@@ -940,9 +940,9 @@ def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who,
             if own.scheme.steps == 4:
                 own.membership.me = replace(own.membership.me, groups="")  # so that they connect anew
                 if not tells:
-                    own.membership.healing.send_away = lambda patients: None
+                    own.membership.healing.send_away = lambda recovering: None
                 if own.node == "0":
-                    let_come(threads, 2, newcomer)
+                    let_come(threads, 2, joining_node)
             own.step()
         own.scheme.finish()
         return own.rank.values
@@ -975,7 +975,7 @@ def test_a_newcomer_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
         failed.append(own)
         return None, 0
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         if cannot == "reach a member":
             threads.wires.unreachable = one_is_silent_once
         else:
@@ -988,7 +988,7 @@ def test_a_newcomer_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
         own.join()
         while own.scheme.steps < 15:
             if own.scheme.steps == 4 and own.node == "0":
-                let_come(threads, 2, newcomer)
+                let_come(threads, 2, joining_node)
             own.step()
         own.scheme.finish()
         return own.membership.history
@@ -1013,7 +1013,7 @@ def test_a_node_that_is_told_to_leave_while_it_waits_for_others_leaves(ranks, wa
 
     def work(own: ElasticRank):
         if own.local == ranks - 1:
-            own.membership._told_to_leave = lambda: Told() if own.membership.me.asks else None
+            own.membership._told_to_leave = lambda: Told() if own.membership.me.requests else None
         with pytest.raises(Told):
             own.join()
         return True
@@ -1028,7 +1028,7 @@ class Told(SystemExit):
 
 def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
     """Of unequal sizes, say; it was made once more for ever, and nobody knew."""
-    launch = Lane._launch
+    launch = InterNodeGroup._launch
 
     def said():
         return [r.message for r in caplog.records if r.levelname == "WARNING"]
@@ -1040,7 +1040,7 @@ def test_an_exchange_that_fails_again_and_again_says_why(monkeypatch, caplog):
             move._move = Failing(move._move)
         return move
 
-    monkeypatch.setattr(Lane, "_launch", failing)
+    monkeypatch.setattr(InterNodeGroup, "_launch", failing)
 
     def work(own: ElasticRank):
         own.join()
@@ -1062,14 +1062,14 @@ def test_nodes_whose_agreement_fails_for_ever_part_and_the_first_goes_on(fails, 
     """They reach the lighthouse, and each other's stores; behind a firewall, say, that lets but one port through."""
     threads = Threads(PeriodicAveraging(sync_every=2), training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = 2
-    lane, tries = threads.wires.lane, []
+    lane, tries = threads.wires.connect_group, []
 
-    def fails_between_two(meeting, index, name, meter):
-        is_first = meeting.begins
-        if len(meeting.members) == 2 and fails == ("the first connection" if is_first else "a later connection"):
+    def fails_between_two(quorum, index, name, meter):
+        is_first = quorum.begins
+        if len(quorum.members) == 2 and fails == ("the first connection" if is_first else "a later connection"):
             tries.append(index)
             raise RuntimeError("no port is open")
-        return lane(meeting, index, name, meter)
+        return lane(quorum, index, name, meter)
 
     def failing(own, start):
         move = launch(own, start)
@@ -1078,9 +1078,9 @@ def test_nodes_whose_agreement_fails_for_ever_part_and_the_first_goes_on(fails, 
             move._move = Failing(move._move)
         return move
 
-    threads.wires.lane = fails_between_two
-    launch = Lane._launch
-    monkeypatch.setattr(Lane, "_launch", failing)
+    threads.wires.connect_group = fails_between_two
+    launch = InterNodeGroup._launch
+    monkeypatch.setattr(InterNodeGroup, "_launch", failing)
 
     def work(own: ElasticRank):
         own.join()
@@ -1093,7 +1093,7 @@ def test_nodes_whose_agreement_fails_for_ever_part_and_the_first_goes_on(fails, 
     threads.start(0, work)
     wait_until(lambda: threads.lights._alive)
     threads.start(1, work)
-    with pytest.raises(NotInThisRun, match=r"its agreement with nodes 0 has failed 30 times \(.*HIERCOMM_ADDRESS"):
+    with pytest.raises(NodeRefused, match=r"its agreement with nodes 0 has failed 30 times \(.*HIERCOMM_ADDRESS"):
         threads.end()
     (_, nodes), *others = threads.results.values()
     assert not others
@@ -1105,19 +1105,19 @@ def test_nodes_that_do_not_reach_each_other_for_a_while_meet_as_soon_as_they_do(
     """With `min_nodes=2` each waited for the other, and nobody looked again."""
     threads = Threads(SCHEMES["diloco"], Elastic(min_nodes=2, dead_after=0.5), {"inner": adam, **TRAINING})
     threads.lights.min_nodes = 2
-    lane, unreachable, cut = threads.wires.lane, threads.wires.unreachable, threading.Event()
+    lane, unreachable, cut = threads.wires.connect_group, threads.wires.unreachable, threading.Event()
 
-    def lane_between(meeting, index, name, meter):
+    def lane_between(quorum, index, name, meter):
         if cut.is_set():
             raise RuntimeError("is not there in time")
-        return lane(meeting, index, name, meter)
+        return lane(quorum, index, name, meter)
 
     def silent(addresses):
         if cut.is_set() and sum(" waits: " in record.message for record in caplog.records) >= 2:
             cut.clear()
         return addresses if cut.is_set() else unreachable(addresses)
 
-    threads.wires.lane, threads.wires.unreachable = lane_between, silent
+    threads.wires.connect_group, threads.wires.unreachable = lane_between, silent
 
     def work(own: ElasticRank):
         own.join()
@@ -1140,19 +1140,19 @@ def test_a_run_begins_without_a_node_that_the_others_do_not_reach_and_that_one_c
     """All failed 30 times, then the last ended, then the second: the one that nobody reached went on."""
     threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
     threads.lights.min_nodes = 3
-    lane, unreachable, is_cut = threads.wires.lane, threads.wires.unreachable, threading.Event()
+    lane, unreachable, is_cut = threads.wires.connect_group, threads.wires.unreachable, threading.Event()
     is_cut.set()
 
-    def lane_between(meeting, index, name, meter):
-        if is_cut.is_set() and len(meeting.members) > 1 and "0" in [member.node for member in meeting.members]:
+    def lane_between(quorum, index, name, meter):
+        if is_cut.is_set() and len(quorum.members) > 1 and "0" in [member.node for member in quorum.members]:
             raise RuntimeError("is not there in time")
-        return lane(meeting, index, name, meter)
+        return lane(quorum, index, name, meter)
 
     def silent(addresses):
         cut = [address for address in addresses if is_cut.is_set() and address == threads.address("0")]
         return [*cut, *unreachable(addresses)]
 
-    threads.wires.lane, threads.wires.unreachable = lane_between, silent
+    threads.wires.connect_group, threads.wires.unreachable = lane_between, silent
 
     def work(own: ElasticRank):
         was_healed = own.join()
@@ -1181,7 +1181,7 @@ def test_a_node_that_is_started_again_when_the_run_is_over_ends_and_says_so(min_
     assert len(threads.end()) == 2
     threads.lights.min_nodes = min_nodes
     threads.start(1, train(4), restarts=1)
-    with pytest.raises(RunIsOver) as ended:
+    with pytest.raises(RunFinished) as ended:
         threads.end()
     assert ended.value.code == 69
     assert [message for message in caplog.messages if " ends: " in message] == [f"node 1 ends: {ended.value}"]
@@ -1211,7 +1211,7 @@ def test_a_node_that_goes_on_when_the_others_have_come_to_the_end_does_not_wait_
     threads._threads[0].join(60.0)
     threads.wires.dead.add(threads.address("0"))
     is_over.set()
-    with pytest.raises(RunIsOver):
+    with pytest.raises(RunFinished):
         threads.end()
 
 
@@ -1242,7 +1242,7 @@ def test_nodes_that_stood_still_while_the_others_went_on_to_the_end_do_not_come_
     for thread in threads._threads:
         thread.join(10.0)
     assert {node: type(error) for (node, _), error in threads.errors.items()} == dict.fromkeys(
-        standing_still, RunIsOver
+        standing_still, RunFinished
     )
 
 
@@ -1324,7 +1324,7 @@ def test_a_node_that_is_started_again_in_the_first_period_of_a_later_fit_waits_f
         return train_to_the_end(own, 6)
 
     def work(own: ElasticRank):
-        own.membership.me = replace(own.membership.me, origin=origin)
+        own.membership.me = replace(own.membership.me, checkpoint_step=origin)
         own.join()
         own.step()
         if own.node == "1":
@@ -1347,7 +1347,7 @@ def test_a_newcomer_hopes_for_nodes_from_when_they_are_gone_and_not_from_when_it
     threads = Threads(SCHEMES["periodic"], training={"inner": adam, **TRAINING})
     asks = threading.Event()
 
-    def newcomer(own: ElasticRank):
+    def joining_node(own: ElasticRank):
         assert own.join()
         return train_to_the_end(own, 9)
 
@@ -1355,7 +1355,7 @@ def test_a_newcomer_hopes_for_nodes_from_when_they_are_gone_and_not_from_when_it
         own.join()
         while own.scheme.steps < 9:
             if own.scheme.steps == 4:
-                let_come(threads, 1, newcomer)
+                let_come(threads, 1, joining_node)
                 asks.wait(0.4)
                 threads.lights.lose("0")
                 asks.wait(0.1)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from covering import cover
+from pairwise import select
 from PIL import Image
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
@@ -88,7 +88,7 @@ def said(config, what):
 
 RUNS = [(path.name, said(path.name, r"dataset: (\w+)")) for path in sorted(PAPERS.glob("*.yaml"))]
 RUNS.append(("001-cifar10.yaml", "mnist"))
-BY_DAY = cover(  # every scheme, and every kind of files
+BY_DAY = select(  # every scheme, and every kind of files
     [{"scheme": said(config, r"class_path: lightning_hiercomm\.(?!H)(\w+)"), "dataset": data} for config, data in RUNS],
     [("scheme",), ("dataset",)],
 )

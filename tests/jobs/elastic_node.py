@@ -39,9 +39,9 @@ from lightning_hiercomm import (
 from lightning_hiercomm._lightning.healing import state_of
 from lightning_hiercomm.checkpoints.companion import random_state
 from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.elastic import healing, lanes, lighthouse, membership, transaction
-from lightning_hiercomm.elastic.meeting import Meeting
-from lightning_hiercomm.schemes import Agreement, OuterOptimizer, RandomPermutation, Scheme
+from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, transaction
+from lightning_hiercomm.elastic.quorum import Quorum
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Scheme
 from lightning_hiercomm.trainer.elastic import ElasticNode
 
 SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
@@ -52,8 +52,8 @@ SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "diloco": DiLoCo,
     "fragments": partial(DiLoCo, fragments=2),
     "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": partial(Agreement, through=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, exchange="sharded"),
+    "noloco": partial(ParameterSync, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, reducer="sharded"),
     "gossip": lambda every: Gossip(segments=2),
 }
 
@@ -203,18 +203,22 @@ class Fault:
 
     def install(self) -> None:
         """Look for its moment."""
-        meet, vote, launch = membership.Membership.meet, membership.Membership.vote, lanes.Lane._launch
+        meet, vote, launch = (
+            membership.Membership.form_quorum,
+            membership.Membership.vote,
+            groups.InterNodeGroup._launch,
+        )
         fetch, put = healing.Healing.fetch, healing.Healing._put
 
-        def meets(own: Any, place: str, admits: bool = False) -> Any:
+        def forms(own: Any, place: str, admits: bool = False) -> Any:
             self("before the quorum")
-            meeting = meet(own, place, admits)
+            quorum = meet(own, place, admits)
             self("after the quorum")
-            return meeting
+            return quorum
 
-        def votes(own: Any, meeting: Any, well: bool) -> bool:
+        def votes(own: Any, quorum: Any, well: bool) -> bool:
             self("before the vote")
-            voted = vote(own, meeting, well)
+            voted = vote(own, quorum, well)
             self("after the vote")
             return voted
 
@@ -235,7 +239,11 @@ class Fault:
             self("while it heals")
             put(own, *args)
 
-        membership.Membership.meet, membership.Membership.vote, lanes.Lane._launch = meets, votes, launches
+        membership.Membership.form_quorum, membership.Membership.vote, groups.InterNodeGroup._launch = (
+            forms,
+            votes,
+            launches,
+        )
         healing.Healing.fetch, healing.Healing._put = fetches, puts
 
 
@@ -290,7 +298,7 @@ def noted(function: Any, name: str, path: Path) -> Any:
             took = time.time() - began
             if took > LONG and getattr(own, "is_first", True):
                 with path.open("a") as file:
-                    file.write(f"{began:.3f} {took:.3f} {name} {life()} {short(answer)}\n")
+                    file.write(f"{began:.3f} {took:.3f} {name} {incarnation()} {short(answer)}\n")
         return answer
 
     return call
@@ -298,13 +306,13 @@ def noted(function: Any, name: str, path: Path) -> Any:
 
 def short(answer: Any) -> str:
     """What a part of an agreement has come to, in a few words."""
-    if isinstance(answer, Meeting):
+    if isinstance(answer, Quorum):
         nodes = ",".join(member.node for member in answer.members)
         return f"{nodes} {'connected' if answer.is_connected else 'anew'} {answer.waits}"
     return repr(answer)[:80]
 
 
-def life() -> str:
+def incarnation() -> str:
     """The number of this node's life."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
@@ -348,7 +356,7 @@ def note_given(path: Path) -> None:
 def own_state(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     """What this node would give, made here in the same words. Collective over it."""
     strategy = trainer.strategy
-    with strategy._run.agreed_model.nobody_asked():
+    with strategy._run.averaged_model.nobody_asked():
         whole = state_of(trainer, moment)
     strategy._checkpoints.add_to(whole["checkpoint"], strategy._run, None, together=False, is_own=True)
     if moment == "batch":  # or loaders have drawn since
@@ -386,16 +394,16 @@ class Looks(pl.Callback):
         self.notes_state = False
         state = written(own_state(trainer, "batch" if index else "epoch"))
         if trainer.is_global_zero:
-            self.path.with_name(f"{self.path.name}.{life()}.{trainer.global_step}.has").write_text(state)
+            self.path.with_name(f"{self.path.name}.{incarnation()}.{trainer.global_step}.has").write_text(state)
 
     def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.path.with_name(f"{self.path.name}.{life()}.began").touch()
+        self.path.with_name(f"{self.path.name}.{incarnation()}.began").touch()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.is_global_zero:
             with self.path.with_suffix(".steps").open("a") as file:
                 file.write(f"{time.time():.3f} {trainer.global_step}\n")
-        self.path.with_name(f"{self.path.name}.{life()}.trains").touch()
+        self.path.with_name(f"{self.path.name}.{incarnation()}.trains").touch()
         for step, who in self.hold:
             until = time.monotonic() + 0.5
             file = who if who.endswith(".heard") else f"{who}.asks"
@@ -420,7 +428,7 @@ class Looks(pl.Callback):
             "parameters": hashlib.sha256(values).hexdigest()[:16],
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "scheme": [scheme.steps, scheme.agreements, scheme.epoch, scheme.step_in_epoch],
+            "scheme": [scheme.steps, scheme.synchronizations, scheme.epoch, scheme.step_in_epoch],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
@@ -442,10 +450,10 @@ def main(node: Node) -> None:
         go_to_namespace(os.environ["NAMESPACE"])
     name, folder = os.environ.get("HIERCOMM_NODE", "0"), Path(node.folder)
     take_times()
-    note_asking(folder / f"{name}.{life()}.asks")
+    note_asking(folder / f"{name}.{incarnation()}.asks")
     note_waits(folder / f"{name}.waits")
     if node.notes_states:
-        note_given(folder / f"{name}.{life()}")
+        note_given(folder / f"{name}.{incarnation()}")
     if node.fault:
         Fault(node.fault, folder, name).install()
     scheme = SCHEMES[node.scheme](node.every)
@@ -474,7 +482,7 @@ def main(node: Node) -> None:
         num_sanity_val_steps=0,
     )
     model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)), node.width)  # nodes begin unequal on purpose
-    model.notes = folder / f"{name}.{life()}" if node.notes_samples else None
+    model.notes = folder / f"{name}.{incarnation()}" if node.notes_samples else None
     model.estimates, model.writes = node.estimates, node.writes
     if node.bank:
         model.register_buffer("bank", torch.zeros(4))

@@ -1,4 +1,4 @@
-"""A run in which something happens to one rank, at some moment: the job of ``python -m tests.faults``."""
+"""A run in which something happens to one rank, at some moment: the job of ``python -m tools.faults``."""
 
 from __future__ import annotations
 

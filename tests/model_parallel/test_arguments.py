@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_hiercomm import (
     DASO,
-    Agreement,
     DiLoCo,
     Elastic,
     Gossip,
     HierarchicalModelParallelStrategy,
+    ParameterSync,
     PeriodicAveraging,
     StepsDelay,
 )
@@ -37,8 +37,8 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"scheme": Gossip(hierarchical=False)}, "every rank train a whole model .* use hierarchical=True"),
         ({"scheme": PeriodicAveraging(gradients="none")}, "use gradients='node'"),
         ({"scheme": DiLoCo(gradients="none")}, "use gradients='node'"),
-        ({"scheme": DASO()}, "one rank of a node carry the whole model in turn.* use exchange='sharded'"),
-        ({"scheme": Agreement(through="rotating")}, "use through='mean'"),
+        ({"scheme": DASO()}, "one rank of a node carry the whole model in turn.* use reducer='sharded'"),
+        ({"scheme": ParameterSync(reducer="leader")}, "use reducer='sharded'"),
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
         ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
@@ -77,7 +77,7 @@ def test_the_strategy_has_a_name_and_stands_before_lightnings():
     strategy = pickle.loads(pickle.dumps(HierarchicalModelParallelStrategy("daso")))
     assert isinstance(strategy, ModelParallelStrategy)
     assert strategy.scheme.exchange == "sharded"
-    assert strategy.communication() == {"agreements": 0.0, "steps": 0.0, "nonfinite": 0.0}
+    assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0, "nonfinite": 0.0}
 
 
 class OtherMesh(Net):

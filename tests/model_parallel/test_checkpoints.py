@@ -12,11 +12,11 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import asked
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Dropped
+from pairwise import requested
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -33,7 +33,7 @@ from lightning_hiercomm import (
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),
-    "daso": lambda: DASO(3, 2, 0, 0, exchange="sharded"),
+    "daso": lambda: DASO(3, 2, 0, 0, reducer="sharded"),
     "diloco": lambda: DiLoCo(6, fragments=2, staleness=2),
     "gossip": lambda: Gossip(segments=3, overlap=True),
 }
@@ -171,12 +171,12 @@ FILES = {
     "whole": ("whole", Dropped),
     "sharded, by groups": ("Grouped/diloco/file", Grouped),
     "whole, by groups": ("Grouped/whole", Grouped),
-    "sharded, thawed": ("Thawed/diloco/file", Thawed),
-    "whole, thawed": ("Thawed/whole", Thawed),
-    "sharded, by groups and thawed": ("GroupedThawed/diloco/file", GroupedThawed),
-    "whole, by groups and thawed": ("GroupedThawed/whole", GroupedThawed),
+    "sharded, unfrozen": ("Thawed/diloco/file", Thawed),
+    "whole, unfrozen": ("Thawed/whole", Thawed),
+    "sharded, by groups and unfrozen": ("GroupedThawed/diloco/file", GroupedThawed),
+    "whole, by groups and unfrozen": ("GroupedThawed/whole", GroupedThawed),
 }
-BY_NIGHT = ("by groups", "thawed")  # one by one
+BY_NIGHT = ("by groups", "unfrozen")  # one by one
 
 
 def _loaded(strategy, path, devices=4):
@@ -193,13 +193,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def names(request):
     """Of the schemes whose runs tests ask for."""
-    return [name for name in SCHEMES if (name,) in asked(request, "name") or name == "diloco"]
+    return [name for name in SCHEMES if (name,) in requested(request, "name") or name == "diloco"]
 
 
 @pytest.fixture(scope="module")
 def files(request):
     """By whom those were saved that tests ask for."""
-    return [saved_by for saved_by in FILES if (saved_by,) in asked(request, "saved_by")]
+    return [saved_by for saved_by in FILES if (saved_by,) in requested(request, "saved_by")]
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +312,7 @@ class Unoptimized(pl.LightningModule):
         return DataLoader(torch.ones(8, 4))
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_sharded_module_without_an_optimizer_is_saved_and_resumed(borrow):
     def main(folder):
         steps = []

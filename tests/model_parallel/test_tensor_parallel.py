@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from covering import asked
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, LanguageModel, Meta, Resumable, TensorParallel
+from pairwise import requested
 
 from lightning_hiercomm import (
     DASO,
@@ -29,7 +29,7 @@ SCHEMES = {
     "diloco": lambda: DiLoCo(3, fragments=["net.w2"], staleness=1),
     "gossip": lambda: Gossip(segments=["net.w1"]),
 }
-WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, exchange="sharded")}
+WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, reducer="sharded")}
 DAILY_OF_BOTH = ("periodic",)
 SAVED_AT = 4
 
@@ -155,7 +155,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def names(request):
     """Of the schemes whose runs tests ask for: on tensor parallel nodes, and on nodes of both kinds."""
-    return [sorted(name for (name,) in asked(request, parameter)) for parameter in ("name", "of_both")]
+    return [sorted(name for (name,) in requested(request, parameter)) for parameter in ("name", "of_both")]
 
 
 @pytest.fixture(scope="module")

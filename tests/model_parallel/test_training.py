@@ -9,20 +9,20 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import asked, leaving_to_the_night
 from lightning.pytorch.loggers import CSVLogger
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Net, Searching, Thawing, Twice
+from pairwise import requested, selected
 
 from lightning_hiercomm import (
     DASO,
-    Agreement,
     AllReduce,
     CommunicationMonitor,
     DiLoCo,
     Gossip,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
+    ParameterSync,
     PeriodicAveraging,
     Ring,
 )
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.timeout(900)  # the first test's fixture is a launch of
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),
-    "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
-    "daso delta": lambda: DASO(4, 1, 1, 0, merge="delta", exchange="sharded"),
+    "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
+    "daso delta": lambda: DASO(4, 1, 1, 0, merge="delta", reducer="sharded"),
     "diloco": lambda: DiLoCo(6),
     "streaming diloco": lambda: DiLoCo(6, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip,
     "gossip overlapped": lambda: Gossip(segments=["net.2", "net.0"], overlap=True),
-    "noloco": lambda: Agreement(when=4, through=Ring(), merge=OuterOptimizer()),
+    "noloco": lambda: ParameterSync(schedule=4, reducer=Ring(), merge=OuterOptimizer()),
 }
 BOTH = {(name, optimizer): {"check_val_every_n_epoch": 2} for name in SCHEMES for optimizer in ("sgd", "adamw")}
 OTHERS = {
@@ -56,7 +56,7 @@ OTHERS = {
     ("all_reduce", "twice"): {},
     ("all_reduce", "searched"): {},
     ("periodic", "searched"): {},
-    ("periodic", "thawed"): {},
+    ("periodic", "unfrozen"): {},
 }
 RUNS = {**BOTH, **{run: {"max_epochs": 1, **arguments} for run, arguments in OTHERS.items()}}
 BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
@@ -71,7 +71,7 @@ BY_NIGHT = [
 """Beside another of its kind that the day runs."""
 AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic", "diloco", "gossip")]
 ALL = [
-    *leaving_to_the_night(run for run in BOTH if run not in AMONG_OTHERS),
+    *selected(run for run in BOTH if run not in AMONG_OTHERS),
     *(
         pytest.param(*run, marks=[pytest.mark.nightly] * (run in BY_NIGHT or run in AMONG_OTHERS))
         for run in [*AMONG_OTHERS, *OTHERS]
@@ -96,7 +96,7 @@ def _train_all(runs, folder):
         for strategy in (HierarchicalModelParallelStrategy, HierarchicalStrategy):
             # with a rank's part in one bucket both strategies send as many blocks of codes, each with its scale
             wire = {"wire_dtype": "int8", "bucket_mb": 4} if how == "int8" else {"bucket_mb": 1e-3}
-            make = {"twice": Twice, "searched": Searching, "thawed": Thawing}.get(how, Net)
+            make = {"twice": Twice, "searched": Searching, "unfrozen": Thawing}.get(how, Net)
             module, counted = make("adamw" if how == "adamw" else "sgd"), BytesOfTraining()
             run = trainer(strategy(SCHEMES[name](), ranks_per_node=2, **wire), callbacks=[counted], **arguments)
             run.fit(module)
@@ -104,7 +104,7 @@ def _train_all(runs, folder):
                 "state": whole_state(module),
                 "losses": module.report,
                 "bytes": counted.sent,
-                "agreements": run.strategy.communication()["agreements"],
+                "synchronizations": run.strategy.communication()["synchronizations"],
                 "val_loss": run.callback_metrics["val_loss"].item(),
             }
     results["again"] = _fit_again()
@@ -173,7 +173,7 @@ def _fit_again():
 
 @pytest.fixture(scope="module")
 def trained(launch, request):
-    wanted = {*asked(request, "name", "how"), BETWEEN_AGREEMENTS}
+    wanted = {*requested(request, "name", "how"), BETWEEN_AGREEMENTS}
     return launch(partial(_train_all, [run for run in RUNS if run in wanted]))
 
 
@@ -193,9 +193,9 @@ def test_training_follows_the_strategy_whose_ranks_hold_all(trained, name, how):
 @pytest.mark.parametrize(("name", "how"), ALL, ids=str)
 def test_as_many_bytes_travel_between_nodes(trained, name, how):
     ours, expected = trained[0][name, how, True], trained[0][name, how, False]
-    assert ours["agreements"] == expected["agreements"]
+    assert ours["synchronizations"] == expected["synchronizations"]
     # parts need no padding; whether all nodes took as many steps is asked in one number more, or less, per agreement
-    padding = 4 * 4 * 8 * max(ours["agreements"], 1)
+    padding = 4 * 4 * 8 * max(ours["synchronizations"], 1)
     assert abs(ours["bytes"] - expected["bytes"]) <= padding
     assert ours["bytes"] > 1000
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Share
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.carriers.mean import Average
+from lightning_hiercomm.schemes.reducers.all_reduce import Average
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

@@ -79,7 +79,7 @@ def test_lane_parts_tile_a_tensor_and_sharing_them_gives_everyone_all(nodes, ele
 @pytest.mark.usefixtures("device")
 def test_a_twin_has_communicators_of_its_own():
     def work(topology):
-        twin = topology.twin()
+        twin = topology.duplicate()
         assert (twin.nodes, twin.rank, twin.weights) == (topology.nodes, topology.rank, topology.weights)
         first, second = torch.ones(1, device=place.device), torch.full((1,), 10.0, device=place.device)
         pair = [(topology, first), (twin, second)]
@@ -95,7 +95,7 @@ def test_what_joins_all_ranks_is_there_once_and_closed_once():
     def work(topology):
         closed = []
         topology.world.close = lambda: closed.append(topology.rank)
-        siblings = topology.twin(), topology.ranks_as_nodes()
+        siblings = topology.duplicate(), topology.ranks_as_nodes()
         assert all(sibling.world is topology.world for sibling in siblings)
         siblings[0].close()
         assert not closed
@@ -158,10 +158,10 @@ def test_nodes_must_hold_every_rank_once(nodes):
 
 def test_the_same_ranks_have_the_same_weights_to_the_last_bit_whenever_they_were_told_them():
     def work(topology):
-        earlier = topology.twin(), topology.ranks_as_nodes()
+        earlier = topology.duplicate(), topology.ranks_as_nodes()
         topology.set_weights([0.5, 1 / 6, 1 / 6, 1 / 6])  # whose sum is not quite 1
-        later = topology.twin(), topology.ranks_as_nodes()
-        return [each.weights for each in (topology, *earlier, *later, later[0].twin())]
+        later = topology.duplicate(), topology.ranks_as_nodes()
+        return [each.weights for each in (topology, *earlier, *later, later[0].duplicate())]
 
     for weights in on_ranks(work):
         assert len(set(weights)) == 1
@@ -180,7 +180,7 @@ def test_groups_inside_the_nodes_hold_values_of_their_own():
 
     def work(topology):
         topology.divide(pairs)
-        assert topology.twin().holders["pair"].group is not topology.holders["pair"].group
+        assert topology.duplicate().holders["pair"].group is not topology.holders["pair"].group
         flat = torch.arange(4.0, device=place.device) + 10 * topology.rank
         pair, alone = topology.holders["pair"], topology.holders["rank"]
         assert (pair.lanes, pair.place, pair.size) == (2, topology.rank % 2, 2)

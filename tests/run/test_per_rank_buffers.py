@@ -385,7 +385,7 @@ def _trained_beside_a_bank(topology: Topology, scheme: Any, **more: Any) -> list
             run.step(optimizer, train)
             seen.append([module.running_mean.item(), module.bank.tolist()])
         run.finish()
-        run.agreed_model.average_module()
+        run.averaged_model.average_module()
     finally:
         run.close(timeout=5.0)
     return [*seen, module.bank.tolist()]
@@ -543,7 +543,7 @@ def _trained_on_fabric(ranks_per_node: int, folder: Path) -> dict[str, Any]:
                 fabric.backward(model(torch.full((2, 4), rank + 1.0) + torch.eye(2, 4)).square().sum())
                 optimizer.step()
                 optimizer.zero_grad()
-            with strategy.agreed_model():
+            with strategy.averaged_model():
                 assert len(module.bank) == steps * (rank + 1)
         fabric.save(folder / "saved.ckpt", {"model": module})
         saved = torch.load(folder / "saved.ckpt", weights_only=True)["model"]

@@ -168,43 +168,43 @@ def test_what_accumulates_before_the_last_pass_is_averaged_with_it():
     assert on_two_nodes(work) == [[3.0] * 3] * 2
 
 
-def test_what_left_during_a_backward_pass_on_another_stream_is_kept_for_the_one_that_hands_it_out(pretended):
+def test_what_left_during_a_backward_pass_on_another_stream_is_kept_for_the_one_that_hands_it_out(fake_device):
     if place.device.type != "cpu":
         pytest.skip("the streams are played on the CPU")
 
     def work(layers, gradients, said):
-        of_training, of_backward = pretended.current(), streams.new(place.device)
+        of_training, of_backward = fake_device.current(), streams.new(place.device)
         for _ in range(2):  # from the second on, buckets leave during the pass
             layers.zero_grad()
             with gradients.backward():
                 of_backward.wait_stream(of_training)
-                with pretended.within(of_backward):
+                with fake_device.within(of_backward):
                     layers(torch.tensor([[own(gradients)]], device=place.device)).sum().backward()
                 of_training.wait_stream(of_backward)  # as autograd has it, and its allocator knows of both
                 for parameter in layers.parameters():
-                    pretended.keep(of_training, parameter.grad)
+                    fake_device.keep(of_training, parameter.grad)
         return [p.grad.item() for p in layers.parameters()]
 
     assert on_two_nodes(work) == [[2.0] * 3] * 2
 
 
-def test_a_bucket_that_leaves_in_one_stream_waits_for_gradients_that_were_written_in_another(pretended):
+def test_a_bucket_that_leaves_in_one_stream_waits_for_gradients_that_were_written_in_another(fake_device):
     if place.device.type != "cpu":
         pytest.skip("the streams are played on the CPU")
 
     def work(layers, gradients, said):
-        of_training, of_shards = pretended.current(), streams.new(place.device)
+        of_training, of_shards = fake_device.current(), streams.new(place.device)
         for _ in range(2):  # from the second on, buckets leave during the pass
             layers.zero_grad()
             x = torch.tensor([[own(gradients)]], device=place.device)
             of_shards.wait_stream(of_training)
             with gradients.backward():
                 for layer, stream in zip(layers, (of_shards, of_shards, of_training), strict=True):
-                    with pretended.within(stream):
+                    with fake_device.within(stream):
                         layer(x).sum().backward()
                 of_training.wait_stream(of_shards)  # as FSDP2 has it
                 for parameter in layers.parameters():
-                    pretended.keep(of_training, parameter.grad)
+                    fake_device.keep(of_training, parameter.grad)
         return [p.grad.item() for p in layers.parameters()]
 
     assert on_two_nodes(work) == [[2.0] * 3] * 2

@@ -84,13 +84,13 @@ def test_nested_visits_to_the_agreed_model_end_where_training_was():
         weight = run.module.first.weight
         add(run, 0, run.topology.rank + 1.0)
         seen = [weight.item()]
-        with run.agreed_model():
+        with run.averaged_model():
             seen.append(weight.item())
-            run.agreed_model.enter()  # as validation does, between two hooks
+            run.averaged_model.enter()  # as validation does, between two hooks
             seen.append(weight.item())
-            run.agreed_model.leave()
+            run.averaged_model.leave()
             seen.append(weight.item())
-            seen.append(run.agreed_model.own_values()[id(weight)].item())
+            seen.append(run.averaged_model.own_values()[id(weight)].item())
         return [*seen, weight.item()]
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [
@@ -112,14 +112,14 @@ def test_a_buffer_that_was_infinite_is_part_of_the_agreed_model_once_it_is_finit
                 module.best.fill_(own)
                 for which in (0, 1):
                     add(run, which, 1.0)  # both agree, so nothing but the buffer differs
-                with run.agreed_model():
+                with run.averaged_model():
                     seen.append(module.best.item())
                 seen.append(module.best.item())
 
             look(3.0 if topology.rank == 0 else torch.inf)
             look(topology.rank + 1.0)
             run.finish()
-            run.agreed_model.average_module()
+            run.averaged_model.average_module()
             assert module.mask.isneginf().all()
             return [*seen, module.best.item()]
 
@@ -177,7 +177,7 @@ def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[di
 
             for _ in range(4):
                 run.step(optimizer, step)
-            with run.agreed_model():
+            with run.averaged_model():
                 assert mask is None or torch.equal(module.mask.cpu(), mask)
             run.finish()
             assert mask is None or torch.equal(module.mask.cpu(), mask)
@@ -210,7 +210,7 @@ def test_a_look_between_a_forward_pass_and_its_backward_pass_disturbs_no_gradien
             for looks in (False, True):
                 loss = (module.teacher * module(data)).square().mean()
                 if looks:
-                    with run.agreed_model():
+                    with run.averaged_model():
                         assert teacher.item() == 1.5
                 optimizer.zero_grad()
                 loss.backward()
@@ -233,10 +233,10 @@ def test_the_end_of_a_run_averages_numbers_and_leaves_counts_to_their_ranks():
             module.phase.data += 1j * topology.rank
             add(run, 0, 1.0)
             module.spectrum += 1j * topology.rank
-            with run.agreed_model():
+            with run.averaged_model():
                 seen = [each.item() for each in (module.phase, module.count, module.spectrum)]
             run.finish()
-            run.agreed_model.average_module()
+            run.averaged_model.average_module()
         return [*seen, *(each.item() for each in (module.phase, module.count, module.spectrum))]
 
     assert on_ranks(body, [[0], [1]]) == [[1j, count, 0.5j] * 2 for count in (5, 6)]
@@ -270,7 +270,7 @@ def test_complex_parameters_train_as_their_real_and_imaginary_parts_do(scheme, d
 def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
     def work(run: TrainingRun) -> float:
         add(run, 0, run.topology.rank + 1.0)
-        run.agreed_model.leave()
+        run.averaged_model.leave()
         return run.module.first.weight.item()
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [1.0, 2.0]
@@ -286,7 +286,7 @@ def test_nodes_begin_anew_from_their_agreement_when_parameters_are_added(scheme)
         run.module.register_parameter("extra", extra)
         run.optimizers[0].add_param_group({"params": [extra]})
         add(run, 0, 0.0)
-        with run.agreed_model():
+        with run.averaged_model():
             agreed = run.module.first.weight.item()
         return agreed, any(t is extra for t in own.replica.parameters), own._backgrounds == threads
 
@@ -300,7 +300,7 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
         with torch.no_grad():
             run.module.second.weight.fill_(run.topology.rank)
         run.begin_anew()
-        return [run.module.second.weight.item(), run.schemes[1].unagreed_steps]
+        return [run.module.second.weight.item(), run.schemes[1].unsynchronized_steps]
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
 
@@ -422,7 +422,7 @@ def test_the_agreed_model_and_the_end_of_a_run_hold_the_mean_of_buffers_that_wer
         see_and_step(run, 1.0)
         layer, seen = run.module[0], []
         layer.see(5.0 + run.topology.rank)  # as when gradients are accumulated
-        with run.agreed_model():
+        with run.averaged_model():
             seen += [layer.before[0].item(), layer.mean[0].item()]
             layer.see(9.0)  # a module that also counts what it validates
         seen += [layer.before[0].item(), layer.mean[0].item()]
@@ -441,7 +441,7 @@ def test_under_every_scheme_a_validation_sees_the_mean_of_buffers_that_layers_as
     def work(run: TrainingRun) -> list[float]:
         see_and_step(run, 1.0)
         run.end_epoch()
-        with run.agreed_model():
+        with run.averaged_model():
             return [layer.mean[0].item() for layer in run.module]
 
     assert assigning(scheme, work) == [[1.5, 1.5], [1.5, 1.5]]
@@ -499,9 +499,9 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
                 for _ in range(2):
                     run.step(optimizer, step_in_the_users_autocast)
                 own = module.weight.item()
-                run.agreed_model.enter()
+                run.averaged_model.enter()
                 agreed = module.weight.item()
-                run.agreed_model.leave()
+                run.averaged_model.leave()
             return own, agreed
 
     return on_ranks(body, [[0], [1]])
@@ -525,8 +525,8 @@ def test_a_look_does_not_move_parameters_that_two_optimizers_train():
         with begun(TrainingRun(PeriodicAveraging(5), Replicas(module, optimizers), topology)) as run:
             add(run, 0, topology.rank + 1.0)
             add(run, 1, topology.rank + 1.0)
-            with run.agreed_model():
-                seen = [module.weight.item(), run.agreed_model.own_values()[id(module.weight)].item()]
+            with run.averaged_model():
+                seen = [module.weight.item(), run.averaged_model.own_values()[id(module.weight)].item()]
             return [*seen, module.weight.item()]
 
     assert on_ranks(body, [[0], [1]]) == [[3.0, 2.0, 2.0], [3.0, 4.0, 4.0]]
@@ -543,29 +543,29 @@ def test_what_a_module_writes_to_its_buffers_while_it_is_looked_at_stays(scheme,
             for look in range(3):
                 add(run, 0, 0.0)
                 module.running_mean.fill_(topology.rank)
-                run.agreed_model.enter()
+                run.averaged_model.enter()
                 if look == 1:
                     module.best = module.best + torch.tensor([1.0, 2.0, 0.0], device=place.device)
                 elif look == 2:
                     module.best.copy_(module.best.flip(0))  # the same values elsewhere
-                    own = run.agreed_model.own_values()
+                    own = run.averaged_model.own_values()
                     assert own.get(id(module.best), module.best).tolist() == [0.0, 2.0, 1.0]
-                run.agreed_model.leave()
+                run.averaged_model.leave()
             return [module.running_mean.item(), *module.best.tolist()]
 
     assert on_ranks(body, nodes) == [[0.0, 0.0, 2.0, 1.0], [1.0, 0.0, 2.0, 1.0]]
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), DASO(), DiLoCo(1), Gossip(), PeriodicAveraging(1), StepsDelay()])
-def test_buffers_that_moved_after_an_agreement_are_part_of_the_agreed_model(scheme):
+def test_buffers_that_moved_after_an_agreement_are_part_of_the_averaged_model(scheme):
     def body(topology: Topology) -> list[float]:
         module = nn.BatchNorm1d(1).to(place.device)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         with begun(TrainingRun(scheme, Replicas(module, [optimizer]), topology)) as run:
             add(run, 0, 0.0)
             module.running_mean.fill_(topology.rank)  # another optimizer's forward pass
-            assert not run.agreed_model.is_in_module
-            with run.agreed_model():
+            assert not run.averaged_model.is_in_module
+            with run.averaged_model():
                 seen = module.running_mean.item()
             return [seen, module.running_mean.item()]
 
@@ -607,7 +607,7 @@ def test_gradients_that_cross_nodes_need_no_ear_for_the_optimizers_steps():
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(4), Gossip()])
-def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(scheme):
+def test_buffers_that_a_layer_gets_in_training_are_part_of_the_averaged_model(scheme):
     def body(topology: Topology) -> list[list[float]]:
         module = nn.Linear(1, 1).to(place.device)
         module.register_buffer("late", None)
@@ -617,12 +617,12 @@ def test_buffers_that_a_layer_gets_in_training_are_part_of_the_agreed_model(sche
             module.late = torch.full((2,), float(topology.rank), device=place.device)
             module.register_buffer("later", torch.full((1,), topology.rank + 1.0, device=place.device))
             module.register_buffer("computed", torch.full((1,), float(topology.rank)), persistent=False)
-            assert not run.agreed_model.is_in_module
-            with run.agreed_model():
+            assert not run.averaged_model.is_in_module
+            with run.averaged_model():
                 seen = [*module.late.tolist(), module.later.item(), module.computed.item()]
             own = [*module.late.tolist(), module.later.item()]
             run.finish()
-            run.agreed_model.average_module()
+            run.averaged_model.average_module()
             return [seen, own, [*module.late.tolist(), module.later.item()]]
 
     assert on_ranks(body, [[0], [1]]) == [
@@ -649,7 +649,7 @@ def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_is_told(schem
                 for step in range(4):
                     if formats and step == at:
                         module.to(memory_format=torch.channels_last)
-                    with run.agreed_model():
+                    with run.averaged_model():
                         pass
                     values = torch.arange(48.0, device=place.device).view_as(module.weight)
                     module.weight.grad = torch.sin(values + step + topology.rank)
@@ -689,9 +689,9 @@ def test_parameters_that_lie_otherwise_in_memory_train_like_others_and_go_into_f
                         each.grad = make(torch.sin(values + step + topology.rank).reshape(each.shape))
                     run.step(optimizer, lambda: optimizer.step(), last=step == 3)  # which schemes replace
                 run.end_epoch()
-                with run.agreed_model():
+                with run.averaged_model():
                     run.schedules()
-                    run.agreed_model.own_values()
+                    run.averaged_model.own_values()
                 run.finish()
                 run.load_schedules(run.schedules())
                 return [*module.images.flatten().tolist(), *module.matrix.flatten().tolist()]

@@ -9,9 +9,9 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import asked, leaving_to_the_night
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pairwise import requested, selected
 from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.schemes import SCHEMES
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 
 
 class Lazy(Quadratic):
@@ -196,11 +196,11 @@ def _masked(hows, folder):
 
 @pytest.fixture(scope="module")
 def masked(borrow, request):
-    hows = asked(request, "name", "policy", "wire")
+    hows = requested(request, "name", "policy", "wire")
     return borrow(partial(_masked, [how for how in MASKED if how in hows]), ranks=2)
 
 
-@pytest.mark.parametrize(("name", "policy", "wire"), leaving_to_the_night(MASKED), ids=str)
+@pytest.mark.parametrize(("name", "policy", "wire"), selected(MASKED), ids=str)
 def test_masks_and_bounds_that_are_not_finite_stay_as_they_are_and_end_no_run(masked, name, policy, wire):
     one, other = (reports[name, policy, wire] for reports in masked)
     same_bits([one, other])

@@ -22,21 +22,21 @@ from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Agreement, OuterOptimizer
-from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync
+from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": partial(PeriodicAveraging, 4),
     "every step": partial(PeriodicAveraging, 1),
     "daso": partial(DASO, 2, warmup_epochs=0, cooldown_epochs=0),
-    "eq1": partial(Agreement, when=4, staleness=2, merge="eq1"),
+    "eq1": partial(ParameterSync, schedule=4, staleness=2, merge="eq1"),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
     "gossip": partial(Gossip, segments=2),
     "overlapped gossip": partial(Gossip, segments=2, overlap=True),
     "diloco": partial(DiLoCo, 4),
     "streaming": partial(DiLoCo, 4, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": partial(Agreement, when=4, through=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco": partial(ParameterSync, schedule=4, reducer=RandomPermutation(), merge=OuterOptimizer()),
 }
 
 

@@ -24,7 +24,6 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
     SCHEMES,
-    Agreement,
     AllReduce,
     Context,
     Delta,
@@ -34,6 +33,7 @@ from lightning_hiercomm.schemes import (
     Full,
     Gossip,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Replace,
@@ -58,12 +58,12 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "Gossip(graph=Ring(), segments=2, hierarchical=False)": lambda: Gossip("ring", 2, False),
     "StepsDelay(delay=4)": StepsDelay,
     "StepsDelay(delay=2, warmup_steps=0, local_update='sgd')": lambda: StepsDelay(2, 0, local_update="sgd"),
-    "Agreement(when=Every(period=100, of='run'))": Agreement,
-    "Agreement(when=Staggered(period=6), what=2, merge=OuterOptimizer(SGD, keep_local=0.5), staleness=1)": lambda: (
-        Agreement(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1)
+    "ParameterSync(schedule=Every(period=100, of='run'))": ParameterSync,
+    "ParameterSync(schedule=Staggered(period=6), fragments=2, merge=OuterOptimizer(SGD, keep_local=0.5))": lambda: (
+        ParameterSync(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5))
     ),
-    "Agreement(when=Every(period=3, of='run'), through=RandomPermutation(fair='uniform', seed=1))": lambda: Agreement(
-        3, through=RandomPermutation(seed=1)
+    "ParameterSync(schedule=Every(period=3, of='run'), reducer=RandomPermutation(fair='uniform', seed=1))": lambda: (
+        ParameterSync(3, reducer=RandomPermutation(seed=1))
     ),
     "Replace(keep_local=0.4)": lambda: Replace(0.4),
     "Delta()": Delta,
@@ -84,7 +84,7 @@ RUNNING: dict[str, Callable[[], Scheme]] = {
     "daso, cycling": lambda: DASO(2, 1, 0, 0, narrow_phases="blocking"),
     "streaming": lambda: DiLoCo(4, fragments=2, staleness=1),
     "gossip, overlapped": lambda: Gossip(segments=2, hierarchical=False, overlap=True),
-    "noloco": lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco": lambda: ParameterSync(2, reducer=RandomPermutation(), merge=OuterOptimizer()),
 }
 
 
@@ -141,11 +141,11 @@ def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
     assert Sized([], {}, set()) == Sized([], {}, set())
 
 
-@pytest.mark.parametrize("hook", ["after_step", "step", "schedule", "phase", "average", "attach", "open", "has_update"])
+@pytest.mark.parametrize("hook", ["after_step", "step", "shared_state", "phase", "average", "attach", "has_update"])
 def test_a_hook_that_would_never_be_called_is_refused_and_said_to_belong_to_what_runs(hook):
     # schemes of one's own were one class once
-    with pytest.raises(TypeError, match=rf"Mine\.{hook} is of what runs, .*RunningAgreement.*Mine\.build"):
-        type("Mine", (Agreement,), {hook: lambda self: None})
+    with pytest.raises(TypeError, match=rf"Mine\.{hook} is of what runs, .*RunningParameterSync.*Mine\.build"):
+        type("Mine", (ParameterSync,), {hook: lambda self: None})
     with pytest.raises(TypeError, match=r"Mine\.\w+ is of what runs, .*RunningScheme.*Mine\.build"):
         type("Mine", (Scheme,), {hook: lambda self: None})
 
@@ -200,8 +200,8 @@ def live(running: RunningScheme[Scheme], optimizer: torch.optim.Optimizer) -> No
         running.end_epoch(torch.tensor(1.0))
     running.settle()
     running.load_state_dict(running.state_dict())
-    running.agree()
-    running.load_state_dict(running.schedule())
+    running.synchronize()
+    running.load_state_dict(running.shared_state())
     running.follow(running.replica)
     running.undo_point()
     running.step(partial(step, optimizer))
@@ -233,7 +233,7 @@ def test_what_is_built_twice_shares_nothing_and_leaves_the_value_as_it_was(name)
         assert one.config is other.config is scheme
         shared = {id(thing) for thing in owned(one)} & {id(thing) for thing in owned(other)}
         assert [thing for thing in owned(other) if id(thing) in shared] == []
-        assert (other.steps, other.agreements) == (0, 0)
+        assert (other.steps, other.synchronizations) == (0, 0)
         other.close()
 
     on_ranks(work)

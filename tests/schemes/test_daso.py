@@ -63,19 +63,19 @@ def single(number):
     return torch.tensor(number, dtype=torch.float32).item()
 
 
-@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+@pytest.mark.parametrize("reducer", ["leader", "sharded"])
 @pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
-def test_a_cycling_epoch_follows_the_table_to_the_digit(run_oracle, exchange, staleness, table, mean):
-    traces = run_oracle(cycling(4, staleness, exchange=exchange))
+def test_a_cycling_epoch_follows_the_table_to_the_digit(run_oracle, reducer, staleness, table, mean):
+    traces = run_oracle(cycling(4, staleness, reducer=reducer))
     for rank, trace in enumerate(traces):
         assert trace.after_step[:7] == [single(pair[rank // 2]) for pair in table]
         assert trace.after_epoch == [mean]
         assert trace.finished == mean
 
 
-@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
-def test_blocking_phases_follow_the_table_and_equal_averaging_at_every_step(run_oracle, exchange):
-    traces = run_oracle(lambda: DASO(warmup_epochs=1, exchange=exchange))
+@pytest.mark.parametrize("reducer", ["leader", "sharded"])
+def test_blocking_phases_follow_the_table_and_equal_averaging_at_every_step(run_oracle, reducer):
+    traces = run_oracle(lambda: DASO(warmup_epochs=1, reducer=reducer))
     assert traces[0].after_step[:4] == [2, 3, 3.5, 3.75]
     assert [t.after_step for t in traces] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1))]
 
@@ -139,7 +139,7 @@ def test_the_ranks_of_a_node_carry_the_exchanges_in_turn(run_oracle):
 
 
 def test_a_sharded_exchange_is_carried_by_all_ranks_alike(run_oracle):
-    sent = [trace.meter["inter_bytes"] for trace in run_oracle(cycling(exchange="sharded"), steps_per_epoch=12)]
+    sent = [trace.meter["inter_bytes"] for trace in run_oracle(cycling(reducer="sharded"), steps_per_epoch=12)]
     preflight = 3 * 8  # bytes, at every exchange and at the end
     assert sent == [4 * (preflight + 4) + preflight] * 4
 
@@ -171,7 +171,7 @@ def test_both_ways_to_exchange_give_the_same_numbers(run_oracle, nodes, merge, w
     # a warm-up epoch, two that cycle and a cool-down, on nodes of any size
     traces = [
         run_oracle(
-            lambda exchange=exchange: DASO(3, 2, 1, 1, merge=merge, exchange=exchange),
+            lambda reducer=reducer: DASO(3, 2, 1, 1, merge=merge, reducer=reducer),
             nodes=nodes,
             targets=(0.0, 2.0, 4.0, 10.0, -3.0, 1.5),
             momentum=0.9,
@@ -180,11 +180,11 @@ def test_both_ways_to_exchange_give_the_same_numbers(run_oracle, nodes, merge, w
             losses=[1.0] * 4,
             wire=wire,
         )
-        for exchange in ("rotating", "sharded")
+        for reducer in ("leader", "sharded")
     ]
-    for rotating, sharded in zip(*traces, strict=True):
-        assert rotating.after_step == sharded.after_step
-        assert rotating.finished == sharded.finished == traces[0][0].finished
+    for leader, sharded in zip(*traces, strict=True):
+        assert leader.after_step == sharded.after_step
+        assert leader.finished == sharded.finished == traces[0][0].finished
 
 
 @pytest.mark.parametrize("merge", ["eq1", "delta"])
@@ -356,9 +356,9 @@ def test_an_epoch_is_judged_by_the_metric_that_was_known_when_the_file_was_saved
             rank.train(last=True)
             rank.scheme.end_epoch(None)
         rank.scheme.hear_metrics(lambda: logged)
-        before_validation = reloaded(rank.scheme.schedule())
+        before_validation = reloaded(rank.scheme.shared_state())
         rank.scheme.hear_metrics(lambda: {"val_loss": torch.tensor(1.0)})
-        after_validation = reloaded(rank.scheme.schedule())
+        after_validation = reloaded(rank.scheme.shared_state())
         periods = []
         for state in (before_validation, after_validation):
             with attached(rank.topology, scheme, epochs=10, begins_epoch=False) as again:
@@ -544,11 +544,11 @@ def test_agreeing_in_mid_cycle_gives_the_mean_and_leaves_the_training_as_it_was(
     assert [agreed for _, agreed in looked] == [means] * 4
 
 
-@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+@pytest.mark.parametrize("reducer", ["leader", "sharded"])
 @pytest.mark.parametrize("merge", ["eq1", "delta"])
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
-def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(exchange, merge, wire):
-    scheme = cycling(4, 3, exchange=exchange, merge=merge, patience=0)()
+def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(reducer, merge, wire):
+    scheme = cycling(4, 3, reducer=reducer, merge=merge, patience=0)()
     training = {"wire": wire, "shapes": {"x": 5}}
 
     def whole(rank):
@@ -586,15 +586,15 @@ def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_sch
             scheme.end_epoch(torch.tensor(1.0))
         scheme.begin_epoch(2, {})
         rank.train()
-        state = scheme.schedule()
-        scheme.agree()
+        state = scheme.shared_state()
+        scheme.synchronize()
         agreed = scheme.replica.snapshot()
 
         with attached(rank.topology, original, epochs=10) as again:
             resumed = again.scheme
             resumed.replica.restore(agreed)
-            resumed.load_state_dict({**state, "unagreed_steps": 0})
-            assert (resumed.period, resumed.staleness, resumed.synchronizations) == (4, 1, scheme.synchronizations)
+            resumed.load_state_dict({**state, "unsynchronized_steps": 0})
+            assert (resumed.period, resumed.staleness, resumed.exchanges_started) == (4, 1, scheme.exchanges_started)
             local = again.values.item()
             again.train()
             # the exchange that was in flight is gone: this was a local step
@@ -615,10 +615,9 @@ def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
         if rank.node == 1:
             saved.wait(timeout=10)
         rank.train()
-        state = scheme.state_dict()
+        scheme.state_dict()
         if rank.node == 0:
             saved.wait(timeout=10)
-            assert "exchange" not in state
         scheme.finish()
 
     on_four_ranks(work, cycling()())
@@ -691,7 +690,7 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(narrow_phases):
         ({"warmup_epochs": -1}, "warmup_epochs=-1"),
         ({"cooldown_steps": -1}, "cooldown_steps=-1"),
         ({"merge": "mean"}, "merge='mean'"),
-        ({"exchange": "split"}, "exchange='split'"),
+        ({"reducer": "split"}, "reducer='split'"),
         ({"threshold": 2.0}, "threshold=2.0"),
         ({"patience": -1}, "patience=-1"),
     ],
@@ -720,18 +719,18 @@ class Watched(Oracle):
         return DataLoader(torch.ones(4, 1))
 
 
-@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
+@pytest.mark.parametrize("reducer", ["leader", "sharded"])
 @pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
-@pytest.mark.borrows
-def test_four_processes_follow_the_table_to_the_digit(fit, exchange, staleness, table, mean):
-    reports = fit(Watched(), {"scheme": cycling(4, staleness, exchange=exchange)()}, limit_val_batches=0)
+@pytest.mark.pooled
+def test_four_processes_follow_the_table_to_the_digit(fit, reducer, staleness, table, mean):
+    reports = fit(Watched(), {"scheme": cycling(4, staleness, reducer=reducer)()}, limit_val_batches=0)
     for rank, report in enumerate(reports):
         assert [x for x, _ in report["report"]] == [single(pair[rank // 2]) for pair in table] + [mean]
         assert report["state_dict"]["x"].item() == mean
 
 
 @pytest.mark.parametrize("monitor", [None, "val_loss"])
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
     # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
     scheme = DASO(4, 1, warmup_epochs=1, cooldown_epochs=1, patience=0, monitor=monitor)
@@ -741,7 +740,7 @@ def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
 
 
 @pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tmp_path, replicas):
     save = ModelCheckpoint(tmp_path / "files", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     strategy = {"scheme": cycling(4, 1, patience=0, monitor="val_loss")(), "checkpoint_replicas": replicas}
@@ -755,7 +754,7 @@ def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tm
     assert [period for _, period in resumed] == [2, 1]
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_does_not_disturb(fit, tmp_path):
     # after batch 4 group 1 has just sent; the table says 1.046875 / 6.578125
     save = ModelCheckpoint(tmp_path, filename="in-flight", every_n_train_steps=5)
@@ -793,7 +792,7 @@ class Phases(Watched):
         ({"max_steps": 32}, ["warm-up"] * 8 + ["cycling"] * 16 + ["cool-down"] * 8),  # four epochs of 8 batches
     ],
 )
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, expected):
     length = {"max_epochs": -1, **length}
     (report, *_) = fit(Phases(), {"scheme": "daso"}, limit_val_batches=0, **length)
@@ -821,13 +820,13 @@ class TwoInTurn(Phases):
         self.report.append(self.trainer.strategy.schemes[0].phase)
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_the_length_of_a_run_of_two_optimizers_is_half_of_what_lightning_counts(fit):
     (report, *_) = fit(TwoInTurn(), {"scheme": "daso"}, limit_val_batches=0, max_epochs=-1, max_steps=16)
     assert report["report"] == ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
     scheme = DASO(2, 1, warmup_epochs=0, cooldown_steps=4)
     callbacks = [GradientAccumulationScheduler({1: 4})]  # 8 batches an epoch: 8 steps, and then 2 and 2
@@ -836,11 +835,11 @@ def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
     assert phases == ["cycling"] * 8 + ["cool-down"] * 4
 
 
-@pytest.mark.parametrize("exchange", ["rotating", "sharded"])
-def test_only_the_phases_that_are_said_to_be_narrow_send_fewer_bytes(run_oracle, exchange):
+@pytest.mark.parametrize("reducer", ["leader", "sharded"])
+def test_only_the_phases_that_are_said_to_be_narrow_send_fewer_bytes(run_oracle, reducer):
     def sent(narrow_phases, **phases):
         traces = run_oracle(
-            lambda: DASO(2, 1, **phases, exchange=exchange, narrow_phases=narrow_phases),
+            lambda: DASO(2, 1, **phases, reducer=reducer, narrow_phases=narrow_phases),
             epochs=2,
             losses=[1.0, 1.0],
             wire=Wire(torch.bfloat16),
@@ -868,7 +867,7 @@ def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
 
 def test_without_gradients_narrow_phases_make_no_difference_where_nothing_is_narrowed():
     def train(narrow_phases: str) -> list[list[list[float]]]:
-        cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "exchange": "sharded", "gradients": "none"}
+        cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "reducer": "sharded", "gradients": "none"}
         scheme = DASO(3, 2, narrow_phases=narrow_phases, **cycle)
         return [rank.trace for rank in on_nodes(steps(8), scheme, TWO_BY_TWO)]
 

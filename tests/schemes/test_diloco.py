@@ -10,7 +10,7 @@ from harness import reloaded
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from lightning_hiercomm.schemes import Agreement, AllReduce, DiLoCo, OuterOptimizer, PeriodicAveraging
+from lightning_hiercomm.schemes import AllReduce, DiLoCo, OuterOptimizer, ParameterSync, PeriodicAveraging
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -127,8 +127,8 @@ def plainly(steps, weights, fragments, *, sync_every, staleness, keep_local, out
     x = [torch.full((size,), start, dtype=torch.float64) for _ in range(count)]
     ends = torch.tensor(fragments).cumsum(0).tolist()
     slices = [slice(end - length, end) for end, length in zip(ends, fragments, strict=True)]
-    anchors = [torch.nn.Parameter(torch.full((length,), start, dtype=torch.float64)) for length in fragments]
-    optimizers = [outer([anchor]) for anchor in anchors]
+    references = [torch.nn.Parameter(torch.full((length,), start, dtype=torch.float64)) for length in fragments]
+    optimizers = [outer([reference]) for reference in references]
     on_the_way, trace, agreed = {}, [], []
     for t in range(1, steps + 1):
         for node in range(count):
@@ -136,12 +136,12 @@ def plainly(steps, weights, fragments, *, sync_every, staleness, keep_local, out
         for p, part in enumerate(slices):
             due_after = (p + 1) * sync_every // len(slices) % sync_every
             if (t + staleness) % sync_every == due_after:
-                on_the_way[p] = sum(w * (anchors[p].detach() - own[part]) for w, own in zip(weights, x, strict=True))
+                on_the_way[p] = sum(w * (references[p].detach() - own[part]) for w, own in zip(weights, x, strict=True))
             if t % sync_every == due_after and p in on_the_way:
-                anchors[p].grad = on_the_way.pop(p)
+                references[p].grad = on_the_way.pop(p)
                 optimizers[p].step()
                 for own in x:
-                    own[part] = keep_local * own[part] + (1 - keep_local) * anchors[p].detach()
+                    own[part] = keep_local * own[part] + (1 - keep_local) * references[p].detach()
         trace.append([own.clone() for own in x])
         agreed.append(sum(w * own for w, own in zip(weights, x, strict=True)))
     return trace, agreed
@@ -156,7 +156,7 @@ OUTER = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize(
     ("sync_every", "fragments", "staleness", "keep_local"),
@@ -316,7 +316,7 @@ def test_asking_for_the_agreed_model_at_every_step_changes_nothing(on_nodes, sch
             rank.train(lambda x: x - target.to(x.dtype))
             agreed = rank.topology.world.all_gather_object(rank.agreed())
             assert all(torch.equal(one, agreed[0]) for one in agreed)
-            rank.scheme.schedule()  # as a plain checkpoint does
+            rank.scheme.shared_state()  # as a plain checkpoint does
             trace.append(rank.values)
         return torch.stack(trace)
 
@@ -332,7 +332,7 @@ def test_an_outer_scheduler_counts_a_period_whose_exchange_is_in_flight_in_a_fil
     def first(rank):
         for _ in range(7):  # sent after the sixth step, to be merged after the eighth
             rank.train()
-        saved[rank.rank] = reloaded(rank.scheme.schedule())
+        saved[rank.rank] = reloaded(rank.scheme.shared_state())
         for _ in range(5):
             rank.train()
         return rank.scheme.scalars()["outer_lr"]
@@ -374,7 +374,7 @@ def test_the_agreed_model_is_the_mean_of_the_nodes_present_parameters(on_nodes, 
         torch.testing.assert_close(seen, torch.stack(expected), rtol=0, atol=1e-12)
 
 
-def test_parameters_that_are_thawed_later_leave_the_momentum_of_the_others_alone(on_nodes):
+def test_parameters_that_are_unfrozen_later_leave_the_momentum_of_the_others_alone(on_nodes):
     steps = 12
 
     def work(rank):
@@ -383,7 +383,7 @@ def test_parameters_that_are_thawed_later_leave_the_momentum_of_the_others_alone
         for step in range(steps):
             if step == 6 and "b" in frozen:  # what `TrainingRun.step` does
                 rank.module["b"].requires_grad_(True)
-                rank.scheme.agree()
+                rank.scheme.synchronize()
                 rank.scheme.follow(rank.replica())
             # each tensor has a target of its own, whatever else is trained
             pieces = dict(zip(SEVENS, target.split(list(SEVENS.values())), strict=True))
@@ -394,10 +394,10 @@ def test_parameters_that_are_thawed_later_leave_the_momentum_of_the_others_alone
 
     arguments = {"shapes": SEVENS, "dtype": torch.float64, "bucket_bytes": 48}
     frozen = ("b",)
-    thawed = on_nodes(work, DiLoCo(3), TWO_OF_TWO, frozen=frozen, **arguments)
+    unfrozen = on_nodes(work, DiLoCo(3), TWO_OF_TWO, frozen=frozen, **arguments)
     frozen = ()
     whole = on_nodes(work, DiLoCo(3), TWO_OF_TWO, **arguments)
-    for one, other in zip(thawed, whole, strict=True):
+    for one, other in zip(unfrozen, whole, strict=True):
         for name in ("a", "c"):
             torch.testing.assert_close(one[-1][name], other[-1][name], rtol=0, atol=1e-14)
         # b trained for half as long, from the beginning
@@ -430,8 +430,8 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
 
     def saving(rank):
         train(rank, 8)
-        schedule = rank.scheme.schedule()
-        rank.scheme.agree()
+        schedule = rank.scheme.shared_state()
+        rank.scheme.synchronize()
         return reloaded({"scheme": schedule, "values": rank.scheme.replica.snapshot()})
 
     saved = on_nodes(saving, DiLoCo(6, OUTER[outer]), TWO_OF_TWO, **arguments)
@@ -440,26 +440,26 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
     def resuming(rank):
         rank.scheme.replica.restore(saved[0]["values"])
         rank.scheme.load_state_dict(saved[0]["scheme"])
-        assert repr(reloaded(rank.scheme.schedule())) == repr(saved[0]["scheme"])
+        assert repr(reloaded(rank.scheme.shared_state())) == repr(saved[0]["scheme"])
         train(rank, 12)
         return rank.agreed()
 
     # the same in one place: an outer optimizer for each set of elements that the resumed run has as a fragment
     x = torch.ones(23, dtype=torch.float64)
-    anchors = [torch.nn.Parameter(x[list(part)]) for part in elements]
-    optimizers = [OUTER[outer]([anchor]) for anchor in anchors]
+    references = [torch.nn.Parameter(x[list(part)]) for part in elements]
+    optimizers = [OUTER[outer]([reference]) for reference in references]
     for step in range(1, 21):
         x -= 0.1 * (x - target)
-        for p, (part, anchor, optimizer) in enumerate(zip(elements, anchors, optimizers, strict=True)):
+        for p, (part, reference, optimizer) in enumerate(zip(elements, references, optimizers, strict=True)):
             if step % 6 == (0 if step <= 8 else (p + 1) * 6 // len(elements) % 6):
-                anchor.grad = anchor.detach() - x[list(part)]
+                reference.grad = reference.detach() - x[list(part)]
                 optimizer.step()
-                x[list(part)] = anchor.detach()
+                x[list(part)] = reference.detach()
     for agreed in on_nodes(resuming, DiLoCo(6, OUTER[outer], fragments), nodes, bucket_bytes=bucket_bytes, **arguments):
         torch.testing.assert_close(agreed, x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
     "scheme",
@@ -517,8 +517,8 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
         training(rank, 5)
         if how == "companion":
             return rank.state()
-        schedule = rank.scheme.schedule()
-        rank.scheme.agree()
+        schedule = rank.scheme.shared_state()
+        rank.scheme.synchronize()
         return reloaded({"scheme": schedule, "values": rank.scheme.replica.snapshot()})
 
     saved = on_nodes(saving, explicit, TWO_OF_TWO, **arguments)
@@ -529,7 +529,7 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
         else:
             rank.scheme.replica.restore(saved[0]["values"])
             rank.scheme.load_state_dict(saved[0]["scheme"])
-        return training(rank, 8), rank.scheme.schedule()["kept_late"]
+        return training(rank, 8), rank.scheme.shared_state()["kept_late"]
 
     said = on_nodes(resuming, explicit, TWO_OF_TWO, **arguments)
     assert "keep_local" not in caplog.text
@@ -543,7 +543,7 @@ def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_defa
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0,), (1,), (2,), (3,)), ((0, 1), (2,))], ids=str)
 @pytest.mark.parametrize(("fragments", "staleness"), [(1, 0), (4, 1)])
@@ -702,14 +702,14 @@ def test_a_plain_state_of_fragments_that_cut_a_tensor_restores_what_each_element
 
     def saving(rank):
         train(rank, 3)
-        return reloaded({"scheme": rank.scheme.schedule(), "values": rank.scheme.replica.snapshot()})
+        return reloaded({"scheme": rank.scheme.shared_state(), "values": rank.scheme.replica.snapshot()})
 
     saved = on_nodes(saving, scheme, TWO_OF_TWO, **arguments)[0]
 
     def resuming(rank):
         rank.scheme.replica.restore(saved["values"])
         rank.scheme.load_state_dict(saved["scheme"])
-        assert repr(reloaded(rank.scheme.schedule())) == repr(saved["scheme"])
+        assert repr(reloaded(rank.scheme.shared_state())) == repr(saved["scheme"])
         return train(rank, 9)
 
     straight = on_nodes(lambda rank: train(rank, 12), scheme, TWO_OF_TWO, **arguments)[0]
@@ -720,10 +720,10 @@ def test_a_plain_state_of_fragments_that_cut_a_tensor_restores_what_each_element
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL], ids=str)
 @pytest.mark.parametrize("fragments", [1, 2, ["c"]], ids=str)
 @pytest.mark.parametrize("outer", [partial(Adam, lr=0.1), DAMPENED], ids=["adam", "dampened"])
-def test_parameters_that_are_thawed_or_frozen_leave_the_outer_steps_of_all_others_as_they_are(
+def test_parameters_that_are_unfrozen_or_frozen_leave_the_outer_steps_of_all_others_as_they_are(
     on_nodes, outer, fragments, nodes
 ):
-    # each element by itself: what is thawed begins with its first outer step, others go on with their next one
+    # each element by itself: what is unfrozen begins with its first outer step, others go on with their next one
     def work(rank):
         target = target_of(0, 23)
         held = dict(zip(SEVENS, target.split(list(SEVENS.values())), strict=True))
@@ -732,7 +732,7 @@ def test_parameters_that_are_thawed_or_frozen_leave_the_outer_steps_of_all_other
             if changes is not None:
                 rank.module[changes[0]].requires_grad_(changes[1])
                 rank.module[changes[0]].grad = None
-                rank.scheme.agree()
+                rank.scheme.synchronize()
                 rank.scheme.follow(rank.replica())
             names = [name for name, p in rank.module.named_parameters() if p.requires_grad]
             rank.train(lambda x, names=names: x - torch.cat([held[name] for name in names]))
@@ -742,29 +742,31 @@ def test_parameters_that_are_thawed_or_frozen_leave_the_outer_steps_of_all_other
         """A parameter that is trained from one step to another, as long as it is trained by itself."""
         x = torch.ones(SEVENS[name], dtype=torch.float64)
         target = dict(zip(SEVENS, target_of(0, 23).split(list(SEVENS.values())), strict=True))[name]
-        anchor = torch.nn.Parameter(x.clone())
-        optimizer = outer([anchor])
+        reference = torch.nn.Parameter(x.clone())
+        optimizer = outer([reference])
         for step in range(16):
             if step in (5, 10):
-                anchor.data.copy_(x)
+                reference.data.copy_(x)
             if first <= step < last:
                 x -= 0.1 * (x - target)
                 if (step + 1) % 4 == 0:
-                    anchor.grad = anchor.detach() - x
+                    reference.grad = reference.detach() - x
                     optimizer.step()
-                    x = anchor.detach().clone()
+                    x = reference.detach().clone()
         return x
 
     scheme = DiLoCo(4, outer, fragments)
     if fragments != 1:
-        scheme = Agreement(4, fragments, merge=OuterOptimizer(outer))  # all at once, or parts would not be comparable
+        scheme = ParameterSync(
+            4, fragments, merge=OuterOptimizer(outer)
+        )  # all at once, or parts would not be comparable
     arguments = {"shapes": SEVENS, "dtype": torch.float64, "frozen": ["b"], "bucket_bytes": 40}
     for held in on_nodes(work, scheme, nodes, **arguments):
         for name, (first, last) in {"a": (0, 10), "b": (5, 16), "c": (0, 16)}.items():
             torch.testing.assert_close(held[name], alone(name, first, last), rtol=0, atol=1e-12)
 
 
-def test_a_thaw_while_something_is_in_flight_leaves_the_outer_scheduler_its_period(on_nodes):
+def test_a_unfreeze_while_something_is_in_flight_leaves_the_outer_scheduler_its_period(on_nodes):
     scheme = DiLoCo(4, partial(SGD, lr=1.0), staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
 
     def work(rank, thaws_before):
@@ -772,7 +774,7 @@ def test_a_thaw_while_something_is_in_flight_leaves_the_outer_scheduler_its_peri
         for step in range(1, 13):
             if step == thaws_before:
                 rank.module["b"].requires_grad_(True)
-                rank.scheme.agree()
+                rank.scheme.synchronize()
                 rank.scheme.follow(rank.replica())
             rank.train(1.0)
             rates.append(rank.scheme.outer.learning_rate)

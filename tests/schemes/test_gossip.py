@@ -46,7 +46,7 @@ def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.
     def body(rank):
         own = values if starts is None else values[rank.rank]
         torch.nn.utils.vector_to_parameters(own.expand_as(rank.values).to(place.device, copy=True), rank.parameters)
-        rank.scheme.unagreed_steps = 1  # they differ
+        rank.scheme.unsynchronized_steps = 1  # they differ
         return work(rank)
 
     shapes = shapes or {"x": values[0].numel() if starts is not None else 1}
@@ -421,10 +421,10 @@ def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
     def work(rank):
         for _ in range(3):
             rank.train(0.0)
-        counts = {name: value for name, value in rank.scheme.schedule().items() if isinstance(value, int)}
+        counts = {name: value for name, value in rank.scheme.shared_state().items() if isinstance(value, int)}
         rank.scheme.settle()
-        rank.scheme.agree()
-        rank.scheme.load_state_dict({**counts, "unagreed_steps": 0})
+        rank.scheme.synchronize()
+        rank.scheme.load_state_dict({**counts, "unsynchronized_steps": 0})
         rank.train(0.0)
         return rank.values.item(), rank.scheme.steps
 
@@ -543,7 +543,7 @@ class Adversaries(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=4)
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_sgp_over_four_processes_follows_the_table(fit):
     reports = fit(Oracle(), {"scheme": Gossip("directed_exponential", 1, hierarchical=False)})
     table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
@@ -551,14 +551,14 @@ def test_sgp_over_four_processes_follows_the_table(fit):
     assert {report["state_dict"]["x"].item() for report in reports} == {3.75}
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_two_nodes_of_processes_average_at_every_step(fit):
     reports = fit(Oracle(), {"scheme": "gossip"})
     assert [report["report"] for report in reports] == [[2.0, 3.0, 3.5, 3.75]] * 4
 
 
-@pytest.mark.covering
-@pytest.mark.borrows
+@pytest.mark.pairwise
+@pytest.mark.pooled
 @pytest.mark.parametrize("hierarchical", [True, False])
 @pytest.mark.parametrize(
     "options",

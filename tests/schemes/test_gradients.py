@@ -238,7 +238,7 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 @pytest.mark.parametrize("first", [(2, 0), (0, 25)], ids=["other parameters", "other elements"])
 @pytest.mark.parametrize("kind", [WorldSum, NodesMean])
 def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
-    """Of two buckets the first has another content of the same size in its second round: some were thawed."""
+    """Of two buckets the first has another content of the same size in its second round: some were unfrozen."""
     model = [torch.zeros(50, device=place.device, requires_grad=True) for _ in range(5)]
 
     def round_of(path, topology, number, place, start):
@@ -365,7 +365,7 @@ def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradie
 
 
 @pytest.mark.parametrize("waits_on_host", [False, True])
-def test_what_a_gpu_waits_for_other_nodes_gradients_is_filed_under_theirs(waits_on_host, pretended):
+def test_what_a_gpu_waits_for_other_nodes_gradients_is_filed_under_theirs(waits_on_host, fake_device):
     def work(topology):
         path = gradient_path("world", topology, place.device, Wire(), 4 * 2**20)
         bucket = gradient_of(topology.rank, 100)
@@ -405,7 +405,7 @@ class Growing(Oracle):
         self.report.append(self.trainer.strategy._run.gradients.state_dict()["scale"])
 
 
-@pytest.mark.borrows
+@pytest.mark.pooled
 def test_what_is_kept_back_in_a_fit_has_the_scale_of_the_gradient_scaler(fit):
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
     strategy = {"scheme": AllReduce(), "ranks_per_node": 1, "wire_dtype": "int8"}

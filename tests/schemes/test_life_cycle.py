@@ -23,11 +23,11 @@ from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     Context,
     DiLoCo,
     Gossip,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     RunningScheme,
@@ -48,7 +48,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "steps_delay": lambda: StepsDelay(2, warmup_steps=0),
     "gossip": lambda: Gossip(segments=2, overlap=True),
     "gossip, flat": lambda: Gossip(segments=2, hierarchical=False),
-    "agreement by graph": lambda: Agreement(2, through=RandomPermutation()),
+    "agreement by graph": lambda: ParameterSync(2, reducer=RandomPermutation()),
 }
 
 
@@ -76,7 +76,7 @@ def steps(scheme: RunningScheme[Scheme], optimizer: torch.optim.Optimizer, numbe
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_50_thaws_open_no_group_and_start_no_thread(name):
+def test_50_unfreezes_open_no_group_and_start_no_thread(name):
     def work(topology: Topology) -> tuple[int, int, int]:
         parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -86,11 +86,11 @@ def test_50_thaws_open_no_group_and_start_no_thread(name):
         steps(scheme, optimizer, 4)
         groups, backgrounds = topology._connect.groups, len(scheme._backgrounds)
         for _ in range(50):
-            thawed = nn.Parameter(torch.zeros(2, device=place.device))
+            unfrozen = nn.Parameter(torch.zeros(2, device=place.device))
             if len(parameters) < 3:
-                parameters.append(thawed)
-                optimizer.add_param_group({"params": [thawed]})
-            scheme.agree()
+                parameters.append(unfrozen)
+                optimizer.add_param_group({"params": [unfrozen]})
+            scheme.synchronize()
             scheme.follow(Replica(parameters))
             steps(scheme, optimizer, 3)
         scheme.finish()
@@ -114,7 +114,7 @@ def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
         steps(scheme, optimizer, 3)
         parameters.append(nn.Parameter(torch.zeros(2, device=place.device)))
         optimizer.add_param_group({"params": parameters[-1:]})
-        scheme.agree()
+        scheme.synchronize()
         scheme.follow(Replica(parameters))
         steps(scheme, optimizer, 3)
         scheme.finish()

@@ -9,8 +9,8 @@ import torch
 from harness import on_nodes, with_policy
 
 from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
-from lightning_hiercomm.schemes import Agreement
-from lightning_hiercomm.schemes.carriers.graphs import DirectedExponential, Full, RandomPermutation, Ring
+from lightning_hiercomm.schemes import ParameterSync
+from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Full, RandomPermutation, Ring
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -23,8 +23,8 @@ NODES = {
     "1+2+1": ((0,), (1, 2), (3,)),
 }
 WAYS = {
-    "mean": "mean",
-    "rotating": "rotating",
+    "sharded": "sharded",
+    "leader": "leader",
     "ring": Ring(),
     "full": Full(),
     "exponential": DirectedExponential(),
@@ -37,7 +37,7 @@ def target_of(rank: int) -> torch.Tensor:
     return torch.arange(7, dtype=torch.float64) * (rank + 1) - 3.0 * rank
 
 
-def plainly(nodes, weights, through, staleness, gradients):
+def plainly(nodes, weights, reducer, staleness, gradients):
     """Every rank's values after each step, with nothing but means."""
     total = sum(weights)
     w = [weight / total for weight in weights]
@@ -48,13 +48,13 @@ def plainly(nodes, weights, through, staleness, gradients):
 
     def received(sent, turn):
         """What comes of what everybody sent, by rank."""
-        if isinstance(through, str):
+        if isinstance(reducer, str):
             everyone = mean(sent, range(len(sent)))
             return [everyone] * len(sent)
         of_node = [mean(sent, ranks) for ranks in nodes]
         if len(nodes) == 1:
             return [of_node[0]] * len(sent)
-        peers = through.send_to(len(nodes), turn, 0)
+        peers = reducer.send_to(len(nodes), turn, 0)
         means = []
         for node in range(len(nodes)):
             sources = [node, *(other for other, to in enumerate(peers) if node in to)]
@@ -70,7 +70,7 @@ def plainly(nodes, weights, through, staleness, gradients):
         x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]
         sends = (step + staleness) % PERIOD == 0
         if len(nodes) > 1 or (gradients == "none" and len(x) > 1):  # else there is nobody to agree with
-            if sends and not isinstance(through, str):
+            if sends and not isinstance(reducer, str):
                 x = [mean(x, nodes[of[r]]) for r in range(len(x))]
             if staleness and step % PERIOD == 0 and on_the_way is not None:
                 x, on_the_way = on_the_way, None
@@ -85,14 +85,14 @@ def plainly(nodes, weights, through, staleness, gradients):
     return trace
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("gradients", ["node", "none"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("staleness", [0, 1, PERIOD])
 @pytest.mark.parametrize("place", NODES)
 def test_every_rank_holds_what_plain_means_say(gradients, way, staleness, place):
-    nodes, through = NODES[place], WAYS[way]
-    weights = [1.0 + 0.5 * rank for rank in range(sum(map(len, nodes)))] if isinstance(through, str) else None
+    nodes, reducer = NODES[place], WAYS[way]
+    weights = [1.0 + 0.5 * rank for rank in range(sum(map(len, nodes)))] if isinstance(reducer, str) else None
 
     def work(rank):
         target = target_of(rank.rank)
@@ -100,9 +100,9 @@ def test_every_rank_holds_what_plain_means_say(gradients, way, staleness, place)
             rank.train(lambda x: x - target)
         return torch.tensor(rank.trace, dtype=torch.float64)
 
-    scheme = Agreement(PERIOD, through=through, staleness=staleness, gradients=gradients)
+    scheme = ParameterSync(PERIOD, reducer=reducer, staleness=staleness, gradients=gradients)
     arguments = {"shapes": [(4,), (3,)], "dtype": torch.float64, "inner": INNER, "bucket_bytes": 2**20}
-    expected = plainly(nodes, weights or [1.0] * sum(map(len, nodes)), through, staleness, gradients)
+    expected = plainly(nodes, weights or [1.0] * sum(map(len, nodes)), reducer, staleness, gradients)
     ranks = on_nodes(work, scheme, nodes, weights=weights, timeout=10.0, **arguments)
     for number, trace in enumerate(ranks):
         own = torch.stack([values[number] for values in expected])
@@ -110,7 +110,7 @@ def test_every_rank_holds_what_plain_means_say(gradients, way, staleness, place)
 
 
 @pytest.mark.parametrize(
-    "scheme", [PeriodicAveraging(2, at_epoch_end=False), Agreement(2)], ids=["periodic", "agreement"]
+    "scheme", [PeriodicAveraging(2, at_epoch_end=False), ParameterSync(2)], ids=["periodic", "agreement"]
 )
 @pytest.mark.parametrize("gradients", ["node", "none"])
 @pytest.mark.parametrize("place", NODES)
@@ -158,7 +158,7 @@ def test_weights_that_change_while_an_exchange_leaves_do_not_move_anybody():
             rank.topology.set_weights([1.0 + step % 3, 2.0, 1.0, 3.0 - step % 2])
         return rank.trace
 
-    scheme = Agreement(3, staleness=2, gradients="none")
+    scheme = ParameterSync(3, staleness=2, gradients="none")
     arguments = {"shapes": [(5,)], "dtype": torch.float64, "start": 2.0, "wire": "bfloat16", "bucket_bytes": 16}
     for trace in on_nodes(work, scheme, NODES["2x2"], **arguments):
         torch.testing.assert_close(torch.tensor(trace), torch.full((12, 5), 2.0), rtol=0, atol=1e-14)

@@ -12,8 +12,8 @@ from harness import on_nodes, on_ranks, place
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes import Agreement, DirectedExponential, Full, RandomPermutation, Ring
-from lightning_hiercomm.schemes.carriers.mean import Average, RotatingAverage
+from lightning_hiercomm.schemes import DirectedExponential, Full, ParameterSync, RandomPermutation, Ring
+from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -30,15 +30,15 @@ SCHEMES = {
     "periodic, before the step": PeriodicAveraging(1, order="before_step"),
     "ranks alone": PeriodicAveraging(2, gradients="none", node_sync_every=1),
     "DASO": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
-    "DASO, delta": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta", exchange="sharded"),
+    "DASO, delta": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta", reducer="sharded"),
     "DASO, ranks alone": DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
     "DiLoCo": DiLoCo(2),
     "streaming DiLoCo": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
-    "stale": Agreement(2, staleness=1),
-    "stale, ranks alone": Agreement(2, staleness=1, gradients="none"),
-    "by a ring": Agreement(1, through=Ring()),
-    "by all, ranks alone": Agreement(1, through=Full(), gradients="none"),
-    "by an exponential graph, stale": Agreement(2, through=DirectedExponential(), staleness=1),
+    "stale": ParameterSync(2, staleness=1),
+    "stale, ranks alone": ParameterSync(2, staleness=1, gradients="none"),
+    "by a ring": ParameterSync(1, reducer=Ring()),
+    "by all, ranks alone": ParameterSync(1, reducer=Full(), gradients="none"),
+    "by an exponential graph, stale": ParameterSync(2, reducer=DirectedExponential(), staleness=1),
     "gossip": Gossip(segments=3),
     "gossip over a ring": Gossip(Ring(), segments=2),
     "gossip, beside training": Gossip(RandomPermutation("cyclic"), overlap=True),
@@ -58,7 +58,7 @@ def bits(values):
     return values.view(torch.int16)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("nodes_of", "dtype"), [*((nodes_of, torch.bfloat16) for nodes_of in NODES), ("3 nodes", torch.float16)], ids=str
 )
@@ -84,7 +84,7 @@ def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
         assert torch.equal(seen(end), seen(values))
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("nodes_of", [*NODES, "3 of 3 and 1"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_agreements_on_statistics_that_are_equal_change_no_bit(name, nodes_of):
@@ -120,7 +120,7 @@ def is_nearest(found, exact, slack=2**-20):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("wire", [None, "float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [Average, RotatingAverage])
+@pytest.mark.parametrize("kind", [ShardedAllReduce, LeaderAllReduce])
 @pytest.mark.parametrize("nodes_of", [nodes_of for nodes_of in NODES if nodes_of != "one node of 3"])
 def test_a_mean_is_that_in_float64_rounded_once(nodes_of, kind, wire, dtype):
     nodes = NODES[nodes_of]
@@ -153,7 +153,7 @@ def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_betwee
 
     def work(topology):
         own = of_rank[topology.rank].to(place.device, copy=True)
-        Average(Replica([own], bucket_bytes=128, equal_in_node=False), topology)(3)
+        ShardedAllReduce(Replica([own], bucket_bytes=128, equal_in_node=False), topology)(3)
         return own
 
     by_node = [mean([of_rank[r] for r in ranks], [weights[r] for r in ranks]) for ranks in nodes]
@@ -174,7 +174,7 @@ def test_it_costs_as_many_bytes_as_an_all_reduce(count, beside):
         rank.scheme.settle()
         return rank.meter.snapshot()["inter_bytes"]
 
-    exchanges, scheme = (1, Agreement(2, staleness=1)) if beside else (2, Agreement(1))
+    exchanges, scheme = (1, ParameterSync(2, staleness=1)) if beside else (2, ParameterSync(1))
     sent = on_nodes(work, scheme, NODES[f"{count} nodes"], shapes=[(420,)], dtype=torch.bfloat16)
     numbers_and_preflight = 2 * 420 + 3 * 8
     expected = exchanges * 2 * (count - 1) / count * numbers_and_preflight
@@ -188,7 +188,7 @@ def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
         for kinds in ([420], []), ([], [420]):
             replica = Replica(*([torch.ones(n, device=place.device) for n in kind] for kind in kinds))
             before = topology.meter.snapshot()["inter_bytes"]
-            Average(replica, topology)(3)
+            ShardedAllReduce(replica, topology)(3)
             sent.append(topology.meter.snapshot()["inter_bytes"] - before)
         return sent
 
@@ -199,7 +199,7 @@ def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
 def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_gathering():
     def work(topology):
         own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16, device=place.device)
-        Average(Replica([own], bucket_bytes=2**20, equal_in_node=False), topology)(3)
+        ShardedAllReduce(Replica([own], bucket_bytes=2**20, equal_in_node=False), topology)(3)
         assert own.tolist() == [3.0] * 420
         return topology.meter.snapshot()["intra_bytes"]
 
@@ -230,19 +230,19 @@ def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, nodes_of)
         assert torch.equal(bits(found), bits(expected.detach()))
 
 
-def test_parameters_of_16_bits_that_are_thawed_agree_beside_training():
+def test_parameters_of_16_bits_that_are_unfrozen_agree_beside_training():
     values = numbers(torch.bfloat16, 400)
 
     def work(rank):
         short = torch.nn.Parameter(values.to(place.device, copy=True))
-        rank.module["thawed"] = short
+        rank.module["unfrozen"] = short
         rank.scheme.follow(rank.replica())
         for _ in range(8):
             rank.scheme.step(lambda: None)
         rank.scheme.finish()
         return short.detach()
 
-    scheme = Agreement(2, staleness=1)
+    scheme = ParameterSync(2, staleness=1)
     for found in on_nodes(work, scheme, NODES["3 nodes"], shapes=[(30,)], bucket_bytes=64):
         assert torch.equal(bits(found), bits(values))
 
@@ -252,8 +252,10 @@ def test_last_agreed_values_are_kept_only_where_differences_from_them_travel(wir
     def work(rank):
         rank.train()
         state = rank.scheme.state_dict()
-        rank.scheme.load_state_dict({**state, "carrier": {"anchors": [torch.ones(1)]}} if wire == "bfloat16" else state)
-        return len(state["carrier"].get("anchors", ()))
+        rank.scheme.load_state_dict(
+            {**state, "reducer": {"references": [torch.ones(1)]}} if wire == "bfloat16" else state
+        )
+        return len(state["reducer"].get("references", ()))
 
     held = on_nodes(work, PeriodicAveraging(2), dtype=torch.bfloat16, wire=wire)
     assert held == [0 if wire == "bfloat16" else 1] * 2

@@ -1,6 +1,6 @@
 """On a device that works in streams nothing is used out of order, and the host waits for no more than it has to know.
 
-Shown on the CPU with ``pretended_streams.py``, which says what it finds.
+Shown on the CPU with ``fake_streams.py``, which says what it finds.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 import harness
 import pytest
 import torch
-from covering import leaving_to_the_night
+from fake_streams import FakeDevice
 from harness import TWO_BY_TWO, Rank, on_nodes, on_ranks
-from pretended_streams import PretendedDevice
+from pairwise import selected
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     Gossip,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Scheme,
@@ -38,14 +38,14 @@ SCHEMES: dict[str, Scheme] = {
     "periodic": PeriodicAveraging(2),
     "periodic, alone": PeriodicAveraging(2, gradients="none"),
     "daso": DASO(2, 1, **CYCLING),
-    "daso, sharded delta": DASO(2, 2, merge="delta", exchange="sharded", **CYCLING),
-    "mean, alone": Agreement(2, staleness=2, gradients="none"),
-    "rotating, alone": Agreement(2, through="rotating", staleness=2, gradients="none"),
+    "daso, sharded delta": DASO(2, 2, merge="delta", reducer="sharded", **CYCLING),
+    "mean, alone": ParameterSync(2, staleness=2, gradients="none"),
+    "rotating, alone": ParameterSync(2, reducer="leader", staleness=2, gradients="none"),
     "diloco": DiLoCo(2),
     "streaming": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip(segments=3),
     "gossip, overlapped": Gossip("directed_exponential", overlap=True),
-    "noloco": Agreement(2, through=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
+    "noloco": ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
     "steps_delay": StepsDelay(2, warmup_steps=2),
 }
 WIRES = {"as it is": None, "bfloat16": "bfloat16", "int8": "int8"}
@@ -71,11 +71,11 @@ def of_four_ranks(name: str, wire: str, nodes: harness.Nodes = TWO_BY_TWO) -> li
 CASES = [(name, wire) for name in SCHEMES for wire in WIRES if (name, wire) != ("steps_delay", "int8")]
 
 
-@pytest.mark.parametrize(("name", "wire"), leaving_to_the_night(CASES))
+@pytest.mark.parametrize(("name", "wire"), selected(CASES))
 def test_what_streams_do_is_ordered_and_gives_the_bits_of_the_cpu(name, wire, request):
     nodes = ANY_NODES if name in ("all_reduce", "mean, alone") else TWO_BY_TWO
     on_cpu = of_four_ranks(name, wire, nodes)
-    request.getfixturevalue("pretended")
+    request.getfixturevalue("fake_device")
     assert of_four_ranks(name, wire, nodes) == on_cpu
 
 
@@ -85,11 +85,11 @@ def test_sums_of_16_bits_are_ordered_too(name, request):
         return train(trained, that_looks(SCHEMES[name]), ((0, 1), (2,), (3,)), dtype=torch.bfloat16)
 
     on_cpu = of_three_nodes()
-    request.getfixturevalue("pretended")
+    request.getfixturevalue("fake_device")
     assert of_three_nodes() == on_cpu
 
 
-def waits_of(device: PretendedDevice, rank: Rank, steps: int) -> list[list[str]]:
+def waits_of(device: FakeDevice, rank: Rank, steps: int) -> list[list[str]]:
     """For what the host has waited in each step, after a few that begin all."""
     waits = []
     for step in range(4 + steps):
@@ -109,22 +109,22 @@ def waits_of(device: PretendedDevice, rank: Rank, steps: int) -> list[list[str]]
         # an exchange leaves after every fourth step, and is merged one step later: the host reads what has arrived,
         # waits for nothing else, and once, however many buckets there are
         pytest.param(DASO(4, 1, **CYCLING), [[], ["an event"], [], []], id="daso"),
-        pytest.param(Agreement(4, staleness=1), [[], [], [], ["an event"]], id="agreement"),
-        pytest.param(Agreement(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
+        pytest.param(ParameterSync(4, staleness=1), [[], [], [], ["an event"]], id="agreement"),
+        pytest.param(ParameterSync(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
         # training waits for the exchange anyway
         pytest.param(PeriodicAveraging(4), [[], [], [], ["training"]], id="periodic"),
         pytest.param(DiLoCo(4), [[], [], [], ["training"]], id="diloco"),
     ],
 )
-def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(pretended, scheme, expected, bucket_bytes):
-    work = partial(waits_of, pretended, steps=8)
+def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(fake_device, scheme, expected, bucket_bytes):
+    work = partial(waits_of, fake_device, steps=8)
     for waits in train(work, that_looks(scheme), bucket_bytes=bucket_bytes, nodes=TWO_BY_TWO):
         assert waits == [*expected, *expected]
 
 
-def test_the_host_reads_once_for_an_exchange_also_where_nobody_looks_at_what_arrives(pretended):
-    scheme = Agreement(4, staleness=1)
-    work = partial(waits_of, pretended, steps=8)  # whether all nodes came after equally many steps, it has to know
+def test_the_host_reads_once_for_an_exchange_also_where_nobody_looks_at_what_arrives(fake_device):
+    scheme = ParameterSync(4, staleness=1)
+    work = partial(waits_of, fake_device, steps=8)  # whether all nodes came after equally many steps, it has to know
     for waits in train(work, scheme, bucket_bytes=40, nodes=TWO_BY_TWO):
         assert waits == [[], [], [], ["an event"]] * 2
 
@@ -135,7 +135,7 @@ def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
         return train(trained, that_looks(SCHEMES["steps_delay"]), TWO_BY_TWO, inner=inner)
 
     on_cpu = of_two_nodes()
-    request.getfixturevalue("pretended")
+    request.getfixturevalue("fake_device")
     assert of_two_nodes() == on_cpu
 
 
@@ -144,12 +144,12 @@ def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
     [
         pytest.param(DASO(4, 3, **CYCLING), "bfloat16", id="what was agreed on last"),
         pytest.param(DiLoCo(4, torch.optim.Adam, fragments=2, staleness=1), None, id="the outer optimizer's state"),
-        pytest.param(Agreement(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
+        pytest.param(ParameterSync(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
         pytest.param(AllReduce(), "int8", id="what the gradients' wire has kept back"),
         pytest.param(StepsDelay(2, warmup_steps=0), None, id="the server's state"),
     ],
 )
-def test_a_run_that_breaks_off_gives_back_nothing_that_a_stream_still_uses(pretended, scheme, wire):
+def test_a_run_that_breaks_off_gives_back_nothing_that_a_stream_still_uses(fake_device, scheme, wire):
     def until(step: int, states: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         def work(rank: Rank) -> dict[str, Any]:
             if states is not None:

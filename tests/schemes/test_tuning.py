@@ -206,7 +206,7 @@ def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
     def work(rank):
         for _ in range(30):
             rank.train()
-        chosen, state, schedule = rank.scheme.period, rank.state(), reloaded(rank.scheme.schedule())
+        chosen, state, schedule = rank.scheme.period, rank.state(), reloaded(rank.scheme.shared_state())
         for _ in range(12):
             rank.train()
         return chosen, state, schedule, rank.values, rank.scheme.agreed_after[-2:]
@@ -249,7 +249,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
     def work(rank):
         for _ in range(22):
             rank.train()
-        return rank.scheme.schedule()
+        return rank.scheme.shared_state()
 
     schedule = on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto"))[0]
 
@@ -266,7 +266,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
 def test_daso_goes_on_with_what_a_checkpoint_has_halved_unless_it_is_given_other_numbers(given, expected):
     def saved(rank):
         rank.scheme._set_cycle(4, 1)
-        return rank.scheme.schedule()
+        return rank.scheme.shared_state()
 
     def daso(sync_every, staleness):
         return DASO(sync_every, staleness, warmup_epochs=0, cooldown_epochs=0)

@@ -10,10 +10,10 @@ from torch.optim import SGD, AdamW
 
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     Gossip,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -31,7 +31,7 @@ SCHEMES = {
     "periodic": PeriodicAveraging(4),
     "periodic, alone": PeriodicAveraging(4, gradients="none", node_sync_every=2),
     "daso": DASO(4, 1, **CYCLING),
-    "daso, sharded delta": DASO(4, 2, merge="delta", exchange="sharded", **CYCLING),
+    "daso, sharded delta": DASO(4, 2, merge="delta", reducer="sharded", **CYCLING),
     "daso, waiting": DASO(2, 0, **CYCLING),
     "daso, alone": DASO(4, 2, gradients="none", **CYCLING),
     "diloco": DiLoCo(4),
@@ -59,7 +59,7 @@ def training(rank, epochs=1, steps=8, trace=None):
     return seen
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL, THREE], ids=str)
@@ -89,7 +89,7 @@ def test_what_all_agree_on_at_once_has_the_same_bits_on_all_ranks(on_nodes, name
         assert not all(torch.equal(trace[1], traces[0][1]) for trace in traces)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0, 1), (2,), (3,))], ids=str)
@@ -121,7 +121,7 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, name, nodes, wire):
                 assert torch.equal(values, saved[rank][1][steps + step]), (steps, step)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0,), (1,), (2,), (3,)), ((0, 1), (2,), (3,))], ids=str)
 @pytest.mark.parametrize(
@@ -131,11 +131,11 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, name, nodes, wire):
         (PeriodicAveraging(4), lambda m: 2 * (m - 1) / m / 4),
         (PeriodicAveraging(4, gradients="none", node_sync_every=2), lambda m: 2 * (m - 1) / m / 4),
         (DASO(2, 1, **CYCLING), lambda m: 2 * (m - 1) / m / 2),
-        (DASO(4, 2, exchange="sharded", **CYCLING), lambda m: 2 * (m - 1) / m / 4),
+        (DASO(4, 2, reducer="sharded", **CYCLING), lambda m: 2 * (m - 1) / m / 4),
         (DiLoCo(4, fragments=2, staleness=1), lambda m: 2 * (m - 1) / m / 4),
         (Gossip(), lambda m: 1.0),
-        (Agreement(4, through=RandomPermutation()), lambda m: 1 / 4),
-        (Agreement(4, through=Ring()), lambda m: min(2, m - 1) / 4),
+        (ParameterSync(4, reducer=RandomPermutation()), lambda m: 1 / 4),
+        (ParameterSync(4, reducer=Ring()), lambda m: min(2, m - 1) / 4),
     ],
     ids=["all_reduce", "periodic", "node_sync_every", "daso", "sharded", "diloco", "gossip", "NoLoCo", "ring"],
 )
@@ -159,11 +159,11 @@ def test_a_step_costs_the_bytes_of_the_formula(on_nodes, scheme, models_per_step
         assert 0.999 * expected <= sent <= 1.02 * expected
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", ["int8", "int4"])
 @pytest.mark.parametrize(
     "scheme",
-    [PeriodicAveraging(2), DASO(2, 1, merge="delta", exchange="sharded", **CYCLING), DiLoCo(2, partial(SGD, lr=1.0))],
+    [PeriodicAveraging(2), DASO(2, 1, merge="delta", reducer="sharded", **CYCLING), DiLoCo(2, partial(SGD, lr=1.0))],
     ids=["periodic", "daso", "diloco"],
 )
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, THREE], ids=str)
@@ -182,7 +182,7 @@ def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, scheme, wire, nod
     assert (arrived - exact).abs().max() <= 2 * a_round / (127 if wire == "int8" else 7)
 
 
-@pytest.mark.parametrize("scheme", [Gossip(), Agreement(4, through=Ring())], ids=["gossip", "ring"])
+@pytest.mark.parametrize("scheme", [Gossip(), ParameterSync(4, reducer=Ring())], ids=["gossip", "ring"])
 def test_peers_that_send_parameters_refuse_a_wire_that_drops_most(on_nodes, scheme):
     with pytest.raises(ValueError, match="parameters themselves, of which wire_dtype='top4' would drop most"):
         on_nodes(training, scheme, TWO_OF_TWO, shapes=SEVENS, wire="top4")

@@ -144,7 +144,7 @@ def test_a_node_that_trains_other_parameters_is_at_another_place():
     places = []
     for sizes in ((3, 4), (3,)):
         scheme.replica = Replica([torch.zeros(size) for size in sizes])
-        places.append(node._place())
+        places.append(node._position())
     assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
 
 

@@ -36,7 +36,7 @@ class SavesOnce(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("at_epoch_end", [True, False])
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("now", [6, 10, 3])

@@ -120,7 +120,7 @@ def loop(fabric, strategy):
     model, optimizer, loader = set_up(fabric)
     for _ in strategy.epochs(EPOCHS, steps=len(loader)):
         train_epoch(fabric, model, optimizer, loader)
-        with strategy.agreed_model():
+        with strategy.averaged_model():
             agreed = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
             assert (agreed == agreed[0]).all()
     return model.state_dict()
@@ -201,11 +201,11 @@ def half_without_epochs(fabric, strategy, path, resumes):
     (scheme,) = strategy.schemes
     agreed_at = []
     for step in range(6 * resumes, 14):
-        before = scheme.agreements
+        before = scheme.synchronizations
         fabric.backward(model(torch.ones(2, 3)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        agreed_at += [step + 1] * (scheme.agreements > before)
+        agreed_at += [step + 1] * (scheme.synchronizations > before)
         if step == 5 and not resumes:
             fabric.save(path, state)
     torch.save(agreed_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
@@ -235,7 +235,7 @@ def without_epochs(fabric, strategy, folder):
             optimizer.zero_grad()
     strategy.finish()
     counted = strategy.communication()
-    assert (counted["steps"], counted["agreements"]) == (2, 1)
+    assert (counted["steps"], counted["synchronizations"]) == (2, 1)
     assert counted["inter_bytes"] > 0
     weights = fabric.all_gather(module.layers[0].weight)
     assert (weights == weights[0]).all()
@@ -255,7 +255,7 @@ def two_modules(fabric, strategy):
         for optimizer in (sgd, adam):
             optimizer.step()
             optimizer.zero_grad()
-    assert [scheme.agreements for scheme in strategy.schemes] == [2, 2]
+    assert [scheme.synchronizations for scheme in strategy.schemes] == [2, 2]
     strategy.finish()
     for module in (first, second):
         weights = fabric.all_gather(module.weight)
@@ -356,8 +356,8 @@ def test_a_step_may_evaluate_the_loss_itself(launched, scheme, make, watched):
     launched(scheme, by_closures, make, watched, timeout=timedelta(seconds=20))
 
 
-def thawing(fabric, strategy, folder):
-    """The bias is thawed after three steps, and a parameter that nobody uses."""
+def unfreezing(fabric, strategy, folder):
+    """The bias is unfrozen after three steps, and a parameter that nobody uses."""
     module = nn.Linear(1, 1).double()
     with torch.no_grad():
         module.weight.fill_(1.0)
@@ -403,8 +403,8 @@ def growing(fabric, strategy, folder):
 @pytest.mark.parametrize(
     "scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(1, gradients="none")], ids=repr
 )
-@pytest.mark.parametrize("program", [thawing, growing])
-def test_parameters_thawed_or_added_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(
+@pytest.mark.parametrize("program", [unfreezing, growing])
+def test_parameters_unfrozen_or_added_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(
     launched, scheme, program, tmp_path
 ):
     launched(scheme, program, tmp_path)
@@ -419,7 +419,7 @@ def test_parameters_thawed_or_added_in_mid_run_get_the_same_gradients_on_all_ran
 
 
 def thawing_sparse(fabric, strategy, folder):
-    """A row for each of three ranks, and none for the fourth, is thawed after two steps."""
+    """A row for each of three ranks, and none for the fourth, is unfrozen after two steps."""
     module = nn.Sequential(nn.Embedding(4, 1, sparse=True).requires_grad_(False), nn.Linear(1, 1, bias=False)).double()
     nn.init.zeros_(module[0].weight)
     nn.init.ones_(module[1].weight)
@@ -436,14 +436,14 @@ def thawing_sparse(fabric, strategy, folder):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
-def test_an_embedding_with_sparse_gradients_may_be_thawed_in_mid_run(launched, scheme, tmp_path):
+def test_an_embedding_with_sparse_gradients_may_be_unfrozen_in_mid_run(launched, scheme, tmp_path):
     launched(scheme, thawing_sparse, tmp_path)
     for rank in range(4):
         trained = torch.load(tmp_path / f"{rank}.pt").flatten()
         torch.testing.assert_close(trained, torch.tensor([-0.5, -0.5, -0.5, 0.0], dtype=torch.float64))
 
 
-def thawed_half(fabric, strategy, path, resumes):
+def unfrozen_half(fabric, strategy, path, resumes):
     module = nn.Linear(3, 2)
     with torch.no_grad():
         module.weight.fill_(1.0)
@@ -473,9 +473,9 @@ def thawed_half(fabric, strategy, path, resumes):
 @pytest.mark.parametrize(
     "scheme", [AllReduce(), PeriodicAveraging(2), DiLoCo(2), DiLoCo(2, torch.optim.Adam), StepsDelay(2, 8)], ids=repr
 )
-def test_a_loop_resumes_after_parameters_were_thawed(launched, scheme, tmp_path):
+def test_a_loop_resumes_after_parameters_were_unfrozen(launched, scheme, tmp_path):
     for resumes in (False, True):
-        launched(scheme, thawed_half, tmp_path / "half.ckpt", resumes)
+        launched(scheme, unfrozen_half, tmp_path / "half.ckpt", resumes)
     for rank in range(4):
         whole, resumed = (torch.load(tmp_path / f"{which}-{rank}.pt") for which in (False, True))
         for name, value in whole.items():
@@ -667,7 +667,7 @@ def with_friends(fabric, strategy):
         beside.bias.fill_(fabric.global_rank)
         module.teacher.fill_(2.0 * fabric.global_rank)
     fabric.backward(copied(torch.ones(1, 2)).sum() * 0.0)
-    with strategy.agreed_model():
+    with strategy.averaged_model():
         assert [teacher.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
     assert [beside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
     strategy.finish()
@@ -698,7 +698,7 @@ def thawing_between_agreements(fabric, strategy):
     assert seen == expected[fabric.global_rank // 2], seen
 
 
-def test_nodes_agree_before_the_forward_pass_that_first_sees_parameters_thawed(launched):
+def test_nodes_agree_before_the_forward_pass_that_first_sees_parameters_unfrozen(launched):
     launched(PeriodicAveraging(5), thawing_between_agreements)
 
 
@@ -722,7 +722,7 @@ def late_and_back(fabric, strategy, folder):
             own = first.weight.item()
             fabric.load(folder / "teacher.ckpt", {"teacher": teacher})
             assert first.weight.item() == own
-            with strategy.agreed_model():
+            with strategy.averaged_model():
                 weights = fabric.all_gather(first.weight)
                 assert (weights == weights[0]).all()
         if epoch == 2:

@@ -73,9 +73,9 @@ def test_the_limit_on_open_files_is_raised_for_a_mesh_whatever_is_asked_for(fit,
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
     strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
-    assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"synchronizations": 0.0, "nonfinite": 0.0, "steps": 0.0}
     assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
-    with strategy.agreed_model():
+    with strategy.averaged_model():
         pass
     strategy.on_validation_start()
     strategy.on_validation_end()
@@ -109,7 +109,7 @@ def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
             self._configure(HierarchicalStrategy()._settings)
 
     strategy = Sharded()
-    assert strategy.communication() == {"agreements": 0.0, "nonfinite": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"synchronizations": 0.0, "nonfinite": 0.0, "steps": 0.0}
     order = [cls.__name__ for cls in Sharded.__mro__[1:6]]
     assert order == ["HierarchicalHooks", "Reports", "StrategyState", "ModelParallelStrategy", "ParallelStrategy"]
 

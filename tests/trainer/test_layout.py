@@ -16,7 +16,7 @@ from problems import Oracle, one_trainer
 from lightning_hiercomm import HierarchicalFabricStrategy, HierarchicalStrategy
 from lightning_hiercomm.nodes import hosts
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 
 
 def _variables(kind: str, rank: int, size: int) -> dict[str, str]:

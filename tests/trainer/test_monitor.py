@@ -11,14 +11,14 @@ from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBorin
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_hiercomm import (
-    Agreement,
     AllReduce,
     CommunicationMonitor,
     HierarchicalStrategy,
+    ParameterSync,
     PeriodicAveraging,
     StepsDelay,
 )
-from lightning_hiercomm.schemes import When
+from lightning_hiercomm.schemes import Schedule
 from lightning_hiercomm.trainer.monitor import _compared
 
 MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
@@ -95,7 +95,7 @@ def test_a_run_that_goes_back_to_another_strategy_is_warned_once_and_trains_on(t
     assert "Communication of" not in capsys.readouterr().out
 
 
-class Rarely(When):
+class Rarely(Schedule):
     """A schedule with no period, as docs/adding_a_scheme.md lets one write it."""
 
     def due(self, step, step_in_epoch, parts):
@@ -106,7 +106,7 @@ class Rarely(When):
 
 
 def test_a_schedule_without_a_period_is_watched(tmp_path, capsys):
-    trainer(tmp_path, Agreement(when=Rarely()), devices=1, start_method="popen").fit(BoringModel())
+    trainer(tmp_path, ParameterSync(schedule=Rarely()), devices=1, start_method="popen").fit(BoringModel())
     assert "Communication of 8 optimizer steps" in capsys.readouterr().out
     assert all(row["hiercomm/sync_every"] == 0 for row in logged(tmp_path).values())
 
@@ -124,7 +124,7 @@ def test_logs_bytes_per_step_of_the_node(tmp_path):
         assert row["hiercomm/exposed_seconds"] == pytest.approx(sum(parts))
         assert row["hiercomm/phase_name"] == "training"
         assert "hiercomm/steps" not in row
-    assert [row["hiercomm/agreements"] for row in rows.values()] == [2, 4]
+    assert [row["hiercomm/synchronizations"] for row in rows.values()] == [2, 4]
 
 
 def test_logs_on_lightnings_own_rows(tmp_path):

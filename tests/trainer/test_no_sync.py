@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 STEPS = 4
 SCHEMES = {
     "all_reduce": AllReduce(),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 STEPS = 3
 SCHEMES = {
     "all_reduce": AllReduce(),

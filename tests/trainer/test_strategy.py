@@ -14,12 +14,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from covering import asked
 from harness import TARGETS
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from pairwise import requested
 from problems import Oracle, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -39,7 +39,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.control.plane import RankFailure
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 
 
 class Net(pl.LightningModule):
@@ -145,7 +145,7 @@ WAYS = {
 @pytest.fixture(scope="module")
 def four_ranks(borrow, request):
     """What every rank reports of fits on four: by layout and way with an average every two steps; all-reduce, DDP."""
-    hows = asked(request, "layout", "way")
+    hows = requested(request, "layout", "way")
 
     def train(folder):
         results = {
@@ -165,7 +165,7 @@ def four_ranks(borrow, request):
     return borrow(train)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_rank_ends_on_the_same_bits(four_ranks, layout, way):
@@ -231,7 +231,7 @@ def test_each_rank_validates_its_own_replica_when_asked_to(fit):
         assert seen[:2] == trace[:2]
 
 
-def test_a_checkpoint_between_agreements_holds_the_agreed_model(fit, tmp_path):
+def test_a_checkpoint_between_agreements_holds_the_averaged_model(fit, tmp_path):
     path = tmp_path / "mid.ckpt"
 
     class Save(pl.Callback):
@@ -512,7 +512,7 @@ def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
     assert [report["report"][1] for report in reports] == ([-4] * 4 if averaged else [-1, -1, -7, -7])
 
 
-def test_parameters_thawed_in_mid_run_agree_too(fit):
+def test_parameters_unfrozen_in_mid_run_agree_too(fit):
     class Thawing(Net):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
@@ -627,7 +627,7 @@ def test_a_teacher_that_is_filled_when_training_starts_leaves_what_nodes_train_a
 
 
 class Toggling(pl.LightningModule):
-    """Trains two parts in turns, the second one frozen for the first, as it is when a batch begins; a third thaws."""
+    """Trains two parts in turns, the second one frozen for the first, as when a batch begins; a third unfreezes."""
 
     def __init__(self):
         super().__init__()
@@ -662,7 +662,7 @@ class Toggling(pl.LightningModule):
         return torch.optim.SGD(first, lr=0.01), torch.optim.SGD(self.second.parameters(), lr=0.01)
 
 
-def test_what_is_toggled_off_when_something_thaws_goes_on_to_be_reduced(fit):
+def test_what_is_toggled_off_when_something_unfreezes_goes_on_to_be_reduced(fit):
     strategy = {"scheme": AllReduce(), "find_unused_parameters": True}
     same_bits(fit(Toggling(), strategy, devices=2, max_epochs=1, use_distributed_sampler=False))
 

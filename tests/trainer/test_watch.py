@@ -220,7 +220,7 @@ def end_of(fit, capfd, module, scheme):
     return capfd.readouterr().err
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.long("its runs hang until the control plane ends them")
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -232,7 +232,7 @@ def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, hook
     assert "If trainer.should_stop was set on some ranks only" in said
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_end"])

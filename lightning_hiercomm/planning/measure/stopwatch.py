@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.planning.cluster import Curve, Move, sent_bytes
-from lightning_hiercomm.schemes.carriers.graphs import RandomPermutation, round_of
+from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation, round_of
 
 IN_FLIGHT = 3
 """Moves at once: with one, what is timed is how long a thread waits for its turn, which others in flight hide."""

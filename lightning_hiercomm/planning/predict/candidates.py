@@ -145,12 +145,12 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
     yield AllReduce, {}
     for sync_every in (1, 2, 4, 8, 16, 32, 64):
         yield PeriodicAveraging, {"sync_every": sync_every}
-    exchanges = ("rotating", "sharded") if cluster.ranks_per_node > 1 else ("rotating",)
-    for exchange in exchanges:
-        # (1, 1) is no faster than (2, 1), and keeps little of what a node trains meanwhile: docs/papers.md, `stale-8`
+    reducers = ("leader", "sharded") if cluster.ranks_per_node > 1 else ("leader",)
+    for reducer in reducers:
+        # (1, 1) is no faster than (2, 1), and loses accuracy: `stale-8` in docs/explanation/papers.md
         for sync_every, staleness in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
             arguments: dict[str, Any] = {"sync_every": sync_every, "staleness": staleness}
-            yield DASO, arguments if exchange == "rotating" else {**arguments, "exchange": exchange}
+            yield DASO, arguments if reducer == "leader" else {**arguments, "reducer": reducer}
     if not _keeps_more(workload):
         for delay in (1, 2, 4, 5):
             yield StepsDelay, {"delay": delay, "warmup_steps": 100 * delay}

@@ -22,12 +22,12 @@ from lightning_hiercomm.planning.predict.node import (
 )
 from lightning_hiercomm.planning.predict.timeline import Task
 from lightning_hiercomm.schemes import (
-    Agreement,
     AllReduce,
     Full,
     Gossip,
     Graph,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Replace,
@@ -134,7 +134,7 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
 
 
 @follow.register
-def _(scheme: Agreement, node: Node, payload: Payload, steps: int) -> None:
+def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
     parts = _parts_of(scheme)
     if scheme.is_exact_beside_training:
         payload = Payload(AsIs(), payload.dtype)
@@ -162,14 +162,14 @@ def _(scheme: Agreement, node: Node, payload: Payload, steps: int) -> None:
         node.mark()
 
 
-def _parts_of(scheme: Agreement) -> int:
-    return scheme.what if isinstance(scheme.what, int) else len(scheme.what) + 1
+def _parts_of(scheme: ParameterSync) -> int:
+    return scheme.fragments if isinstance(scheme.fragments, int) else len(scheme.fragments) + 1
 
 
 class _Exchange:
     """What the nodes do when parts leave and arrive."""
 
-    def __init__(self, scheme: Agreement, node: Node, payload: Payload, parts: int) -> None:
+    def __init__(self, scheme: ParameterSync, node: Node, payload: Payload, parts: int) -> None:
         self._scheme = scheme
         self._node = node
         self._payload = payload
@@ -206,7 +206,7 @@ class _Exchange:
 
     def _begin(self, leaving: Sequence[int]) -> None:
         """Where ranks train alone, let them agree first with their node: it is nodes that a graph knows."""
-        if self._scheme.gradients == "none" and isinstance(self._scheme.through, Graph):
+        if self._scheme.gradients == "none" and isinstance(self._scheme.reducer, Graph):
             for _ in leaving:
                 self.agree_in_node()
 
@@ -230,16 +230,16 @@ class _Exchange:
 
     def _send(self, piece: Piece, waiting: bool) -> Task:
         """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
-        node, payload, through = self._node, self._payload, self._scheme.through
+        node, payload, reducer = self._node, self._payload, self._scheme.reducer
         lane = "node" if waiting else "inbound"
         packed = node.passes(piece.bytes, _LOOK + (2 if self._scheme.merging.needs_sent else 1))
-        if isinstance(through, Graph):
+        if isinstance(reducer, Graph):
             encoded = node.passes(piece.bytes / node.lanes, 1 + payload.passes, after=[packed])
-            peers = _out_degree(through, node.cluster.nodes)
+            peers = _out_degree(reducer, node.cluster.nodes)
             taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
             landed = node.passes(piece.bytes / node.lanes, 1 + self._landing, lane, [taken])
             return node.intra("broadcast", piece, [landed], lane)
-        carriers = 1 if through == "rotating" else node.lanes
+        carriers = 1 if reducer == "leader" else node.lanes
         if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of what it carries
             packed = node.intra("reduce_scatter" if carriers == node.lanes else "all_reduce", piece, [packed])
         part = piece.bytes / carriers
@@ -380,11 +380,11 @@ def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload)
 
 
 @own_bytes.register
-def _(scheme: Agreement, cluster: Cluster, workload: Workload, payload: Payload) -> float:
+def _(scheme: ParameterSync, cluster: Cluster, workload: Workload, payload: Payload) -> float:
     model = workload.model_bytes
-    share = 1.0 if scheme.through == "rotating" else 1 / cluster.ranks_per_node
+    share = 1.0 if scheme.reducer == "leader" else 1 / cluster.ranks_per_node
     kept = outer_copies(scheme)  # of this rank's part
-    if not isinstance(scheme.through, Graph):  # peers do not know each other's last agreed values
+    if not isinstance(scheme.reducer, Graph):  # peers do not know each other's last agreed values
         if not kept and payload.narrows:
             kept += 1  # what was agreed on last
         if payload.narrows and not payload.codec.adds:
@@ -399,7 +399,7 @@ def outer_copies(scheme: Scheme | None) -> int:
     Args:
         scheme: With its arguments; one without an outer optimizer keeps none.
     """
-    if not isinstance(scheme, Agreement) or not isinstance(scheme.merging, OuterOptimizer):
+    if not isinstance(scheme, ParameterSync) or not isinstance(scheme.merging, OuterOptimizer):
         return 0
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
@@ -409,7 +409,7 @@ def outer_copies(scheme: Scheme | None) -> int:
     return 1 + sum(is_elementwise(value, name, parameter) for name, value in state.items())
 
 
-def _in_flight_bytes(scheme: Agreement, model: float) -> float:
+def _in_flight_bytes(scheme: ParameterSync, model: float) -> float:
     """The most that is packed at any time."""
     part = model / _parts_of(scheme)
     return part if scheme.staleness else min(part, BUCKETS_IN_FLIGHT * BUCKET_BYTES)

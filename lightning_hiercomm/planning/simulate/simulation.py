@@ -336,7 +336,7 @@ class _Replica:
         """Judge the agreed model; of a run that is over, it is in the module."""
         before = self._meter.bytes["inter"]
         if run is not None:
-            run.agreed_model.enter()
+            run.averaged_model.enter()
             self.sent -= self._meter.bytes["inter"] - before
         if self._topology.rank == 0:
             _, held_out = self._experiment.task.load()
@@ -344,7 +344,7 @@ class _Replica:
             self.points.append(Point(step, seconds, *self._experiment.task.judge(self.module, held_out)))
             self.module.train()
         if run is not None:
-            run.agreed_model.leave()
+            run.averaged_model.leave()
 
 
 def schedule(step: int, steps: int) -> float:

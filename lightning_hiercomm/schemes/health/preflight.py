@@ -16,12 +16,12 @@ class Verdict(Handle):
 
     Args:
         is_flagged: Whether a rank cannot send, so that all ranks throw the exchange away.
-        is_sick: Whether this node's values are not finite, and peers go on without them.
+        is_nonfinite: Whether this node's values are not finite, and peers go on without them.
     """
 
-    def __init__(self, is_flagged: bool = False, is_sick: bool = False) -> None:
+    def __init__(self, is_flagged: bool = False, is_nonfinite: bool = False) -> None:
         self._is_flagged = is_flagged
-        self.is_sick = is_sick
+        self.is_nonfinite = is_nonfinite
 
     def wait(self) -> None:
         """Return when the result is known.

@@ -18,7 +18,6 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.carriers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.health.verification import words_of
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import (
@@ -30,6 +29,7 @@ from lightning_hiercomm.schemes.optimizer_state import (
     wraps_another,
 )
 from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.steps_delay.rules import (
     LOCAL_RULES,
     LocalRule,
@@ -204,7 +204,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)
         self._check(self.required_optimizer)
-        self._beside = self.topology.twin() if self.topology.num_nodes > 1 else self.topology
+        self._beside = self.topology.duplicate() if self.topology.num_nodes > 1 else self.topology
         self._background = self.background()
         self._server = self._new_server({})  # none on one node
         self._disagreement = Disagreement()
@@ -243,7 +243,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self.wire,
             self.config.shard_on,
             self.replica.bucket_bytes,
-            lambda mean: self.care.may_step(mean, self.wire),
+            lambda mean: self.guard.may_step(mean, self.wire),
         )
         server.take_optimizer_state(state)
         return server
@@ -273,7 +273,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._was_warming_up = self.phase == "warm-up"
         server = self._server  # not before: a hook that saves may have begun another one
         assert server is not None
-        self._iterate(server, has_gradient=optimizer_step is not None and self.care.has_finite_gradients(self.steps))
+        self._iterate(server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.steps))
 
     def _make_dense(self) -> None:
         """Replace sparse gradients, of which a server's shards would get one row here and none there, by dense ones."""
@@ -292,7 +292,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def after_step(self, last: bool) -> None:
         if self._server is not None and self._was_warming_up:
-            self.unagreed_steps = 0
+            self.unsynchronized_steps = 0
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
@@ -316,7 +316,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         hyperparameters = server.hyperparameters()
         self._take_over_what_was_written(server)
         if pulls:
-            self.care.verify(self.steps)  # first: a fault that makes one rank differ is to be named as such
+            self.guard.verify(self.steps)  # first: a fault that makes one rank differ is to be named as such
             self._refuse_what_was_written()
         arrivals: Iterator[Tensor | None] = server.arrivals(self._pulled) if has_arrived else repeat(None)
         for index, section in enumerate(server.sections):
@@ -340,9 +340,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self._left = self._bits()
         self._shown = None
         if has_arrived:
-            self.unagreed_steps = 0
+            self.unsynchronized_steps = 0
         if is_warming_up or has_arrived:
-            self.agreements += 1
+            self.synchronizations += 1
 
     def _take_over_what_was_written(self, server: ShardedServer) -> None:
         """Let the server take what somebody wrote to the weights since the last step; after the warm-up, remember it.
@@ -367,7 +367,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         Raises:
             RuntimeError: After the warm-up.
         """
-        if bool(self._written) and not self.care.has_warned_of_difference:
+        if bool(self._written) and not self.guard.has_warned_of_difference:
             raise RuntimeError(
                 "somebody wrote to the weights outside of the optimizer's step (clamping, a mask, a new head), which"
                 " StepsDelay takes over in its warm-up only: afterwards the server's weights are not those of a device."
@@ -455,7 +455,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self._server.settle(self._has_pulled)
 
     @torch.no_grad()
-    def agree(self) -> None:
+    def synchronize(self) -> None:
         """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
         self.settle()
         server = self._server
@@ -463,18 +463,18 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             return
         self._take_over_what_was_written(server)
         if self._left is not None:
-            self.care.verify(self.steps)
+            self.guard.verify(self.steps)
             self._refuse_what_was_written()
         for section, weights in zip(server.sections, server.weights(), strict=True):
             section.bucket.unpack(weights)
-        self.care.average(self.replica.buckets_of_buffers, self.steps)
+        self.guard.average(self.replica.buckets_of_buffers, self.steps)
         self._shown = self._bits()
 
     @property
-    def is_agreed(self) -> bool:
+    def is_synchronized(self) -> bool:
         if self._server is None or self._holds_final_weights:
             return True
-        return self.unagreed_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
+        return self.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
     # ---- state and what a person may watch -----------------------------------------------------------------------
 

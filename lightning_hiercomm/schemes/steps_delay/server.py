@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby, islice, starmap
 from typing import Any, TypeVar
@@ -15,13 +16,14 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
+from lightning_hiercomm.comm.no_collectives import NoCollectives
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.components.history import History
 from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.section import Overlap, Section, ShardOn, _sections
-from lightning_hiercomm.schemes.words.history import History
 
 T = TypeVar("T")
 
@@ -76,7 +78,8 @@ class _Shard:
             owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
             keep_state_here(self.optimizer, owned.parameter)
         self.optimizer.param_groups[0].update(hyperparameters[self.section.group])
-        self.optimizer.step()
+        with _without_collectives(self.optimizer):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def own_in_runs(self, lengths: Sequence[int]) -> None:
@@ -504,6 +507,16 @@ class ShardedServer:
         elif overlaps:  # the padding at the very end belongs to nobody
             used = overlaps[-1].at + overlaps[-1].numel
             yield _Owned(torch.nn.Parameter(shard[:used]), 0, tuple(overlaps))
+
+
+def _without_collectives(optimizer: Optimizer) -> AbstractContextManager[object]:
+    """Refuse collectives: every rank steps another shard, and in the background, so that they would not match."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return nullcontext()  # the guard takes as long as a step of a small shard
+    return NoCollectives(
+        f"{type(optimizer).__name__}.step() communicates with other ranks. With StepsDelay every rank steps another"
+        " shard of the parameters, so its collectives would not match. Use AllReduce()"
+    )
 
 
 def _dtypes(values_by_place: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.dtype]:

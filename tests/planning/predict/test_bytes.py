@@ -12,7 +12,6 @@ from lightning_hiercomm.planning.predict.node import Node
 from lightning_hiercomm.planning.predict.schemes import Payload, follow
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     DirectedExponential,
@@ -20,6 +19,7 @@ from lightning_hiercomm.schemes import (
     Full,
     Gossip,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Ring,
@@ -34,7 +34,7 @@ SCHEMES = {
     "periodic, averaged in the node": lambda: PeriodicAveraging(4, gradients="none", node_sync_every=1),
     "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
-    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
+    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
     "daso, every rank by itself": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
@@ -43,12 +43,12 @@ SCHEMES = {
     "diloco": lambda: DiLoCo(4),
     "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
     "diloco, every rank by itself": lambda: DiLoCo(4, gradients="none"),
-    "noloco": lambda: Agreement(Every(4), through=RandomPermutation(), merge=OuterOptimizer()),
-    "noloco, every rank by itself": lambda: Agreement(
-        Every(4), through=RandomPermutation(), merge=OuterOptimizer(), gradients="none"
+    "noloco": lambda: ParameterSync(Every(4), reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco, every rank by itself": lambda: ParameterSync(
+        Every(4), reducer=RandomPermutation(), merge=OuterOptimizer(), gradients="none"
     ),
-    "late noloco, every rank by itself": lambda: Agreement(
-        Every(4), through=RandomPermutation(), merge=OuterOptimizer(), staleness=2, gradients="none"
+    "late noloco, every rank by itself": lambda: ParameterSync(
+        Every(4), reducer=RandomPermutation(), merge=OuterOptimizer(), staleness=2, gradients="none"
     ),
 }
 
@@ -57,7 +57,7 @@ def on(nodes: int, ranks_per_node: int) -> Cluster:
     return Cluster(nodes, ranks_per_node, Link(1e10), Link(1e9))
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_a_scheme_sends_what_is_predicted(name, nodes, ranks_per_node):
@@ -75,7 +75,7 @@ def test_gradients_are_cast(name):
     check(SCHEMES[name], 2, 2, "bfloat16")
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_what_gossip_sends_to_ranks_of_the_same_node_is_not_sent_between_nodes(graph, nodes, ranks_per_node):

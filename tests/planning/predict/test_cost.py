@@ -93,13 +93,13 @@ def test_ranks_of_a_node_share_its_link(fast_cluster, gigabyte):
     assert eight.inter_bytes == alone.inter_bytes
 
 
-def test_a_stream_that_cannot_fill_the_link_slows_the_rotating_carrier_only(gigabyte):
+def test_a_stream_that_cannot_fill_the_link_slows_the_leader_only(gigabyte):
     cluster = Cluster(2, 4, Link(math.inf), Link(GB, stream_bandwidth=GB / 4))
-    rotating, sharded = (
-        predict(DASO(2, 1, exchange=exchange), cluster, gigabyte).seconds for exchange in ("rotating", "sharded")
+    leader, sharded = (
+        predict(DASO(2, 1, reducer=reducer), cluster, gigabyte).seconds for reducer in ("leader", "sharded")
     )
     assert sharded == pytest.approx(3.0)
-    assert rotating == pytest.approx((6 + 1) / 2, rel=0.02)  # four seconds, of which three hide
+    assert leader == pytest.approx((6 + 1) / 2, rel=0.02)  # four seconds, of which three hide
 
 
 def test_latency_costs_rounds(fast_cluster, gigabyte):

@@ -9,8 +9,8 @@ from types import FunctionType, MethodType, ModuleType
 
 import pytest
 import torch
-from covering import leaving_to_the_night
 from harness import Rank, on_nodes
+from pairwise import selected
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Handle
@@ -28,7 +28,7 @@ CLUSTER = Cluster(2, 2, Link(1e9), Link(1e9))
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(4),
     "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0),
-    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, exchange="sharded"),
+    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
     "daso, delta": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "steps_delay, held": lambda: StepsDelay(4, warmup_steps=0, hold=True),
@@ -96,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "wire"), leaving_to_the_night(CASES))
+@pytest.mark.parametrize(("name", "wire"), selected(CASES))
 def test_a_scheme_holds_what_is_predicted(name, wire):
     is_served = name.startswith("steps_delay")
     scheme = SCHEMES[name]()

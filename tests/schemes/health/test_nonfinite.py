@@ -15,12 +15,12 @@ from torch.optim import SGD, Adam
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import (
     DASO,
-    Agreement,
     AllReduce,
     DiLoCo,
     Full,
     Gossip,
     OuterOptimizer,
+    ParameterSync,
     PeriodicAveraging,
     RandomPermutation,
     Replace,
@@ -48,11 +48,11 @@ AGREEING: dict[str, Callable[[], Scheme]] = {
     "daso, waiting": lambda: DASO(2, 0, warmup_epochs=0, cooldown_epochs=0, adapt=False),
     "daso, eq1": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False),
     "daso, delta": lambda: DASO(2, 2, warmup_epochs=0, cooldown_epochs=0, adapt=False, merge="delta"),
-    "daso, sharded": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False, exchange="sharded"),
+    "daso, sharded": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False, reducer="sharded"),
     "diloco": lambda: DiLoCo(2),
     "diloco, streaming": lambda: DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": lambda: Agreement(2, through=RandomPermutation(), merge=OuterOptimizer()),
-    "noloco, overlapped": lambda: Agreement(2, through=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
+    "noloco": lambda: ParameterSync(2, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "noloco, overlapped": lambda: ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
 }
 GOSSIPING: dict[str, Callable[[], Scheme]] = {
     "gossip": lambda: Gossip(segments=2),
@@ -86,7 +86,7 @@ def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math
 ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
 
 
-@pytest.mark.covering
+@pytest.mark.pairwise
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
@@ -98,7 +98,7 @@ def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
         assert rank.values.min() > 0.0  # all have learned since
         assert rank.values.max() <= 10.0
     sick_node = next(ranks_ for ranks_ in nodes if 2 in ranks_)
-    assert all(ranks[rank].scheme.care.nonfinite >= (rank == 2) for rank in sick_node)
+    assert all(ranks[rank].scheme.guard.nonfinite >= (rank == 2) for rank in sick_node)
 
 
 BY_NIGHT = pytest.mark.nightly
@@ -107,7 +107,7 @@ ON_A_DEVICE = partial(run_to_end, shapes=SHAPES, inner=partial(SGD, lr=0.1))
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, pytest.param(PAIRS, marks=BY_NIGHT)], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, pretended):
+def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, fake_device):
     for rank in ON_A_DEVICE(ill_at_four, with_policy(ALL[scheme](), "skip"), nodes):
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0
@@ -117,7 +117,7 @@ def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, pretended):
 @BY_NIGHT  # by day it changes no bit on the CPU, and streams give the CPU's bits
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, PAIRS], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_looking_changes_no_bit_there(scheme, nodes, pretended):
+def test_looking_changes_no_bit_there(scheme, nodes, fake_device):
     healthy = partial(falls_sick, steps=7, at=-1, victim=-1)
     looked_at, trusted = (
         [rank.trace for rank in ON_A_DEVICE(healthy, with_policy(ALL[scheme](), policy), nodes)]
@@ -162,7 +162,7 @@ def test_the_healthy_mean_is_exact_and_the_optimizer_begins_anew_where_it_was_si
                 before = rank.values
         moments = [state["exp_avg"].isfinite().all() for state in rank.optimizer.state.values()]
         counts = {int(state["step"]) for state in rank.optimizer.state.values()}
-        return before, rank.values, all(moments), counts, rank.scheme.care.nonfinite
+        return before, rank.values, all(moments), counts, rank.scheme.guard.nonfinite
 
     scheme = with_policy(PeriodicAveraging(4), "skip")
     inner = partial(Adam, lr=0.1)
@@ -218,7 +218,7 @@ def test_a_node_that_peers_have_healed_counts_when_the_next_exchange_leaves():
         own = -1.0 if rank.rank == 2 else 0.0
         return [rank.train(math.nan if (step, rank.rank) == (1, victim) else own).item() for step in range(12)]
 
-    scheme = with_policy(Agreement(2, through=Full(), merge="delta", staleness=2), "skip")
+    scheme = with_policy(ParameterSync(2, reducer=Full(), merge="delta", staleness=2), "skip")
     healthy, with_sick = (
         on_nodes(partial(work, victim=victim), scheme, THREE, start=0.0, inner=partial(SGD, lr=1.0))
         for victim in (-1, 2)
@@ -259,9 +259,9 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
             rank.train(math.nan if sick and step == 1 and rank.rank == 2 else constant * (rank.rank + 1))
         outer = rank.scheme.outer.optimizer
         buffers = [state["momentum_buffer"] for state in outer.state.values()]
-        return rank.scheme._carrier.anchors[0].clone(), buffers[0].clone()
+        return rank.scheme._reducer.references[0].clone(), buffers[0].clone()
 
-    scheme = with_policy(Agreement(2, merge=OuterOptimizer(), staleness=staleness), "skip")
+    scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(), staleness=staleness), "skip")
     training = {"shapes": SHAPES, "dtype": torch.float64, "inner": partial(SGD, lr=1.0)}
     with_sick = on_nodes(partial(work, sick=True), scheme, THREE, **training)
     assert all(torch.equal(with_sick[0][i], each[i]) for each in with_sick for i in (0, 1))
@@ -283,12 +283,12 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
 @pytest.mark.parametrize("optimizer", [None, partial(Adam, lr=0.5)], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_an_outer_optimizer_takes_one_step_where_a_node_falls_sick_and_looking_would_mean_to_wait(
-    pretended, staleness, optimizer
+    fake_device, staleness, optimizer
 ):
     def work(rank: Rank, victim: int) -> list[float]:  # all nodes go the same way, so nobody is missed
         return [rank.train(math.nan if step == 3 and rank.rank == victim else -1.0).item() for step in range(6)]
 
-    scheme = with_policy(Agreement(2, merge=OuterOptimizer(optimizer), staleness=staleness), "skip")
+    scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(optimizer), staleness=staleness), "skip")
     healthy, with_sick = (
         on_nodes(partial(work, victim=victim), scheme, THREE, start=0.0, inner=partial(SGD, lr=1.0))
         for victim in (-1, 2)
@@ -306,7 +306,7 @@ def test_whoever_was_sick_keeps_nothing_of_its_own_and_nodes_that_keep_some_stil
             rank.train(0.0)
         return [first, rank.values.item()]
 
-    scheme = with_policy(Agreement(1, merge=Replace(keep_local=0.5)), "skip")
+    scheme = with_policy(ParameterSync(1, merge=Replace(keep_local=0.5)), "skip")
     seen = on_nodes(work, scheme, THREE, start=10.0, wire=wire, dtype=torch.float64, inner=partial(SGD, lr=1.0))
     healthy_mean = (10 + 11) / 2
     assert [first for first, _ in seen] == pytest.approx([(10 + 10.5) / 2, (11 + 10.5) / 2, healthy_mean])
@@ -331,7 +331,7 @@ def test_what_is_too_large_for_the_wire_travels_as_it_is_or_raises(scheme, wire,
             run_to_end(work, with_policy(AGREEING[scheme](), "raise"), PAIRS, timeout=5, **training)
 
 
-def test_where_looking_would_mean_to_wait_the_server_takes_zeros(pretended):
+def test_where_looking_would_mean_to_wait_the_server_takes_zeros(fake_device):
     test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server("skip")
 
 
@@ -381,7 +381,7 @@ def test_statistics_that_are_not_finite_stay_where_they_are():
 def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
     def work(rank: Rank) -> torch.Tensor:
         rank.train()
-        rank.scheme.unagreed_steps = 1
+        rank.scheme.unsynchronized_steps = 1
         with torch.no_grad():
             if rank.rank == 1:
                 rank.parameters[0][0] = math.nan
@@ -395,15 +395,15 @@ def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
 def test_a_look_leaves_the_optimizer_of_a_sick_node_as_it_is_until_training_goes_on_from_others_values(scheme):
     def work(rank: Rank) -> None:
         rank.train(math.nan if rank.rank == 1 else 1.0)
-        rank.scheme.unagreed_steps = 1
+        rank.scheme.unsynchronized_steps = 1
         with torch.no_grad():  # what gossip has healed at once is sick again
             rank.parameters[0][0] = math.nan if rank.rank == 1 else 1.0
             rank.optimizer.state[rank.parameters[0]]["exp_avg"][0] = math.nan if rank.rank == 1 else 1.0
         before = reloaded(rank.optimizer.state_dict())
         rank.agreed()
         assert repr(reloaded(rank.optimizer.state_dict())) == repr(before)
-        rank.scheme.agree()
-        rank.scheme.follow(rank.replica())  # as when parameters are thawed
+        rank.scheme.synchronize()
+        rank.scheme.follow(rank.replica())  # as when parameters are unfrozen
         state = rank.optimizer.state[rank.parameters[0]]
         assert all(values.isfinite().all() for values in (*state.values(), rank.values))
         assert state["step"] == (0 if rank.rank == 1 else 1)
@@ -492,7 +492,7 @@ def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
         return state, falls_sick(rank, steps=4, at=-1, victim=2).values
 
     saved = on_nodes(saving, scheme, **arguments)
-    assert [state["scheme"]["in_flight"][0]["is_sick"] for state, _ in saved] == [False, False, True]
+    assert [state["scheme"]["in_flight"][0]["is_nonfinite"] for state, _ in saved] == [False, False, True]
 
     def resuming(rank: Rank) -> torch.Tensor:
         rank.load(saved[rank.rank][0])
@@ -504,7 +504,7 @@ def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
 
 
 def test_a_node_of_which_one_lane_sent_too_much_for_the_wire_resumes_to_the_bit():
-    scheme = with_policy(Agreement(2, merge=OuterOptimizer(), staleness=1), "skip")
+    scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(), staleness=1), "skip")
     arguments = {"nodes": TWO_BY_TWO, "shapes": SHAPES, "inner": partial(SGD, lr=1.0), "wire": "float16"}
 
     def train(rank: Rank, steps: int) -> torch.Tensor:

@@ -13,8 +13,8 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.carriers.mean import Average
 from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -32,7 +32,7 @@ def waiting(topology, step, unfit):
 def in_background(topology, step, unfit, threads=1):
     backgrounds = [Background(place.device, topology.meter) for _ in range(threads)]
     try:
-        preflight = Preflight(topology, step, number(unfit), topology.twin(), *backgrounds)
+        preflight = Preflight(topology, step, number(unfit), topology.duplicate(), *backgrounds)
         preflight.is_flagged()
     finally:
         for background in backgrounds:
@@ -86,7 +86,7 @@ def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
         if topology.rank == victim:
             x[3] = math.inf
         before = x.clone()
-        is_carried = not Average(Replica([x]), topology, on_nonfinite="raise")(5).is_flagged()
+        is_carried = not ShardedAllReduce(Replica([x]), topology, on_nonfinite="raise")(5).is_flagged()
         meter = topology.meter.snapshot()
         return is_carried, torch.equal(x, before), meter["inter_bytes"] + meter["intra_bytes"] <= 4 * 2 * 24
 
@@ -107,7 +107,7 @@ def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
 def test_values_that_may_be_too_large_for_the_wire_do_not_leave(value, wire, is_carried):
     def work(topology):
         x = torch.full((4,), -value, device=place.device)
-        average = Average(Replica([x]), topology, wire, on_nonfinite="raise")
+        average = ShardedAllReduce(Replica([x]), topology, wire, on_nonfinite="raise")
         x.fill_(value if topology.node == 1 else -value)
         carried = not average(1).is_flagged()
         return carried, bool(x.abs().max() < 0.01 * value)  # their mean is zero, but for rounding

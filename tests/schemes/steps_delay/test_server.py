@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Rank, on_nodes, place, reloaded, steps
 from problems import train_with_momentum as train
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -328,10 +329,26 @@ def test_a_narrow_wire_loses_no_small_updates():
         assert run.trace[-1] == pytest.approx([-0.1], abs=1e-5)
 
 
+class Communicating(torch.optim.SGD):
+    """Averages gradients by itself."""
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_optimizer_that_communicates_is_refused_by_name(process_group, warmup_steps):
+    with pytest.raises(RuntimeError, match=r"Communicating\.step\(\) communicates .* Use AllReduce\(\)"):
+        train(steps(4), StepsDelay(2, warmup_steps), inner=partial(Communicating, lr=0.1))
+
+
 def test_parameters_that_join_later_leave_the_others_state_alone():
     def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
         steps(4)(run)
-        run.scheme.agree()
+        run.scheme.synchronize()
         run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=place.device))
         run.target = torch.cat([run.target, torch.zeros(3, dtype=torch.float64)])
         run.optimizer.add_param_group({"params": [run.module["late"]]})

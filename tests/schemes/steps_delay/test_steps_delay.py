@@ -119,14 +119,14 @@ def test_a_held_global_gradient_stays_until_the_next_pull():
     assert [run.trace[5] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
 
 
-@pytest.mark.parametrize("is_sick", [True, False], ids=["NaN", "scaler"])
+@pytest.mark.parametrize("is_nonfinite", [True, False], ids=["NaN", "scaler"])
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("at", [1, 3, 4, 5])  # a pull arrives in the iterations 4 and 6
-def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at, hold, is_sick):
+def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at, hold, is_nonfinite):
     def work(run: Rank) -> Rank:
         for n in range(8):
             skips = (n, run.rank) == (at, 0)
-            run.train(math.nan if skips and is_sick else None, skip=skips and not is_sick)
+            run.train(math.nan if skips and is_nonfinite else None, skip=skips and not is_nonfinite)
         return run
 
     scheme = with_policy(StepsDelay(2, warmup_steps=2, hold=hold), on_nonfinite="skip")
@@ -415,7 +415,7 @@ def test_schedulers_and_step_hooks_see_every_step():
             for _ in range(4):
                 run.train(gradient=1.0)
                 scheduler.step()
-        run.scheme.agree()
+        run.scheme.synchronize()
         return next(calls), run.values.tolist()
 
     for taken, values in train(work, StepsDelay(2, 2), inner=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.0)):
@@ -672,7 +672,7 @@ def test_so_are_those_of_which_the_plain_sum_of_the_bits_stays(write, shape):
     on_nodes(work, StepsDelay(2, warmup_steps=0), shapes={"a": shape})
 
 
-@pytest.mark.parametrize("asks", ["look", "thaw", "finish"])
+@pytest.mark.parametrize("asks", ["look", "unfreeze", "finish"])
 @pytest.mark.parametrize("steps", [3, 4])  # of a period of two, after one of warm-up
 def test_weights_that_are_written_after_the_last_step_are_refused_when_the_servers_are_asked_for(asks, steps):
     def work(rank: Rank) -> None:
@@ -681,10 +681,10 @@ def test_weights_that_are_written_after_the_last_step_are_refused_when_the_serve
         rank.agreed()  # nobody has written yet, and a look writes nothing
         with torch.no_grad():
             rank.parameters[0].fill_(0.25)
-        if asks == "thaw":
+        if asks == "unfreeze":
             rank.parameters[1].requires_grad_(True)
         with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
-            {"look": rank.agreed, "thaw": rank.scheme.agree, "finish": rank.scheme.finish}[asks]()
+            {"look": rank.agreed, "unfreeze": rank.scheme.synchronize, "finish": rank.scheme.finish}[asks]()
 
     on_nodes(work, StepsDelay(2, warmup_steps=2), shapes={"a": 2, "b": 3}, frozen=["b"])
 

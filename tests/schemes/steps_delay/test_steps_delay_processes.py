@@ -33,7 +33,7 @@ class Delayed(Oracle):
         return DataLoader(torch.ones(self.trainer.world_size, 1))
 
 
-pytestmark = pytest.mark.borrows
+pytestmark = pytest.mark.pooled
 TWO = (1.0, 7.0)
 DOUBLE = {"precision": "64-true", "num_sanity_val_steps": 0}
 

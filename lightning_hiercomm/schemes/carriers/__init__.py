@@ -1,1 +1,0 @@
-"""Who carries a bucket between nodes, through which graph, and what is in flight."""

@@ -1,0 +1,1 @@
+"""Components of a parameter synchronization: schedules, merges and outer optimizers."""

@@ -1,0 +1,321 @@
+"""Merged how: an outer optimizer takes the way that the nodes went for a gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.schemes.components.history import History, Run, TensorState, between, joined
+from lightning_hiercomm.schemes.components.merges import Merge, Replace
+from lightning_hiercomm.schemes.optimizer_state import (
+    class_names,
+    copied,
+    is_elementwise,
+    keep_state_here,
+    needs_whole_tensors,
+)
+from lightning_hiercomm.schemes.reducers.base import Reducer
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+
+OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+_States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
+"""Of every bucket and, there, of every run in a rank's part: how long it is, and the optimizer's state for it."""
+
+
+class OuterOptimizer(Merge):
+    """The difference between the last agreed parameters and the nodes' mean is a gradient for another optimizer.
+
+    With a the last agreed (outer) parameters, equal on all nodes, and W_m the nodes' weights::
+
+        d := sum_m W_m (a - x_m)
+        a := outer(a, d)
+        x := keep_local x + (1 - keep_local) a
+
+    Each rank keeps a, and the optimizer's state, for its own part of the model, and steps that part before the node
+    shares it: one copy of each per node, not per rank. Elements that have taken fewer steps than their neighbours, for
+    they were unfrozen later, have a state of their own, as if each were optimized for itself.
+
+    Source: Douillard et al. 2023, "DiLoCo", Algorithm 1; Douillard et al. 2025, "Streaming DiLoCo", Algorithm 2.
+
+    Args:
+        optimizer: Makes any ``torch.optim`` optimizer that treats every element by itself. Default: SGD with learning
+            rate 0.7 and Nesterov momentum 0.9, the papers' own.
+        scheduler: Makes a scheduler of its learning rate, which steps once when all parts have been merged.
+        keep_local: Weight of what a node has become by itself in what it goes on with, from 0 to 1; the paper's alpha,
+            which has 0.5 where the outer step comes late, as ``DiLoCo(staleness=...)`` does.
+
+    Raises:
+        ValueError: If ``keep_local`` is out of range; when the optimizer is made, if it needs whole tensors.
+    """
+
+    keeps_reference = True
+
+    def __init__(
+        self,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
+        keep_local: float = 0.0,
+    ) -> None:
+        self.make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+        self.make_scheduler = scheduler
+        self.keep_local = keep_local
+        self._mix = Replace(keep_local)
+        self.makes_equal = self._mix.makes_equal
+
+    def __repr__(self) -> str:
+        made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
+        return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
+
+    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
+        self._mix(bucket, move, staleness, nodes)
+
+    def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
+        self._mix.at_once(bucket, mean, nodes)
+
+    def build(self, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
+        """Make what steps the last agreed values of a reducer. Collective over the node.
+
+        Args:
+            reducer: The buckets, and their last agreed values.
+            before: What has stepped them so far, perhaps in other buckets: its state is kept.
+
+        Raises:
+            ValueError: If the optimizer needs whole tensors.
+        """
+        return RunningOuterOptimizer(self, reducer, before)
+
+
+class RunningOuterOptimizer:
+    """An outer optimizer at work on this rank's part of the last agreed values, with all that it remembers.
+
+    Args:
+        config: What makes the optimizer, and its scheduler.
+        reducer: See :meth:`OuterOptimizer.build`.
+        before: Likewise.
+
+    Attributes:
+        optimizer: The optimizer itself.
+    """
+
+    def __init__(self, config: OuterOptimizer, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> None:
+        known, schedule = ({}, {}) if before is None else (before._state_by_tensor(), before._schedule())
+        self._config = config
+        self._reducer = reducer
+        # the runs of every bucket: neighbours of one history, in this rank's part
+        self._runs, self.optimizer, self._scheduler = self._made(self._own_states(known), schedule)
+
+    @property
+    def learning_rate(self) -> float:
+        """The present one."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+        """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
+        optimizer, runs = self.optimizer, self._runs[index]
+        # no minus zero where nothing differs: a step along that would make zero of an agreed minus zero
+        gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
+        for run, gradient in zip(runs, gradients, strict=True):
+            run.grad = gradient
+            keep_state_here(optimizer, run)
+        optimizer.step()
+        for run in runs:
+            run.grad = None
+        return agreed
+
+    def undo_point(self) -> Callable[[], None]:
+        """Remember the state; what is returned goes back to it."""
+        states, schedule = self.part_states(), copy.deepcopy(self._schedule())
+
+        def undo() -> None:
+            self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], schedule)
+
+        return undo
+
+    def end_round(self) -> None:
+        """All parts have been merged once more: the scheduler steps."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """All state, as the optimizer of one process would hold it for these parameters. Collective over the node.
+
+        Where elements of one parameter have taken different numbers of steps, ``"step_by_element"`` says so in place of
+        ``"step"``.
+        """
+        known = self._state_by_tensor()
+        held = [known[id(parameter)].to_file(parameter) if id(parameter) in known else {} for parameter in parameters]
+        return {"state": held, **self._schedule()}
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+        """Restore :meth:`state_dict`, on any number of nodes and ranks."""
+        files = zip(parameters, state["state"], strict=True)
+        known = {id(parameter): TensorState.from_file(saved, parameter) for parameter, saved in files}
+        self._begin(self._own_states(known), state)
+
+    def part_states(self) -> list[list[dict[str, Any]]]:
+        """The optimizer's state for this rank's part of every bucket, as it is: by runs of one history."""
+        held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
+        return [
+            [{"numel": run.numel(), "state": {n: copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
+            for runs in self._runs
+        ]
+
+    def load_part_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Restore :meth:`part_states` (of a run with the same topology and buckets)."""
+        self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], self._schedule())
+
+    def _schedule(self) -> dict[str, Any]:
+        groups = self.optimizer.param_groups
+        return {
+            "learning_rates": [float(group["lr"]) for group in groups],
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scheduled": [] if self._scheduler is None else list(map(_numbers_of, groups)),
+        }
+
+    def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
+        """Go on with a new optimizer, which has this state."""
+        self._runs, self.optimizer, self._scheduler = self._made(states, schedule)
+
+    def _made(
+        self, states: _States, schedule: Mapping[str, Any]
+    ) -> tuple[list[list[torch.nn.Parameter]], Optimizer, LRScheduler | None]:
+        """An optimizer of this rank's part of every bucket, given how long each run of it is, and its state.
+
+        Returns:
+            The runs, the optimizer of them, and the scheduler of its learning rate.
+        """
+        of_buckets = [
+            [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
+            for reference, runs in zip(self._reducer.references, states, strict=True)
+        ]
+        # an optimizer refuses to be made without parameters, as a rank in no lane may be
+        some = [run for runs in of_buckets for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
+        optimizer = self._config.make_optimizer(some)
+        if needs_whole_tensors(optimizer) or "lbfgs" in class_names(optimizer):
+            raise ValueError(
+                f"the outer optimizer {type(optimizer).__name__} needs whole tensors, but every rank steps a part"
+                " of the model: use one that treats elements by themselves, such as SGD, Adam or AdamW"
+            )
+        (group, *_) = optimizer.param_groups
+        keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
+        for runs, of_runs in zip(of_buckets, states, strict=True):
+            for run, (_, state) in zip(runs, of_runs, strict=True):
+                for name, value in state.items():
+                    if isinstance(value, Tensor):  # a number, such as the step, may live on the CPU
+                        is_there = keeps_numbers_there or is_elementwise(value, name, run)
+                        value = value.to(run.device if is_there else value.device, copy=True)
+                    optimizer.state[run][name] = value
+        make_scheduler = self._config.make_scheduler
+        scheduler = None if make_scheduler is None else make_scheduler(optimizer)
+        for group, learning_rate in zip(optimizer.param_groups, schedule.get("learning_rates", ()), strict=False):
+            group["lr"] = learning_rate
+        for group, numbers in zip(optimizer.param_groups, schedule.get("scheduled", ()), strict=False):
+            group.update(numbers)
+        if scheduler is not None and schedule.get("scheduler") is not None:
+            scheduler.load_state_dict(schedule["scheduler"])
+        return of_buckets, optimizer, scheduler
+
+    @torch.no_grad()
+    def _state_by_tensor(self) -> dict[int, TensorState]:
+        """The optimizer's state for whole parameters, by their ``id``. Collective over the node."""
+        known: dict[int, TensorState] = {}
+        reducer, optimizer = self._reducer, self.optimizer
+        of_node, histories = self._runs_of_node(reducer, optimizer)
+        for index, (bucket, whole) in enumerate(zip(reducer.buckets, of_node, strict=False)):
+            flats: dict[str, Tensor] = {}
+            for name, dtype in sorted({kind for run in whole for kind in run.history.kinds}, key=str):
+                part = torch.zeros_like(reducer.references[index], dtype=dtype)
+                offset = 0
+                for run in self._runs[index]:
+                    if name in optimizer.state.get(run, {}):
+                        streams.keep_here(optimizer.state[run][name])  # made on the stream of an exchange
+                        part[offset:][: run.numel()] = optimizer.state[run][name]
+                    offset += run.numel()
+                flats[name] = reducer.whole(index, part)
+            offset = 0
+            for piece in bucket.pieces:
+                state = known.setdefault(id(piece.tensor), TensorState())
+                state.runs += between(whole, offset, offset + piece.length)
+                state.beside = frozenset() if bucket.held_by == "node" else histories
+                for name, flat in flats.items():
+                    if name not in state.values:
+                        state.values[name] = flat.new_zeros(piece.tensor.shape)
+                    state.values[name].view(-1)[piece.start :][: piece.length] = flat[offset:][: piece.length]
+                offset += piece.length
+        return known
+
+    def _runs_of_node(self, reducer: Reducer, optimizer: Optimizer) -> tuple[list[list[Run]], frozenset[History]]:
+        """The runs of every bucket, whole, and all histories that there are on the node; collective over it."""
+        topology = reducer.topology
+        own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
+        for index, runs in enumerate(self._runs):
+            told = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
+            own.setdefault(reducer.buckets[index].held_by, []).append((_first_carried(reducer, index), told))
+        everyone = topology.intra.all_gather_object(own)
+        whole: dict[str, list[list[Run]]] = {}
+        for held_by in own:
+            group = topology.holders[held_by].group
+            of_node = topology.intra.ranks
+            ranks = [of_node[topology.local_rank]] if group is None else group.ranks
+            holders = [everyone[of_node.index(rank)][held_by] for rank in ranks]
+            whole[held_by] = [
+                joined(run for _, runs in sorted(parts, key=itemgetter(0)) for run in runs)
+                for parts in zip(*holders, strict=True)
+            ]
+        histories = {run.history for of in everyone for parts in of.values() for _, runs in parts for run in runs}
+        return [whole[bucket.held_by].pop(0) for bucket in reducer.buckets[: len(self._runs)]], frozenset(histories)
+
+    @torch.no_grad()
+    def _own_states(self, known: Mapping[int, TensorState]) -> _States:
+        """This rank's part of a state for whole parameters, by their ``id``."""
+        reducer = self._reducer
+        states = []
+        for index, bucket in enumerate(reducer.buckets):
+            whole: list[Run] = []
+            parts: dict[str, Tensor] = {}
+            flats: dict[str, Tensor] = {}
+            offset = 0
+            for piece in bucket.pieces:
+                state = known.get(id(piece.tensor)) or TensorState(runs=[Run(piece.tensor.numel(), History())])
+                whole += between(state.runs, piece.start, piece.start + piece.length)
+                for name, values in state.values.items():
+                    if name not in flats:
+                        flats[name] = bucket.empty(reducer.parts_of(index), dtype=values.dtype).zero_()
+                        parts[name] = reducer.carried(flats[name], index)
+                    flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
+                offset += piece.length
+            reference, begin = reducer.references[index], _first_carried(reducer, index)
+            if whole:  # what the bucket is padded with goes with its end
+                whole.append(Run(begin + reference.numel(), whole[-1].history))
+            own, offset = [], 0
+            for run in between(joined(whole), begin, begin + reference.numel()):
+                here = slice(offset, offset + run.numel)
+                own.append((run.numel, run.history.state({name: part[here] for name, part in parts.items()})))
+                offset += run.numel
+            states.append(own)
+        return states
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scheduler may move: the learning rate, and the momentum in cyclic ones."""
+    return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
+
+
+def _first_carried(reducer: Reducer, index: int) -> int:
+    """Where in a packed bucket this rank's part begins."""
+    parts = reducer.parts_of(index)
+    places = torch.arange(-(-reducer.buckets[index].numel // parts) * parts)
+    return next(iter(reducer.carried(places, index)[:1].tolist()), 0)

@@ -1,0 +1,410 @@
+"""The mean over all ranks: inside a node by parts, part ``l`` between the nodes over lane ``l``."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import Communicator, Handle
+from lightning_hiercomm.comm.codec import AsIs
+from lightning_hiercomm.comm.encoded_sum import Feedback
+from lightning_hiercomm.comm.wide_sum import is_short, send_parts
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Holders, Topology
+from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite, is_unfit, values_of
+from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
+from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
+from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Who carries a bucket, and with which weight, decided when it is launched: its sums end later, on other threads.
+
+    Attributes:
+        part: The part of the packed bucket that this rank takes to the other nodes, as a view; empty if it takes none.
+        parts: The same for every rank of the node, in local order, where they hold different values.
+        share: Gives every rank of the node all of it, in place.
+        in_node: The weights of the node's ranks, which sum to 1.
+        of_nodes: The weights of all nodes, likewise.
+    """
+
+    part: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor], Sequence[Tensor]]
+    share: Callable[[Tensor], Handle]
+    in_node: Sequence[float]
+    of_nodes: Sequence[float]
+
+
+class ShardedAllReduce(Reducer):
+    """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
+
+    The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
+    over its lane, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread over all its links.
+    Where a rank holds a part of the model anyway, nothing is left to gather.
+    While one bucket is gathered the next are already on the wire. Values that differ inside a node are averaged there
+    first, each rank getting the mean of its own part.
+
+    All ranks end with identical bits. Means of 16-bit numbers are summed in float32, of statistics in float64, and
+    rounded once (that of a node once more, before it leaves), so what is equal stays as it is.
+
+    Args:
+        replica: What agrees.
+        topology: Between whom, and with which weights.
+        wire: What travels between nodes. If that is not exact, it is the differences from the last agreed values (see
+            :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
+        through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.duplicate` whose communicators carry it, where
+            averages also overlap with training. Default: the topology itself.
+        second: Another duplicate, for the second round of codes that do not add, if sums end beside training.
+        buckets: What of the replica agrees, in place of all its buckets.
+        update_reference: Steps the reference parameters when the nodes' mean has arrived, and returns what every rank
+            gets instead of the mean. Differences travel in any case. Default: to the mean.
+        on_nonfinite: Unless ``"ignore"``, nothing is carried where a rank holds values that are not finite, or too
+            large for the wire.
+        checks_buffers: Whether nothing is carried either where a rank's module has replaced a buffer by another shape.
+        weights: Says what the ranks' weights for a bucket are when it is launched; they sum to 1. Default: the
+            topology's.
+
+    Attributes:
+        turn: How many exchanges came before the last one.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        topology: Topology,
+        wire: Wire | None = None,
+        through: Topology | None = None,
+        second: Topology | None = None,
+        *,
+        buckets: Sequence[Bucket] | None = None,
+        update_reference: UpdateReference | None = None,
+        on_nonfinite: OnNonfinite = "ignore",
+        checks_buffers: bool = False,
+        weights: Callable[[int], Sequence[float]] | None = None,
+    ) -> None:
+        self._on_nonfinite = on_nonfinite
+        self._checks_buffers = checks_buffers
+        self._preflight: Preflight | None = None  # of what was begun last, if anybody cares
+        self.weights = weights or (lambda _: topology.weights)
+        self.buckets = list(replica.buckets if buckets is None else buckets)
+        self.topology = topology
+        self.through = through or topology
+        self.wire = wire or Wire()
+        self.turn = 0
+        self._is_alone = topology.is_one_node and replica.equal_in_node
+        self._device = replica.device
+        self._update_reference = update_reference
+        self._sum = InterNodeSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
+        self._feedback: list[Feedback] = []
+        self.disagreement = Disagreement()
+        self.set_references()
+
+    def set_references(self) -> None:
+        differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
+        if self._update_reference is not None or differences_travel:
+            # buffers, which travel as they are and come last, need none
+            with_reference = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
+            self.references = [self._present(index) for index in with_reference]
+            feedback = [self._sum.feedback(reference) for reference in self.references]
+            self._feedback = [each for each in feedback if each is not None]
+
+    def restart(self, indexes: Sequence[int]) -> None:
+        for index in indexes:
+            if self.buckets[index].keeps_equal:
+                continue
+            if self.references and self._update_reference is None:
+                self.references[index].copy_(self._present(index))
+            if self._feedback:
+                self._feedback[index].clear()
+
+    def _present(self, index: int) -> Tensor:
+        return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
+
+    def _is_unfit(self, indexes: Sequence[int]) -> Tensor:
+        """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""
+        leaving = [self.buckets[index] for index in indexes]
+        found = torch.zeros((), dtype=torch.int64, device=self._device)
+        if self._checks_buffers and any(bucket.keeps_equal and bucket.is_outdated for bucket in leaving):
+            return found.fill_(1)
+        if self._on_nonfinite == "ignore":
+            return found
+        limits: dict[float, list[Bucket]] = {}
+        for bucket in leaving:
+            if not self._is_narrowed(bucket):
+                largest = math.inf
+            else:
+                # the last agreed values are means of what has passed, so half of it leaves room for the difference
+                most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
+                largest = most / 2 if self.references else most
+            limits.setdefault(largest, []).append(bucket)
+        for largest, buckets in limits.items():
+            found += is_unfit(values_of(buckets), largest).to(self._device)
+        return found.clamp_(max=1)
+
+    # ---- waited for ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        step: int = 0,
+        turn: int = 0,
+        only: Sequence[int] | None = None,
+        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
+    ) -> Verdict:
+        indexes = range(len(self.buckets)) if only is None else only
+        if self._is_alone:
+            return Verdict()
+        self.turn = turn
+        preflight = Preflight(self.topology, step, self._is_unfit(indexes), self.through)
+        if preflight.is_flagged():
+            return preflight
+        in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
+
+        def finish() -> None:
+            bucket, flat, complete = in_flight.popleft()
+            complete()
+            take(bucket, flat)
+
+        for index in indexes:
+            bucket = self.buckets[index]
+            flat, way = bucket.pack(multiple_of=self.parts_of(index)), self._way(index)
+            averaged_in_node = self._average_in_node(index, flat, self.through.intra, way)
+            in_flight.append((bucket, flat, self._between_nodes(index, flat, averaged_in_node, way, waiting=True)))
+            if len(in_flight) == BUCKETS_IN_FLIGHT:
+                finish()
+        while in_flight:
+            finish()
+        return preflight
+
+    # ---- beside training -----------------------------------------------------------------------------------------
+
+    def begin(
+        self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
+    ) -> Verdict:
+        self.turn = turn
+        preflight = Preflight(self.topology, step, self._is_unfit(only), self.through, background, outbound)
+        self._preflight = None if self._on_nonfinite == "ignore" else preflight
+        return preflight
+
+    @torch.no_grad()
+    def start(
+        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
+    ) -> PendingBucket:
+        bucket = self.buckets[index]
+        sent = bucket.pack(multiple_of=self.parts_of(index))
+        flat = sent.clone() if keep_sent else sent
+        used = (
+            flat,
+            *self.references[index : index + 1],
+        )  # a run that breaks off gives back the last agreed values, too
+        for tensor in used:
+            background.uses(tensor)
+        way, nodes, preflight = self._way(index), self.topology.num_nodes, self._preflight
+        # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
+        averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
+        if averaged_in_node is None:
+            complete_now = self._between_nodes(index, flat, None, way, preflight)
+            return PendingBucket(index, flat, sent, background.submit(complete_now), nodes)
+        if outbound is None:
+            raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
+        for tensor in used:
+            outbound.uses(tensor)
+        launched: list[Callable[[], None]] = []
+        has_left = outbound.submit(
+            lambda: launched.append(self._between_nodes(index, flat, averaged_in_node, way, preflight))
+        )
+
+        def complete() -> None:
+            has_left.wait()
+            launched.pop()()
+
+        return PendingBucket(index, flat, sent, background.submit(complete), nodes)
+
+    def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
+        """Update the reference parameters, unless the exchange is flagged; leave in ``part`` what every rank gets."""
+        assert self._update_reference is not None
+        if preflight is not None and self._on_nonfinite == "raise" and streams.has(part.device):
+            # the host does not wait for the flag: the run ends if it is set, and the values stay finite until then
+            part.copy_(torch.where(preflight.flag > 0, 0.0, part))
+        elif preflight is not None and preflight.is_flagged():
+            return
+        part.copy_(self._update_reference(index, reference, part))
+
+    # ---- who carries what ----------------------------------------------------------------------------------------
+
+    def _way(self, index: int) -> _Way:
+        """The way of a bucket that is launched now; by the training thread, which alone knows what now is."""
+        holders, topology, weights = self._holders(index), self.topology, self.weights(index)
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            return [holders.part(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
+
+        return _Way(holders.part, parts, holders.share, topology.in_node(weights), topology.of_nodes(weights))
+
+    def parts_of(self, index: int) -> int:
+        return self._holders(index).lanes
+
+    def carried(self, flat: Tensor, index: int) -> Tensor:
+        return self._holders(index).part(flat)
+
+    def share(self, flat: Tensor, index: int) -> Handle:
+        return self._holders(index).share(flat)
+
+    def remembered(self, flat: Tensor, index: int) -> Tensor:
+        """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
+        return self.carried(flat, index)
+
+    def _holders(self, index: int) -> Holders:
+        return self.through.holders[self.buckets[index].held_by]
+
+    def _average_in_node(self, index: int, flat: Tensor, intra: Communicator, way: _Way) -> Callable[[], None] | None:
+        """Start to average values that differ inside the node, each rank's with its weight; None if they do not.
+
+        Returns:
+            A function that waits, and leaves the mean in the part of ``flat`` that this rank carries.
+        """
+        if self.buckets[index].equal_in_node:
+            return None
+        topology = self.topology
+        if self.buckets[index].keeps_equal or is_short(flat.dtype):
+            return send_parts(intra, way.parts(flat), way.in_node)
+        weight, part = way.in_node[topology.local_rank], way.part(flat)
+        if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
+            node_mean = torch.empty_like(part)
+            summed = intra.reduce_scatter(node_mean, flat, weight=weight)
+
+            def finish() -> None:
+                summed.wait()
+                streams.keep_here(node_mean)  # made on training's stream, but outbound
+                part.copy_(node_mean)
+
+            return finish
+        return intra.all_reduce(flat, weight=weight).wait
+
+    def _between_nodes(
+        self,
+        index: int,
+        flat: Tensor,
+        averaged_in_node: Callable[[], None] | None,
+        way: _Way,
+        preflight: Preflight | None = None,
+        waiting: bool = False,
+    ) -> Callable[[], None]:
+        """Send a packed bucket on its way between the nodes.
+
+        Args:
+            index: Of the bucket.
+            flat: The bucket, packed.
+            averaged_in_node: What :meth:`_average_in_node` returned.
+            way: Who carries it.
+            preflight: Of the exchange; None if it is not flagged.
+            waiting: Whether training waits for it.
+
+        Returns:
+            A function that waits for it, and leaves in ``flat`` what the nodes agree on.
+        """
+        part = way.part(flat)
+        is_narrowed = self._is_narrowed(self.buckets[index])
+        has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
+        reference = self.references[index] if has_reference else None
+        if averaged_in_node is not None:
+            averaged_in_node()
+        numel = min(part.numel(), self.buckets[index].numel)
+        sent = sample(part[:numel])
+        if reference is not None:
+            part.sub_(reference[: part.numel()])
+        feedback = self._feedback[index] if self._feedback and is_narrowed else None
+        arrive = self._sum.launch(part, feedback, waiting, way.of_nodes, self.buckets[index].keeps_equal)
+
+        def complete() -> None:
+            arrive()
+            arrived = sample(part[:numel])
+            if reference is not None:
+                arrived.add_(sample(reference[:numel]))
+            self.disagreement.compare(index, sent, arrived, numel)
+            if reference is not None and self._update_reference is not None:
+                self._update_part(index, reference, part, preflight)
+            elif reference is not None:
+                part.add_(reference[: part.numel()])
+            way.share(flat).wait()
+            if reference is not None and self._update_reference is None:
+                reference.copy_(self.remembered(flat, index))
+
+        return complete
+
+    def _is_narrowed(self, bucket: Bucket) -> bool:
+        # what is a counter or a variance among float buffers must not be rounded by what lies beside it
+        return self.wire.compresses(bucket.dtype) and not bucket.keeps_equal
+
+    # ---- the step, and state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._feedback:
+            state["feedback"] = [feedback.state_dict() for feedback in self._feedback]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._feedback:
+            for feedback, saved in zip(self._feedback, state["feedback"], strict=True):
+                feedback.load_state_dict(saved)
+
+
+class LeaderAllReduce(ShardedAllReduce):
+    """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
+
+    With a wire that is not exact every rank keeps the last agreed values of all parameters, for its turn will come.
+    """
+
+    def _way(self, index: int) -> _Way:
+        topology, reducer, weights = self.topology, self.turn % self.topology.lanes, self.weights(index)
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            return [flat if local_rank == reducer else flat[:0] for local_rank in range(topology.ranks_on_node)]
+
+        def part(flat: Tensor) -> Tensor:
+            return parts(flat)[topology.local_rank]
+
+        share = partial(self.through.intra.broadcast, source=reducer)
+        return _Way(part, parts, share, topology.in_node(weights), topology.of_nodes(weights))
+
+    def remembered(self, flat: Tensor, index: int) -> Tensor:
+        return flat
+
+
+@torch.no_grad()
+def average_in_node(buckets: Sequence[Bucket], topology: Topology, healthy: Collection[int] | None = None) -> None:
+    """Replace values by their weighted mean over the ranks of this node; blocks.
+
+    Args:
+        buckets: Of these values.
+        topology: The ranks.
+        healthy: Those of whom the mean is; the others' values are not read. None: all.
+    """
+    weights = topology.weights if healthy is None else among(healthy, topology.weights)
+    mean = InterNodeSum(AsIs(), topology.intra)
+    for bucket in buckets:
+        flat = bucket.pack() if healthy is None or topology.rank in healthy else bucket.empty().zero_()
+        mean.launch(flat, weights=topology.in_node(weights))()
+        bucket.unpack(flat)
+
+
+def among(ranks: Collection[int], weights: Sequence[float]) -> list[float]:
+    """The weights of some ranks, which sum to 1; zero for the others."""
+    total = sum(weights[rank] for rank in ranks)
+    return [weight / total if rank in ranks else 0.0 for rank, weight in enumerate(weights)]

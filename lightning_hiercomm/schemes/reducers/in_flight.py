@@ -1,0 +1,181 @@
+"""What is on its way between the nodes while training goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hiercomm.comm.base import Handle, finished
+from lightning_hiercomm.schemes.health.preflight import Verdict
+
+_OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
+
+
+@dataclass
+class PendingBucket:
+    """One bucket on its way.
+
+    Attributes:
+        index: Of the bucket, among its reducer's.
+        arrived: What to wait for before ``flat`` is touched.
+        flat: What arrives, packed.
+        sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
+        nodes: Over how many nodes what arrives is the mean.
+    """
+
+    index: int
+    flat: Tensor
+    sent: Tensor
+    arrived: Handle = finished
+    nodes: int = 1
+
+
+@dataclass
+class Exchange:
+    """Buckets that were sent after one step and are merged after one step.
+
+    Attributes:
+        started: Optimizer steps after which it was sent.
+        due: Optimizer steps after which it is merged.
+        parts: Of the model, that it holds.
+        verdict: The result of its preflight. If it is flagged, what arrives is thrown away.
+        moves: Its buckets, in the order in which they arrive.
+        undo: Takes back what has been moved beside training since it left; where nodes come and go.
+        is_lost: Whether it never arrives, because nodes came or went meanwhile: nodes agree anew when it is due.
+    """
+
+    started: int
+    due: int
+    parts: Sequence[int]
+    verdict: Verdict = field(default_factory=Verdict)
+    moves: deque[PendingBucket] = field(default_factory=deque)
+    undo: Callable[[], None] = lambda: None
+    is_lost: bool = False
+
+    @property
+    def staleness(self) -> int:
+        """Steps between sending and merging, S."""
+        return self.due - self.started
+
+    def holds(self, index: int) -> bool:
+        """Whether a bucket is part of it, and not merged yet."""
+        return any(move.index == index for move in self.moves)
+
+    def wait(self) -> None:
+        """Return when all of it has arrived."""
+        self.verdict.wait()
+        for move in self.moves:
+            move.arrived.wait()
+
+    def lose(self) -> None:
+        """Drop what it brings, and take back what it has moved; it stays due."""
+        if not self.is_lost:
+            self.wait()
+            self.moves.clear()
+            self.undo()
+            self.is_lost = True
+
+    def is_nearly_done(self) -> bool:
+        """Whether no more than the last buckets have not arrived yet: they do so in their order."""
+        return len(self.moves) <= _OVERLAP or self.moves[-1 - _OVERLAP].arrived.is_done()
+
+
+class InFlight:
+    """The exchanges of one scheme that have been started and not been merged, oldest first."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.exchanges)
+
+    def start(self, started: int, due: int, parts: Sequence[int] = (0,), verdict: Verdict | None = None) -> Exchange:
+        """A new exchange, whose moves the caller adds."""
+        exchange = Exchange(started, due, parts, verdict or Verdict())
+        self.exchanges.append(exchange)
+        return exchange
+
+    def take(self, step: int) -> Exchange | None:
+        """The exchange that is due after ``step`` optimizer steps, if there is one; it is no longer in flight."""
+        due = next((exchange for exchange in self.exchanges if exchange.due == step), None)
+        if due is not None:
+            self.exchanges.remove(due)
+        return due
+
+    def take_first(self, step: int) -> Exchange | None:
+        """The oldest exchange, due now, after ``step`` optimizer steps, if not before; it is no longer in flight."""
+        if not self.exchanges:
+            return None
+        first = self.exchanges.pop(0)
+        first.due = min(first.due, step)
+        return first
+
+    def take_all(self) -> list[Exchange]:
+        """All exchanges; they are no longer in flight."""
+        taken, self.exchanges = self.exchanges, []
+        return taken
+
+    def keep(self, exchange: Exchange) -> None:
+        """Undo :meth:`take`."""
+        self.exchanges.insert(0, exchange)
+
+    def forget(self, exchange: Exchange) -> None:
+        """It is no longer in flight, if it was."""
+        self.exchanges = [other for other in self.exchanges if other is not exchange]
+
+    def lose(self) -> None:
+        """Lose them all, see :meth:`Exchange.lose`."""
+        for exchange in self.exchanges:
+            exchange.lose()
+
+    def settle(self) -> None:
+        """Wait until all has arrived, and keep it."""
+        for exchange in self.exchanges:
+            exchange.wait()
+
+    def drop(self) -> None:
+        """Wait until all has arrived, and forget it."""
+        self.settle()
+        self.exchanges.clear()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What has arrived; :meth:`settle` comes first."""
+        return [
+            {
+                "started": exchange.started,
+                "due": exchange.due,
+                "parts": list(exchange.parts),
+                "buckets": [move.index for move in exchange.moves],
+                "arrived": [move.flat.clone() for move in exchange.moves],
+                "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
+                "is_nonfinite": exchange.verdict.is_nonfinite,
+                "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
+                "nodes": [move.nodes for move in exchange.moves],
+            }
+            for exchange in self.exchanges
+        ]
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and buckets).
+
+        Args:
+            state: What was saved.
+            device: Gets the tensors.
+        """
+        self.drop()
+        for saved in state:
+            verdict = Verdict(saved["is_flagged"], saved["is_nonfinite"])
+            exchange = self.start(saved["started"], saved["due"], saved["parts"], verdict)
+            arrived = _on(device, saved["arrived"])
+            sent = _on(device, saved["sent"]) or arrived
+            for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
+                exchange.moves.append(PendingBucket(index, flat, own, nodes=of))
+
+
+def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to(device, copy=True) for tensor in tensors]

@@ -1,1 +1,0 @@
-"""The words of an agreement: when, and merged how."""

@@ -1,0 +1,190 @@
+"""Lanes between the nodes of a meeting, over gloo; nobody waits for a node that does not answer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import attached, on_ranks
+from torch.distributed import TCPStore
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.staged import StagedCommunicator
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.elastic.groups import CircuitBreaker, GlooTransport, InterNodeGroup, NodesWorld
+from lightning_hiercomm.elastic.quorum import Member, Quorum
+from lightning_hiercomm.elastic.topology import ElasticTopology
+from lightning_hiercomm.schemes import DiLoCo
+
+
+def quorum_of_two() -> tuple[TCPStore, Quorum]:
+    """With the store at which its members find each other."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    members = (Member(name, replica_id=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in "ab")
+    return store, Quorum(tuple(members))
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    _store, quorum = quorum_of_two()
+
+    def member(index: int) -> tuple[list[float], int, bool]:
+        meter, values = Meter(), torch.arange(3.0) * (index + 1)
+        lane = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", meter)
+        lane.all_reduce(values).wait()
+        lane.close()
+        return values.tolist(), meter.snapshot()["inter_bytes"], isinstance(lane, StagedCommunicator)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, has_gpu)] * 2
+
+
+def test_what_a_lane_moves_is_counted_once():
+    def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
+        meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
+        lane = InterNodeGroup(meter, CircuitBreaker(), is_beside=True)
+        lane.connect(world.connect(rank, meter)([[0, 1]], "inter"))
+        lane.all_reduce(tensor).wait()
+        lane.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
+        return meter.bytes["inter"], meter.messages["inter"]
+
+    assert ThreadWorld(2).run(member) == [(24.0, 2)] * 2
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the_exchange_fails(node):
+    """Who looked for another rank's raised an IndexError, which is not taken back."""
+    nodes = [[0, 1], [2]]
+
+    def gather(topology):
+        breaker = CircuitBreaker()
+        lane = InterNodeGroup(Meter(), breaker)
+        lane.size, lane.is_open = len(nodes), True
+        world = NodesWorld(topology.intra, lane if topology.local_rank == 0 else None)
+        world.reform(nodes, node)
+        return world.all_gather_object("own")
+
+    assert on_ranks(gather, (range(len(nodes[node])),)) == [["own"] * 3] * len(nodes[node])
+
+
+def test_a_move_that_is_let_go_is_at_no_moment_one_that_training_should_have_waited_for():
+    """A thread beside training lets go of it, while training may launch the next one."""
+    blamed = []
+
+    class Noting(Meter):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "unawaited" and value is not None:
+                blamed.append(value)
+            super().__setattr__(name, value)
+
+    def rank(number: int, world: ThreadWorld) -> None:
+        meter = Noting()
+        lane = InterNodeGroup(meter, CircuitBreaker())
+        lane.connect(world.connect(number, meter)([[0, 1]], "inter"))
+        lane.is_open = True
+        handle = lane.exchange([(torch.ones(2), 1 - number)], [(torch.zeros(2), 1 - number)])
+        lane.disconnect()
+        handle.wait()
+
+    ThreadWorld(2).run(rank)
+    assert blamed == []
+
+
+def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
+    _store, quorum = quorum_of_two()
+    with pytest.raises(RuntimeError):
+        GlooTransport("127.0.0.1", dead_after=1.0).connect_group(quorum, 0, "0", Meter())
+
+
+@pytest.mark.parametrize("dead_after", [0.5, 1.5, 5.0, 20.0])
+@pytest.mark.parametrize("keeps_the_group", [True, False])
+def test_who_is_lost_while_nodes_connect_is_waited_for_no_longer_than_between_agreements(dead_after, keeps_the_group):
+    """All that is waited for, until it is known who does not answer; the lighthouse misses it at the same time."""
+    waited = []
+
+    class Transport(GlooTransport):
+        def ask(self, address, work, patience=None):
+            is_here = not keeps_the_group and not waited
+            waited.append(0.0 if is_here else self._set_up.total_seconds() if patience is None else patience)
+            if not is_here:
+                raise RuntimeError("does not answer")
+
+    transport = Transport("127.0.0.1", dead_after)
+    with pytest.raises(RuntimeError):
+        transport.connect_group(quorum_of_two()[1], 1, "0", Meter())
+    assert transport.unreachable(["127.0.0.1:1"])
+    assert 0 < sum(waited) <= dead_after + 1.0
+
+
+def keep_store(port) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    port.send(store.port)
+    time.sleep(60)
+
+
+@pytest.fixture
+def node():
+    """A process that keeps something for others, and its address."""
+    ours, its = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=keep_store, args=(its,), daemon=True)
+    process.start()
+    yield process.pid, f"127.0.0.1:{ours.recv()}"
+    process.kill()
+    process.join()
+
+
+def read(store):
+    return store.get("key")
+
+
+@pytest.mark.long("a process imports torch, and its death is missed after a while")
+def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
+    process, address = node
+    transport = GlooTransport("127.0.0.1", dead_after=10.0)
+    assert transport.ask(address, read) == b"value"
+    assert not transport.unreachable([address])
+    assert transport.glance([address, address], "key") == [b"value", b"value"]
+    assert transport.glance([address], "other") == [b""]
+    assert GlooTransport("127.0.0.1", dead_after=0.5).glance(["127.0.0.1:9"], "key") == []
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        transport.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))
+    assert transport.unreachable([address]) == [address]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(node, is_known):
+    """A store's client does, for ever: its connection stands, for the kernel keeps it."""
+    process, address = node
+    transport = GlooTransport("127.0.0.1", dead_after=0.5)
+    if is_known:
+        transport.ask(address, read, 10.0)
+    os.kill(process, signal.SIGSTOP)
+    os.waitpid(process, os.WUNTRACED)  # the signal is sent: its threads may still answer until they are all stopped
+    with pytest.raises(RuntimeError, match="does not answer"):
+        transport.ask(address, read, 0.2)
+    assert transport.unreachable([address]) == [address]
+    os.kill(process, signal.SIGCONT)
+    assert transport.ask(address, read, 30.0) == b"value"
+
+
+def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(fake_device):
+    """Lanes of GPUs pass through the host, so jobs that wait for them are put off until somebody waits for these."""
+
+    def work(own) -> list[str]:
+        done: list[str] = []
+        with attached(ElasticTopology(own), DiLoCo(4, staleness=2)) as rank:
+            job = rank.scheme.background().submit(lambda: done.append("arrived"))
+            done.append("trains on")
+            job.wait()
+        return done
+
+    assert on_ranks(work, ((0,),)) == [["trains on", "arrived"]]

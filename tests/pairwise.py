@@ -1,0 +1,89 @@
+"""Select the cells of a product of parameters that `make test` runs; ``pytest --nightly`` runs all of them.
+
+Most defects show in one value of one parameter, nearly all others where two values meet. So ``@pytest.mark.pairwise``
+keeps cells in which every two values that ever meet do meet, or every value occurs if there are two parameters. The
+other cells are marked ``nightly``. A test that is named on the command line runs with all its cells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cell = Mapping[str, Hashable]
+
+
+def select(cells: Sequence[Cell], groups: Iterable[tuple[str, ...]] = ()) -> list[int]:
+    """Return the indices of few cells in which all values that meet within a group of factors do meet.
+
+    Greedy: the next cell has the most new values, then the least used ones. Default groups: all pairs of three factors
+    or more, single factors otherwise.
+    """
+    names = sorted(cells[0])
+    groups = [*groups] or ([*combinations(names, 2)] if len(names) > 2 else [(name,) for name in names])
+    met = [{(group, *(cell[name] for name in group)) for group in groups} for cell in cells]
+    missing = set().union(*met)
+    used: Counter[tuple[str, Hashable]] = Counter()
+    chosen = []
+    while missing:
+        uses = [sum(used[each] for each in cell.items()) for cell in cells]
+        best = min(range(len(cells)), key=lambda i: (-len(met[i] & missing), uses[i]))
+        chosen.append(best)
+        missing -= met[best]
+        used.update(cells[best].items())
+    return sorted(chosen)
+
+
+def selected(cells: Iterable[tuple[Hashable, ...]], groups: Iterable[tuple[int, ...]] = ()) -> list[Any]:
+    """Return parameters for ``parametrize`` of an incomplete product; those that are not selected are ``nightly``."""
+    cells = [*cells]
+    by_name = [{str(place): value for place, value in enumerate(cell)} for cell in cells]
+    chosen = select(by_name, [tuple(map(str, group)) for group in groups])
+    return [pytest.param(*cell, marks=[pytest.mark.nightly] * (i not in chosen)) for i, cell in enumerate(cells)]
+
+
+def mark_nightly(items: Sequence[pytest.Item], chosen: Iterable[int]) -> None:
+    """Mark all but the chosen items as ``nightly``."""
+    for number in {*range(len(items))} - {*chosen}:
+        items[number].add_marker(pytest.mark.nightly)
+
+
+def requested(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:
+    """Return the values of parameters in the tests of a fixture's module that will run."""
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = [item.callspec.params for item in own]
+    return {tuple(each[name] for name in names) for each in values if {*names} <= {*each}}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run the whole of every product, and the longest runs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect nightly tests, and sort files: with a long one at the end, one worker would run and the others wait."""
+    products: dict[tuple[Path, str, object], list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairwise"):  # on each device by itself: not every machine has both
+            products[item.path, item.originalname, item.callspec.params.get("device")].append(item)
+    for product in products.values():
+        mark_nightly(product, select([_cell(item) for item in product]))
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    if nightly and not config.getoption("--nightly") and not any("::" in argument for argument in config.args):
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        config.hook.pytest_deselected(items=nightly)
+    tests = Counter(item.path for item in items)
+    long_tests = Counter(item.path for item in items if item.get_closest_marker("long"))
+    items.sort(key=lambda item: (-long_tests[item.path], -tests[item.path]))
+
+
+def _cell(item: Any) -> Cell:
+    """Return an item's values, as objects; names that are parametrized together are one factor, called by the first."""
+    lists = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    later = {name.strip() for names in lists for name in (names.split(",") if isinstance(names, str) else names)[1:]}
+    names = {*(item.get_closest_marker("pairwise").args or item.callspec.params)} - later - {"device"}
+    return {name: id(value) for name, value in item.callspec.params.items() if name in names}

@@ -1,0 +1,160 @@
+"""Who talks to whom in gossip: properties of the mixing matrices, for any size and seed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hiercomm.schemes import DirectedExponential, Full, Graph, RandomPermutation, Ring
+from lightning_hiercomm.schemes.reducers.graphs import round_of
+
+FAIR = ["uniform", "cyclic", "roulette"]
+sizes, steps, seeds = st.integers(2, 64), st.integers(0, 10**9), st.integers(0, 2**32)
+regular_graphs = st.one_of(
+    st.builds(RandomPermutation, st.sampled_from(FAIR), seeds),
+    st.builds(DirectedExponential, st.integers(1, 5)),
+    st.just(Ring()),
+    st.just(Full()),
+)
+all_graphs = regular_graphs | st.builds(RandomPermutation, st.none(), seeds)
+
+
+def is_derangement(sources):
+    return sorted(sources) == list(range(len(sources))) and all(r != s for r, s in enumerate(sources))
+
+
+class Given(Graph):
+    """Says what it was told."""
+
+    def __init__(self, *send_to):
+        self.answer = send_to
+
+    def send_to(self, size, step, segment):
+        return self.answer
+
+
+@settings(deadline=None)
+@given(st.sampled_from(FAIR), seeds, sizes, steps, st.integers(0, 100))
+def test_a_fair_permutation_moves_everyone(fair, seed, size, step, segment):
+    assert is_derangement(RandomPermutation(fair, seed).receive_from(size, step, segment))
+
+
+@settings(deadline=None)
+@given(regular_graphs, sizes, steps)
+def test_mixing_is_doubly_stochastic_where_all_send_and_receive_equally_much(graph, size, step):
+    matrix = round_of(graph, size, step).mixing_matrix()
+    ones = torch.ones(size, dtype=torch.float64)
+    torch.testing.assert_close(matrix.sum(0), ones)
+    torch.testing.assert_close(matrix.sum(1), ones)
+    assert round_of(graph, size, step).push([1.0] * size) == [1.0] * size
+
+
+@settings(deadline=None)
+@given(all_graphs, sizes, steps)
+def test_any_graph_conserves_the_sum_and_pushes_weights_as_its_matrix_does(graph, size, step):
+    round_ = round_of(graph, size, step)
+    matrix = round_.mixing_matrix()
+    torch.testing.assert_close(matrix.sum(0), torch.ones(size, dtype=torch.float64))
+    weights = torch.linspace(0.5, 2.0, size, dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(round_.push(weights.tolist()), dtype=torch.float64), matrix @ weights)
+
+
+def test_a_permutation_mixes_half_and_half():
+    graph = RandomPermutation(seed=3)
+    sources = graph.receive_from(5, step=7, segment=2)
+    permutation = torch.eye(5, dtype=torch.float64)[sources]
+    identity = torch.eye(5, dtype=torch.float64)
+    assert torch.equal(round_of(graph, 5, 7, 2).mixing_matrix(), (identity + permutation) / 2)
+
+
+@pytest.mark.parametrize(("fair", "expected"), [("uniform", 9), ("cyclic", 6), ("roulette", 9)])
+def test_every_permutation_of_four_that_may_come_does(fair, expected):
+    # Of 4 ranks there are 9 derangements, 6 of them a single cycle.
+    drawn = Counter(tuple(RandomPermutation(fair).receive_from(4, step, 0)) for step in range(9000))
+    assert len(drawn) == expected
+    if fair != "roulette":
+        # chi-square with 8 (5) degrees of freedom, whose 99.99 % quantile is 31.8 (25.7)
+        mean = 9000 / expected
+        assert sum((count - mean) ** 2 / mean for count in drawn.values()) < 32
+
+
+@pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("size", range(2, 9))
+def test_the_roulette_never_runs_out_of_partners(size, steps):
+    graph = RandomPermutation("roulette", seed=size)
+    assert all(is_derangement(graph.receive_from(size, step, 0)) for step in range(steps))
+
+
+@pytest.mark.parametrize(("size", "factor"), [(4, 1 / 3), (8, 3 / 7)])
+def test_one_uniform_step_contracts_the_squared_distance_from_the_mean_as_predicted(size, factor):
+    graph, trials = RandomPermutation(), 4000
+    values = torch.linspace(-1, 3, size, dtype=torch.float64).exp()
+    values -= values.mean()
+    sources = torch.tensor([graph.receive_from(size, step, 0) for step in range(trials)])
+    ratios = ((values + values[sources]) / 2).square().sum(1) / values.square().sum()
+    assert factor == pytest.approx((size - 2) / (2 * (size - 1)))
+    assert abs(ratios.mean() - factor) < 4 * ratios.std() / trials**0.5
+
+
+@pytest.mark.parametrize(("size", "peers"), [(2, 1), (4, 1), (16, 1), (64, 1), (9, 2), (27, 2), (16, 3)])
+def test_a_round_of_the_exponential_graph_averages_powers_exactly(size, peers):
+    graph, product, rounds = DirectedExponential(peers), torch.eye(size, dtype=torch.float64), 0
+    while (peers + 1) ** rounds < size:
+        product = round_of(graph, size, rounds).mixing_matrix() @ product
+        rounds += 1
+    torch.testing.assert_close(product, torch.full_like(product, 1 / size))
+
+
+@pytest.mark.parametrize(
+    ("size", "hops"), [(2, [1]), (3, [1, 2]), (4, [1, 2]), (5, [1, 2, 4]), (8, [1, 2, 4]), (9, [1, 2, 4, 8])]
+)
+def test_the_exponential_graph_hops_by_all_powers_of_two_below_its_size(size, hops):
+    seen = [DirectedExponential().send_to(size, step, 0)[0] for step in range(2 * len(hops))]
+    assert seen == [[hop] for hop in hops] * 2
+
+
+def test_independent_picks_reach_every_other_rank_equally_often():
+    picks = [RandomPermutation(None).receive_from(4, step, 0) for step in range(3000)]
+    for rank, other in itertools.permutations(range(4), 2):
+        assert sum(pick[rank] == other for pick in picks) == pytest.approx(1000, abs=4 * (3000 * 2 / 9) ** 0.5)
+    assert not any(pick[rank] == rank for pick in picks for rank in range(4))
+
+
+def test_steps_segments_and_seeds_draw_anew_and_the_same_arguments_draw_the_same():
+    first = RandomPermutation(seed=1).receive_from(32, 5, 3)
+    assert RandomPermutation(seed=1).receive_from(32, 5, 3) == first
+    others = [(1, 6, 3), (1, 5, 4), (2, 5, 3)]
+    assert all(RandomPermutation(seed=seed).receive_from(32, t, s) != first for seed, t, s in others)
+
+
+@pytest.mark.parametrize(
+    ("send_to", "message"),
+    [
+        ([[1], [2], [2]], "rank 2 sends to itself"),
+        ([[1], [0], []], "rank 2 receives from nobody"),
+        ([[1], [2], [3]], "rank 2 sends to rank 3, which does not exist"),
+        ([[1, 1], [2], [0]], "rank 0 sends twice to rank 1"),
+        ([[1], [0]], "nothing is said about rank 2"),
+        ([[1], [2], [0], [0]], "something is said about rank 3"),
+    ],
+)
+def test_an_invalid_graph_is_refused_with_the_rank(send_to, message):
+    with pytest.raises(ValueError, match=rf"Given\(.*at step 4, segment 1, for 3 ranks: {message}"):
+        round_of(Given(*send_to), 3, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DirectedExponential(0), "peers=0"),
+        (lambda: RandomPermutation("fairly"), "fair='fairly'"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

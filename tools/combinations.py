@@ -1,0 +1,1464 @@
+"""Random combinations of everything that goes together: ``python -m tools.combinations``, in a checkout.
+
+``--random 5000 --seed 1`` draws as many, each from a number of its own; ``--only 1234`` repeats that one. Every
+combination trains on ranks that are threads (milliseconds), and is compared with a calculation in float64, written
+from the methods' descriptions and shares no code with them: one process, lists of numbers, no buckets, no wires. Where
+numbers must differ from it (narrow types on the wire, sick nodes) what remains is that ranks of a node are equal at all
+times, and all ranks in the end. Looks at the agreed model and a resume through a file may not change a bit.
+
+What fails is told in the fewest words that still fail: features are dropped one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
+
+import torch
+from harness import Rank, attached, flattened, on_a_gpu, on_ranks, reloaded, with_policy
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    DirectedExponential,
+    Every,
+    Full,
+    Gossip,
+    Graph,
+    OuterOptimizer,
+    ParameterSync,
+    PeriodicAveraging,
+    RandomPermutation,
+    Replace,
+    Ring,
+    Scheme,
+    Staggered,
+    StepsDelay,
+)
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate
+
+Vectors = dict[int, Tensor]
+Gradient = Callable[[int, int, Sequence[str], Tensor], Tensor]
+
+_NODES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "1+1": ((0,), (1,)),
+    "2x2": ((0, 1), (2, 3)),
+    "3+1": ((0, 1, 2), (3,)),
+    "2+3": ((0, 1), (2, 3, 4)),
+    "1+1+1": ((0,), (1,), (2,)),
+    "4 of 1": ((0,), (1,), (2,), (3,)),
+    "1 of 2": ((0, 1),),
+    "1 of 1": ((0,),),
+}
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": partial(SGD, lr=0.1),
+    "momentum": partial(SGD, lr=0.03, momentum=0.9),
+    "nesterov and decay": partial(SGD, lr=0.03, momentum=0.8, nesterov=True, weight_decay=0.1),
+    # a large eps: a small gradient's sign decides nothing, which rounding may turn
+    "adam": partial(Adam, lr=0.05, eps=0.1),
+    "adamw": partial(AdamW, lr=0.05, eps=0.1, weight_decay=0.1),
+}
+_OUTER: dict[str, Callable[..., Optimizer]] = {
+    "nesterov": partial(SGD, lr=0.7, momentum=0.9, nesterov=True),
+    "sgd": partial(SGD, lr=1.0),
+    "momentum": partial(SGD, lr=0.5, momentum=0.5),
+    "adam": partial(Adam, lr=0.1, eps=0.1),
+}
+_GRAPHS: dict[str, Callable[[], Graph]] = {
+    "ring": Ring,
+    "full": Full,
+    "exponential": DirectedExponential,
+    "permutation": RandomPermutation,
+    "cyclic": partial(RandomPermutation, "cyclic"),
+    "roulette": partial(RandomPermutation, "roulette"),
+    "unfair": partial(RandomPermutation, None),
+}
+_RANDOM_GRAPHS = ("permutation", "cyclic", "roulette", "unfair")
+_DTYPES = {"mixed": ("float32", "float64", "float64"), "mixed and narrow": ("float32", "float64", "bfloat16")}
+"""Of the parameters, where they are not all of one."""
+_SHAPES = {"a": (3,), "b": (2, 2), "c": (4,)}
+_SAID_EVERY = 250
+_HANGS = 20.0  # seconds; a run takes milliseconds, but not on a busy machine
+_HALVES = (("a", "b"), ("c",))
+
+
+def _with_memory(update: LocalUpdate) -> None:
+    """A local rule of the user's own, with a tensor that it keeps."""
+    mean = update.state.setdefault("mean", torch.zeros_like(update.gradient))
+    mean.lerp_(update.gradient, 0.5)
+    update.weights.sub_(mean, alpha=update.learning_rate)
+
+
+_OUTER_SCHEDULERS = {"halving": partial(StepLR, step_size=1, gamma=0.5)}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One run; the defaults are what is plainest.
+
+    Attributes:
+        scheme: Its kind.
+        arguments: Of the scheme, by name; what is no plain value has a name of its own.
+        nodes: Of how many ranks.
+        weights: Of the ranks.
+        reweight: Before which step the ranks get their weights in reversed order.
+        wire: What travels.
+        raw: Whether parameters themselves are narrowed.
+        bucket_bytes: Upper bound of a bucket.
+        dtype: Of the parameters.
+        optimizer: The user's.
+        two: Whether two optimizers have a half of the parameters each.
+        buffer: Float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf.
+        state: Whether the optimizer's state is averaged, too.
+        policy: ``on_nonfinite``.
+        sick: Step and rank of a gradient that is NaN.
+        unfreeze: Before which step a parameter that was frozen is trained.
+        freeze: Before which step one is frozen.
+        again: Before which step that one is trained again.
+        clamp: What a program lets weights be at most, by a write between two steps.
+        looks: After which steps somebody looks at the agreed model.
+        resume: After which step the run goes on from a file.
+        skip: Step and node whose gradient scaler leaves out the optimizer.
+        losses: Of the epochs, on rank 0; empty where nobody is told any.
+        epochs: How many.
+        steps: Of every epoch.
+        knows_last: Whether an epoch's last step is known to be.
+        warmup: ``warmup_steps`` of periodic averaging and DiLoCo: steps, or a share of the run.
+    """
+
+    scheme: str = "all_reduce"
+    arguments: tuple[tuple[str, Any], ...] = ()
+    nodes: str = "1+1"
+    weights: tuple[float, ...] | None = None
+    reweight: int | None = None
+    wire: str | None = None
+    raw: bool = False
+    bucket_bytes: int = 2**20
+    dtype: str = "float64"
+    optimizer: str = "sgd"
+    two: bool = False
+    buffer: str | None = None
+    state: bool = False
+    policy: str = "ignore"
+    sick: tuple[int, int] | None = None
+    unfreeze: int | None = None
+    freeze: int | None = None
+    again: int | None = None
+    clamp: float | None = None
+    looks: tuple[int, ...] = ()
+    resume: int | None = None
+    skip: tuple[int, int] | None = None
+    losses: tuple[float, ...] = ()
+    epochs: int = 2
+    steps: int = 7
+    knows_last: bool = True
+    warmup: int | float = 0
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    @property
+    def ranks(self) -> list[int]:
+        """All of them."""
+        return [rank for node in _NODES[self.nodes] for rank in node]
+
+    @property
+    def total(self) -> int:
+        """How many steps there are."""
+        return self.epochs * self.steps
+
+    @property
+    def synchronous_steps(self) -> int:
+        """How many steps average gradients over all ranks before the schedule begins."""
+        return round(self.warmup * self.total) if isinstance(self.warmup, float) else self.warmup
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """One of the scheme's."""
+        return dict(self.arguments).get(name, default)
+
+    def make(self) -> Scheme:
+        """The scheme."""
+        arguments = dict(self.arguments)
+        for name, table in (("outer_optimizer", _OUTER), ("outer_scheduler", _OUTER_SCHEDULERS), ("graph", _GRAPHS)):
+            if name in arguments:
+                chosen: Any = table.get(arguments[name])
+                arguments[name] = chosen() if name == "graph" else chosen
+        for name in ("fragments", "segments"):
+            if isinstance(arguments.get(name), tuple):
+                arguments[name] = list(arguments[name])
+        if arguments.get("local_update") == "with memory":
+            arguments["local_update"] = _with_memory
+        if self.scheme == "parameter_sync":
+            arguments["reducer"] = (
+                _GRAPHS[arguments["reducer"]]() if arguments["reducer"] in _GRAPHS else arguments["reducer"]
+            )
+            kind, period = arguments["schedule"]
+            arguments["schedule"] = Staggered(period) if kind == "staggered" else Every(period, kind)
+            keep = arguments.pop("keep_local", 0.0)
+            scheduler = arguments.pop("outer_scheduler", None)
+            if arguments["merge"] in _OUTER:
+                arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], scheduler, keep)
+            elif keep:
+                arguments["merge"] = Replace(keep)
+        if self.warmup:
+            arguments["warmup_steps"] = self.warmup
+        scheme = _SCHEMES[self.scheme](**arguments)
+        return with_policy(scheme, on_nonfinite=self.policy, average_optimizer_state=self.state)
+
+    def weights_at(self, step: int) -> list[float]:
+        """Of the ranks, normalised, before a step."""
+        weights = list(self.weights or [1.0] * len(self.ranks))
+        if self.reweight is not None and step >= self.reweight:
+            weights.reverse()
+        return [weight / sum(weights) for weight in weights]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a parameter."""
+        dtypes = dict(zip(_SHAPES, _DTYPES[self.dtype], strict=True)) if self.dtype in _DTYPES else {}
+        return getattr(torch, dtypes.get(name, self.dtype))
+
+    def loss(self, rank: int, epoch: int) -> float | None:
+        """What a rank says of an epoch."""
+        return self.losses[epoch] * (1 + 0.1 * rank) if self.losses else None
+
+    def rate_at(self, step: int) -> float:
+        """By what the learning rate is multiplied in a step."""
+        return 1.0
+
+    def knows_last_at(self, step: int) -> bool:
+        """Whether this step is known to be its epoch's last one, if it is."""
+        return self.knows_last
+
+    def clipped(self, gradient: Tensor) -> Tensor:
+        """What a rank's optimizer gets in place of a gradient."""
+        return gradient
+
+    def written(self, values: Tensor) -> Tensor:
+        """What somebody writes to the parameters after a step."""
+        return values
+
+    def frozen_at(self, step: int) -> list[str]:
+        """Names of the parameters that are not trained in a step."""
+        unfrozen = self.unfreeze is None or step >= self.unfreeze
+        frozen = self.freeze is not None and self.freeze <= step < (self.total if self.again is None else self.again)
+        return [*([] if unfrozen else ["b"]), *(["a"] if frozen else [])]
+
+
+_SCHEMES: dict[str, Callable[..., Scheme]] = {
+    "all_reduce": AllReduce,
+    "periodic": PeriodicAveraging,
+    "daso": DASO,
+    "steps_delay": StepsDelay,
+    "gossip": Gossip,
+    "diloco": DiLoCo,
+    "parameter_sync": ParameterSync,
+}
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def drawn(number: int) -> Combination:
+    """The combination of a number, always the same."""
+    draw = random.Random(number)
+    chance = lambda probability: draw.random() < probability  # noqa: E731
+    name = draw.choice([*_NODES, "2x2", "3+1", "1+1+1"])
+    nodes = _NODES[name]
+    epochs, steps = draw.randint(1, 3), draw.randint(3, 8)
+    total = epochs * steps
+    kind = draw.choice(
+        ["all_reduce", "periodic", "daso", "steps_delay", "gossip", "diloco", "parameter_sync", "parameter_sync"]
+    )
+    arguments = _arguments(kind, draw, len(nodes))
+    ranks = sum(map(len, nodes))
+    wire = draw.choice([None, None, None, "float32", "bfloat16", "float16", "int8", "int4"])
+    combination = Combination(
+        kind,
+        tuple(arguments.items()),
+        name,
+        weights=tuple(float(draw.randint(1, 4)) for _ in range(ranks)) if chance(0.4) else None,
+        wire=wire,
+        raw=wire in ("bfloat16", "float16", "float32") and chance(0.3),
+        bucket_bytes=draw.choice([8, 16, 40, 2**20, 2**20]),
+        dtype=draw.choice(["float64", "float64", "float64", "float32", "bfloat16", *_DTYPES]),
+        optimizer=draw.choice([*_OPTIMIZERS]),
+        two=chance(0.2),
+        buffer=draw.choice([None, None, "statistics", *_BUFFERS]),
+        looks=tuple(sorted(draw.sample(range(total), min(2, total)))) if chance(0.4) else (),
+        resume=draw.randrange(total) if chance(0.3) else None,
+        epochs=epochs,
+        steps=steps,
+        knows_last=chance(0.8),
+    )
+    if combination.argument("adapt"):
+        losses = tuple(draw.choice([1.0, 0.99, 0.9, 0.5]) for _ in range(6))
+        combination = replace(combination, losses=losses, epochs=6, steps=min(steps, 5))
+        total = combination.total
+    if combination.weights is not None and chance(0.4):
+        combination = replace(combination, reweight=draw.randrange(total))
+    if kind == "periodic" or (kind == "daso" and combination.argument("staleness") == 0):
+        combination = replace(combination, state=chance(0.3))
+    if chance(0.2):
+        combination = replace(combination, unfreeze=draw.randrange(1, total))
+    if chance(0.15):
+        freeze = draw.randrange(1, total)
+        again = draw.randrange(freeze + 1, total) if freeze + 1 < total and chance(0.5) else None
+        combination = replace(combination, freeze=freeze, again=again)
+    if chance(0.15):
+        if kind == "steps_delay":  # which takes them over in its warm-up
+            arguments["warmup_steps"] = arguments["delay"] * total
+        combination = replace(combination, clamp=0.4, arguments=tuple(arguments.items()))
+    if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
+        combination = replace(combination, policy=draw.choice(["skip", "raise"]))
+        if chance(0.5):
+            combination = replace(combination, sick=(draw.randrange(total), draw.randrange(ranks)))
+    if kind != "all_reduce" and chance(0.2):
+        combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
+    if kind in ("periodic", "diloco") and chance(0.4):
+        combination = replace(combination, warmup=draw.choice([draw.randint(1, total), draw.choice([0.25, 0.5, 0.9])]))
+    if kind == "diloco" and _can_average_state(combination) and chance(0.3):
+        combination = replace(combination, state=True)
+    return combination if goes_together(combination) else drawn(number + 1_000_003)
+
+
+def _can_average_state(c: Combination) -> bool:
+    waits = c.argument("fragments") == 1 and c.argument("staleness") == 0
+    return waits and not c.argument("keep_local")
+
+
+_BUFFERS = ("mask",)
+"""Those beside statistics."""
+_NAMED_PARTS = (("a",), ("c",), ("c", "a"), ("b", "c"))
+
+
+def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
+    gradients = draw.choice(["node", "node", "none"])
+    if kind == "periodic":
+        period = draw.choice([1, 2, 3, 4, None])
+        arguments = {
+            "sync_every": period,
+            "at_epoch_end": period is None or draw.random() < 0.6,
+            "order": draw.choice(["after_step", "after_step", "before_step"]),
+            "gradients": gradients,
+        }
+        if gradients == "none" and draw.random() < 0.4:
+            arguments["node_sync_every"] = draw.randint(1, 3)
+        return arguments
+    if kind == "daso":
+        period = draw.randint(1, 4)
+        adapts = draw.random() < 0.3
+        return {
+            "sync_every": period,
+            "staleness": draw.randint(0, period),
+            "warmup_epochs": draw.choice([0, 0, 1]),
+            "cooldown_epochs": draw.choice([0, 0, 1]),
+            "merge": draw.choice(["eq1", "delta"]),
+            "reducer": draw.choice(["leader", "sharded"]),
+            "adapt": adapts,
+            "threshold": draw.choice([0.0, 0.05]),
+            "patience": draw.randint(0, 1),
+            "gradients": gradients,
+            "narrow_phases": draw.choice(["all", "all", "blocking"]),
+        }
+    if kind == "steps_delay":
+        delay = draw.randint(1, 4)
+        return {
+            "delay": delay,
+            "warmup_steps": delay * draw.randint(0, 2),
+            "local_update": draw.choice(["glu", "glu", "sgd", "dc_asgd", "with memory"]),
+            "hold": draw.random() < 0.3,
+            "shard_on": draw.choice(["elements", "parameters"]),
+        }
+    if kind == "gossip":
+        return {
+            "graph": draw.choice([*_GRAPHS]),
+            "segments": draw.choice([1, 2, 3, 4, 5, *_NAMED_PARTS]),
+            "hierarchical": draw.random() < 0.6,
+            "overlap": draw.random() < 0.4,
+            "push_sum": draw.random() < 0.8,
+        }
+    if kind == "diloco":
+        fragments = draw.choice([1, 2, 3, *_NAMED_PARTS])
+        parts = fragments if isinstance(fragments, int) else 3
+        period = draw.randint(parts, 6)
+        return {
+            "sync_every": period,
+            "outer_optimizer": draw.choice([*_OUTER]),
+            "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]),
+            "fragments": fragments,
+            "staleness": draw.randint(0, -(-period // parts) - 1),
+            "keep_local": draw.choice([None, 0.0, 0.5]),
+            "gradients": gradients,
+        }
+    if kind == "parameter_sync":
+        fragments = draw.choice([1, 2, 3, *_NAMED_PARTS])
+        name, period = draw.choice(["run", "epoch", "staggered"]), draw.randint(1, 5)
+        schedule = Staggered(period) if name == "staggered" else Every(period, name)
+        merge = draw.choice(["replace", "eq1", "delta", *_OUTER])
+        reducer = draw.choice(["sharded", "sharded", "leader", *_GRAPHS])
+        return {
+            "schedule": (name, period),
+            "fragments": fragments,
+            "reducer": "sharded" if (merge in _OUTER and reducer == "leader") or reducer == "unfair" else reducer,
+            "merge": merge,
+            "keep_local": draw.choice([0.0, 0.5]) if merge in ("replace", *_OUTER) else 0.0,
+            "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]) if merge in _OUTER else None,
+            "staleness": draw.randint(0, schedule.longest_staleness(fragments if isinstance(fragments, int) else 3)),
+            "gradients": gradients,
+        }
+    return {}
+
+
+def goes_together(c: Combination) -> bool:
+    """Whether no stated rule forbids it."""
+    if c.scheme == "steps_delay" and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"):
+        return False  # refused: GLU needs SGD
+    if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
+        return False  # refused: a server gets gradients
+    if c.scheme == "parameter_sync" and c.argument("reducer") == "unfair":
+        return False  # refused: only Gossip keeps weights
+    parts = c.argument("fragments", 1)
+    if c.dtype in _DTYPES and c.argument("staleness") and isinstance(parts, int) and parts > 1:
+        return False  # may be refused: parts are of one type, so there may be more, and each is due earlier
+    if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
+        return False  # refused: one half has no such parameters
+    if c.argument("adapt") and len(c.losses) != c.epochs:
+        return False
+    if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
+        return False  # refused after its warm-up
+    if c.sick is not None and c.warmup and c.synchronous_steps >= c.total:
+        return False  # AllReduce checks every tenth step: such a short run ends as DDP's
+    if c.warmup and c.policy == "skip":
+        return False  # refused: a gradient that is not finite reaches all nodes
+    if c.skip is not None and c.skip[0] < c.synchronous_steps:
+        return False  # then all nodes skip
+    if c.sick is not None and c.policy == "ignore":
+        return False  # then a NaN reaches everybody
+    parts = c.argument("fragments")
+    if isinstance(parts, int) and c.dtype in _DTYPES and c.argument("staleness"):
+        most = parts + len(set(_DTYPES[c.dtype])) - 1  # one more for each further type
+        period = c.argument("sync_every") or c.argument("schedule")[1]
+        staggered = c.scheme == "diloco" or c.argument("schedule")[0] == "staggered"
+        if staggered and c.argument("staleness") > Staggered(period).longest_staleness(most):
+            return False  # refused: one exchange is in flight at a time
+    return True
+
+
+# ---- running it ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Told:
+    """What a rank saw of one of its halves.
+
+    Attributes:
+        trace: All values after every step.
+        looks: Agreed values.
+        end: All values at the end.
+        buffer: The buffer at the end.
+    """
+
+    trace: list[Tensor] = field(default_factory=list)
+    looks: dict[int, Tensor] = field(default_factory=dict)
+    end: Tensor | None = None
+    buffer: Tensor | None = None
+
+
+def _halves(c: Combination) -> list[dict[str, tuple[int, ...]]]:
+    if not c.two:
+        return [_SHAPES]
+    return [{name: _SHAPES[name] for name in half} for half in _HALVES]
+
+
+def _target(rank: int, name: str, step: int) -> Tensor:
+    """Where a rank's loss of a step is least."""
+    numel = math.prod(_SHAPES[name])
+    index = torch.arange(numel, dtype=torch.float64) + 10 * [*_SHAPES].index(name)
+    return torch.sin(1.3 * index + 2.1 * rank) + 0.3 * torch.cos(index + 0.7 * step * (rank + 1))
+
+
+def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[Told]]:
+    """Train it on threads; what every rank saw, by half."""
+    scheme = c.make()
+    states: dict[int, Any] = {}
+
+    def body(first: int, end: int, topology: Topology) -> list[Told]:
+        told = [Told() for _ in _halves(c)]
+        with ExitStack() as stack:
+            if c.reweight is not None and first >= c.reweight:
+                topology.set_weights(c.weights_at(first))
+            halves = [stack.enter_context(_attached(c, scheme, topology, shapes, first)) for shapes in _halves(c)]
+            if first:
+                for half, state in zip(halves, states[topology.rank], strict=True):
+                    half.load(state)
+                    if "buffer" in state:
+                        half.module.get_buffer("buffer").copy_(state["buffer"])
+            for step in range(first, end):
+                _one_step(c, step, topology, halves, told, looks)
+            if end < c.total:
+                states[topology.rank] = [_state(half) for half in halves]
+            else:
+                for half, seen in zip(halves, told, strict=True):
+                    half.scheme.finish()
+                    seen.end = half.values
+                    seen.buffer = half.module.get_buffer("buffer").cpu() if c.buffer else None
+        return told
+
+    nodes, weights = _NODES[c.nodes], c.weights
+    if c.resume is None or not resumes:
+        return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
+    cut = c.resume + 1
+    before = on_ranks(partial(body, 0, cut), nodes, weights, timeout=_HANGS)
+    if cut == c.total:
+        return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
+    after = on_ranks(partial(body, cut, c.total), nodes, weights, timeout=_HANGS)
+    return [
+        [Told(b.trace + a.trace, {**b.looks, **a.looks}, a.end, a.buffer) for b, a in zip(old, new, strict=True)]
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
+def _attached(c: Combination, scheme: Scheme, topology: Topology, shapes: Any, first: int) -> Any:
+    return attached(
+        topology,
+        scheme,
+        shapes=shapes,
+        start=0.5,
+        inner=_OPTIMIZERS[c.optimizer],
+        wire=Wire.named(c.wire, c.raw),
+        bucket_bytes=c.bucket_bytes,
+        dtype={name: c.dtype_of(name) for name in shapes},
+        frozen=[name for name in c.frozen_at(max(0, first - 1)) if name in shapes],
+        buffer={None: None, "statistics": torch.ones(3), "mask": torch.full((3, 3), -math.inf).triu(1)}[c.buffer],
+        epochs=c.epochs,
+        steps=c.total,
+    )
+
+
+def _state(half: Rank) -> dict[str, Any]:
+    state = half.state()
+    if half.module.get_buffer("buffer") is not None:
+        state["buffer"] = half.module.get_buffer("buffer").clone()
+    return reloaded(state)
+
+
+def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank], told: list[Told], looks: bool) -> None:
+    epoch, in_epoch = divmod(step, c.steps)
+    if in_epoch == 0 and epoch:
+        for half in halves:
+            half.scheme.begin_epoch(epoch, {})
+    if step and c.clamp is not None:
+        for half in halves:
+            with torch.no_grad():
+                for parameter in half.trained:
+                    parameter.clamp_(-c.clamp, c.clamp)
+    if step == c.reweight:
+        topology.set_weights(c.weights_at(step))
+    for half, seen in zip(halves, told, strict=True):
+        if step and c.frozen_at(step) != c.frozen_at(step - 1):
+            _unfreeze(half, c.frozen_at(step))
+        names = [name for name, p in half.module.named_parameters() if p.requires_grad]
+        target = flattened([_target(topology.rank, name, step) for name in names])
+
+        def gradient(x: Tensor, target: Tensor = target, half: Rank = half) -> Tensor:
+            flat = x - target.to(x.dtype)
+            if x.numel() and (step, topology.rank) == c.sick:
+                flat[-1] = math.nan
+            if c.buffer == "statistics":
+                shares = half.scheme.config.gradients != "none"  # then DDP gives a node one value
+                half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * (topology.node if shares else topology.rank))
+            return flat
+
+        last = c.knows_last and in_epoch == c.steps - 1
+        half.train(gradient, last=last, skip=(step, topology.node) == c.skip)
+        if in_epoch == c.steps - 1:
+            loss = c.loss(topology.rank, epoch)
+            half.scheme.end_epoch(None if loss is None else torch.tensor(loss, dtype=torch.float64))
+        seen.trace.append(half.values.double())
+        if looks and step in c.looks:
+            seen.looks[step] = half.agreed().double()
+
+
+def _unfreeze(half: Rank, frozen: Sequence[str]) -> None:
+    changed = False
+    for name, parameter in half.module.named_parameters():
+        changed |= parameter.requires_grad == (name in frozen)
+        parameter.requires_grad_(name not in frozen)
+        if name in frozen:
+            parameter.grad = None
+    if changed:
+        half.scheme.synchronize()
+        half.scheme.follow(half.replica())
+
+
+# ---- the same, by itself, in float64 ---------------------------------------------------------------------------------
+
+
+class Reference:
+    """One half of a run, in one process: every rank's parameters are float64 tensors of its own.
+
+    Args:
+        c: What is run.
+        shapes: Of the half's parameters.
+        gradient: Of a rank in a step, given the names and the values of what is trained, flat. Default: towards the
+            rank's targets.
+
+    Attributes:
+        trace: All values after every step, by rank.
+        looks: Agreed values.
+        end: All values when the run is over.
+        stop_after: How many steps it really takes, if somebody ends it early.
+    """
+
+    def __init__(self, c: Combination, shapes: dict[str, tuple[int, ...]], gradient: Gradient | None = None) -> None:
+        self.c, self.shapes = c, shapes
+        self.gradient = gradient or self._towards_targets
+        self.nodes = _NODES[c.nodes]
+        self.node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
+        self.parameters = {
+            rank: {name: torch.full(shape, 0.5, dtype=torch.float64) for name, shape in shapes.items()}
+            for rank in c.ranks
+        }
+        self.optimizers = {rank: _OPTIMIZERS[c.optimizer](list(self.parameters[rank].values())) for rank in c.ranks}
+        self.trace: list[Vectors] = []
+        self.looks: dict[int, Tensor] = {}
+        self.stop_after: int | None = None
+        self.step = 0
+        self.names = [name for name in shapes if name not in c.frozen_at(0)]
+
+    # -- values --
+
+    @property
+    def x(self) -> Vectors:
+        """What is trained, flat, by rank."""
+        return {r: flattened([p[n] for n in self.names]) for r, p in self.parameters.items()}
+
+    def put(self, rank: int, flat: Tensor) -> None:
+        """Write what is trained."""
+        parts = flat.split([math.prod(self.shapes[name]) for name in self.names])
+        for name, part in zip(self.names, parts, strict=True):
+            self.parameters[rank][name].copy_(part.view(self.shapes[name]))
+
+    @property
+    def weights(self) -> list[float]:
+        """Of the ranks."""
+        return self.c.weights_at(self.step)
+
+    def mean(self, values: Vectors) -> Tensor:
+        """Over all ranks."""
+        return sum((self.weights[r] * v for r, v in values.items()), torch.zeros(()))  # type: ignore[return-value]
+
+    def node_mean(self, values: Vectors, node: int) -> Tensor:
+        """Over the ranks of a node."""
+        ranks = self.nodes[node]
+        total = sum(self.weights[r] for r in ranks)
+        return sum((self.weights[r] / total * values[r] for r in ranks), torch.zeros(()))  # type: ignore[return-value]
+
+    def pieces(self, into: int | Sequence[str]) -> list[Tensor]:
+        """So many equal parts, or by name, and what is left; the indexes of their elements."""
+        numel = self.x[0].numel()
+        if isinstance(into, int):
+            return list(torch.arange(numel).split(-(-numel // into)))
+        of_names = dict(zip(self.names, torch.arange(numel).split(self.sizes), strict=True))
+        rest = [of_names[name] for name in self.names if name not in into]
+        named = [of_names[name] for name in into if name in of_names]
+        return [*named, torch.cat(rest)] if rest else named
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of every parameter that is trained."""
+        return [math.prod(self.shapes[name]) for name in self.names]
+
+    # -- the run --
+
+    @torch.no_grad()
+    def run(self) -> Reference:
+        """All of it."""
+        c = self.c
+        self.begin()
+        for step in range(c.total if self.stop_after is None else self.stop_after):
+            self.step = step
+            if step and c.clamp is not None:
+                self.write_outside(lambda x: x.clamp(-c.clamp, c.clamp))
+            names = [name for name in self.shapes if name not in c.frozen_at(step)]
+            if names != self.names:
+                agreed = self.agreed()
+                for rank in c.ranks:
+                    self.put(rank, agreed)
+                    for name in set(self.names) - set(names):
+                        for index, each in enumerate(self.shapes):
+                            if each == name:
+                                list(self.parameters[rank].values())[index].grad = None
+                self.names = names
+                self.begin()
+            epoch, in_epoch = divmod(step, c.steps)
+            last = in_epoch == c.steps - 1 or step == c.total - 1
+            self.knows_last = c.knows_last_at(step)
+            for optimizer in self.all_optimizers():
+                for group in optimizer.param_groups:
+                    group["lr"] = group.setdefault("first", group["lr"]) * c.rate_at(step)
+            self.one_step(step + 1, in_epoch + 1, epoch, last)
+            for rank, values in self.x.items():
+                self.put(rank, c.written(values))
+            self.trace.append({r: torch.cat([p.flatten() for p in ps.values()]) for r, ps in self.parameters.items()})
+            if step in c.looks:
+                kept = self.x
+                agreed = self.agreed()
+                for rank in c.ranks:
+                    self.put(rank, agreed)
+                self.looks[step] = torch.cat([p.flatten().clone() for p in self.parameters[0].values()])
+                for rank, values in kept.items():
+                    self.put(rank, values)
+        agreed = self.agreed()
+        for rank in c.ranks:
+            self.put(rank, agreed)
+        self.end = torch.cat([p.flatten() for p in self.parameters[0].values()])
+        return self
+
+    def gradients(self) -> Vectors:
+        """Every rank's own, or its node's mean."""
+        own = {rank: self.gradient(rank, self.step, self.names, values) for rank, values in self.x.items()}
+        is_alone = self.c.argument("gradients") == "none" or not self.c.argument("hierarchical", True)
+        if self.c.scheme == "all_reduce" or self.step < self.c.synchronous_steps:
+            own = dict.fromkeys(own, self.mean(own))
+        elif not is_alone:
+            own = {r: self.node_mean(own, self.node_of[r]) for r in own}
+        return {rank: self.c.clipped(gradient) for rank, gradient in own.items()}
+
+    @staticmethod
+    def _towards_targets(rank: int, step: int, names: Sequence[str], x: Tensor) -> Tensor:
+        return x - flattened([_target(rank, name, step) for name in names])
+
+    def all_optimizers(self) -> list[Optimizer]:
+        """Those that have the user's learning rate."""
+        return list(self.optimizers.values())
+
+    def optimize(self, rank: int, gradient: Tensor) -> None:
+        """One step of a rank's own optimizer."""
+        parts = gradient.split([math.prod(self.shapes[name]) for name in self.names])
+        for name, part in zip(self.names, parts, strict=True):
+            self.parameters[rank][name].grad = part.view(self.shapes[name]).clone()
+        if not self.skips(rank):
+            self.optimizers[rank].step()
+
+    def skips(self, rank: int) -> bool:
+        """Whether a rank's scaler leaves out the step."""
+        return self.c.skip == (self.step, self.node_of[rank])
+
+    def average_state(self) -> None:
+        """Replace what the optimizers remember by its mean."""
+        for index, name in enumerate(self.shapes):
+            if name not in self.names:
+                continue
+            states = {r: o.state.get(list(self.parameters[r].values())[index], {}) for r, o in self.optimizers.items()}
+            for key, value in states[0].items():
+                has_mean = all(key in state for state in states.values())  # a scaler may have skipped all steps of one
+                if has_mean and isinstance(value, Tensor) and value.shape == self.shapes[name]:
+                    mean = self.mean({r: state[key] for r, state in states.items()})
+                    for state in states.values():
+                        state[key].copy_(mean)
+
+    # -- for methods --
+
+    def write_outside(self, of: Callable[[Tensor], Tensor]) -> None:
+        """A program writes to the weights between two steps."""
+        for rank, values in self.x.items():
+            self.put(rank, of(values))
+
+    def begin(self) -> None:
+        """All ranks are equal."""
+
+    def agreed(self) -> Tensor:
+        """The agreed values of what is trained."""
+        return self.mean(self.x)
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        """The next one; both numbers count from 1."""
+        for rank, gradient in self.gradients().items():
+            self.optimize(rank, gradient)
+
+
+class Averaging(Reference):
+    """ParameterSync in all its compositions, periodic averaging, DASO and DiLoCo."""
+
+    def begin(self) -> None:
+        c, args = self.c, dict(self.c.arguments)
+        self.reducer = args.get("reducer", "sharded")
+        self.merge = args.get("merge", "replace")
+        self.staleness = args.get("staleness", 0)
+        self.keep = args.get("keep_local")
+        if self.keep is None:
+            self.keep = 0.5 if c.scheme == "diloco" and self.staleness else 0.0
+        self.gradients_kind = args.get("gradients", "node")
+        self.fragments = args.get("fragments", 1)
+        if c.scheme == "diloco":
+            self.merge, self.schedule = args["outer_optimizer"], ("staggered", args["sync_every"])
+        elif c.scheme == "parameter_sync":
+            self.schedule = args["schedule"]
+        else:
+            self.schedule = ("epoch", args["sync_every"])
+        self.is_alone = len(self.nodes) == 1 and (self.gradients_kind == "node" or len(self.nodes[0]) == 1)
+        for _, dropped, *_ in getattr(self, "flying", ()):  # whose outer steps count all the same
+            self.end_round(dropped)
+        self.parts = self.pieces(self.fragments)
+        self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors], int]] = []
+        if not hasattr(self, "period"):
+            self.parts_sent = 0
+            self.period, self.best, self.bad, self.outer_factor = self.schedule[1], math.inf, 0, 1.0
+            self.outer: dict[int, dict[str, Tensor]] = {}  # what outer optimizers know, of all elements
+        elif c.scheme == "daso":
+            self.staleness = self.stale_now
+        self.stale_now = self.staleness
+        self.references: dict[int, list[Tensor]] = {}
+        places = dict(
+            zip(
+                self.shapes,
+                torch.arange(sum(map(math.prod, self.shapes.values()))).split(
+                    [math.prod(shape) for shape in self.shapes.values()]
+                ),
+                strict=True,
+            )
+        )
+        self.places = flattened([places[name] for name in self.names]).long()
+        if self.merge in _OUTER:
+            for node in range(len(self.nodes) if self.reducer in _GRAPHS else 1):
+                x = self.x[self.nodes[node][0]]
+                self.references[node] = [x[part].clone() for part in self.parts]
+                for of_all in self.outer.setdefault(node, {}).values():  # what is not trained is forgotten
+                    kept = of_all[self.places].clone()
+                    of_all.zero_()[self.places] = kept
+
+    def outer_step(self, node: int, part: int, gradient: Tensor) -> None:
+        """Move a node's last agreed values, each element for itself."""
+        places, reference = self.places[self.parts[part]], self.references[node][part]
+        held = self.outer[node]
+
+        def new(name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
+            of_all = held.setdefault(name, torch.zeros(sum(map(math.prod, self.shapes.values()))).double())
+            of_all[places] = of(of_all[places])
+            return of_all[places]
+
+        if self.merge == "adam":
+            t = new("steps", lambda steps: steps + 1)
+            first = new("first", lambda moment: 0.9 * moment + 0.1 * gradient) / (1 - 0.9**t)
+            second = new("second", lambda moment: 0.999 * moment + 0.001 * gradient**2) / (1 - 0.999**t)
+            reference -= self.outer_factor * 0.1 * first / (second.sqrt() + 0.1)
+            return
+        rate, momentum = {"nesterov": (0.7, 0.9), "sgd": (1.0, 0.0), "momentum": (0.5, 0.5)}[self.merge]
+        buffer = new("buffer", lambda buffer: momentum * buffer + gradient)
+        direction = gradient + momentum * buffer if self.merge == "nesterov" else buffer
+        reference -= self.outer_factor * rate * direction
+
+    def due(self, step: int, in_epoch: int) -> list[int]:
+        """The parts on which nodes agree after a step."""
+        kind, period = self.schedule
+        if period is None:
+            return []
+        step -= min(self.c.synchronous_steps, self.c.total)
+        parts = len(self.parts)
+        if kind == "staggered":
+            return [p for p in range(parts) if step % period == (p + 1) * period // parts % period]
+        return list(range(parts)) if (in_epoch if kind == "epoch" else step) % period == 0 else []
+
+    def means(self, values: Vectors, part: int) -> Vectors:
+        """For every node: with whom it takes the mean of a part."""
+        cut = {r: v[self.parts[part]] for r, v in values.items()}
+        if self.reducer not in _GRAPHS:
+            mean = self.mean(cut)
+            return {node: mean.clone() for node in range(len(self.nodes))}
+        nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
+        if len(nodes) == 1:
+            return nodes
+        sends = _GRAPHS[self.reducer]().send_to(len(self.nodes), self.parts_sent // len(self.parts), part)
+        return {n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes}
+
+    def arrive(self, part: int, means: Vectors) -> Vectors:
+        """What nodes get to merge, from the means."""
+        if self.merge not in _OUTER:
+            return means
+        new: Vectors = {}
+        for node, mean in means.items():
+            key = node if self.reducer in _GRAPHS else 0
+            if key not in new:
+                self.outer_step(key, part, self.references[key][part] - mean)
+                new[key] = self.references[key][part].clone()
+        return {node: new[node if self.reducer in _GRAPHS else 0] for node in means}
+
+    def write(self, part: int, values: Vectors) -> None:
+        """Give every rank its part."""
+        for rank, flat in self.x.items():
+            flat[self.parts[part]] = values[rank]
+            self.put(rank, flat)
+
+    def agree_now(self, parts: Sequence[int], step: int) -> None:
+        """And wait for it."""
+        self.nodes_meet(parts)
+        for part in parts:
+            arrived = self.arrive(part, self.means(self.x, part))
+            x = self.x
+            keep = self.keep
+            self.write(part, {r: keep * x[r][self.parts[part]] + (1 - keep) * arrived[self.node_of[r]] for r in x})
+        self.parts_sent += len(parts)
+        self.end_round(parts)
+        is_all = len(parts) == len(self.parts)
+        if is_all and self.c.state and not keep and self.reducer not in _GRAPHS:
+            self.average_state()
+
+    def end_round(self, parts: Sequence[int]) -> None:
+        """The scheduler of the outer learning rate steps when the last part has been merged."""
+        if self.c.argument("outer_scheduler") is not None and len(self.parts) - 1 in parts:
+            self.outer_factor *= 0.5
+
+    def nodes_meet(self, parts: Sequence[int]) -> None:
+        """It is nodes that a graph knows: ranks that train alone go on with their node's mean when it leaves."""
+        if self.reducer in _GRAPHS and self.gradients_kind == "none":
+            x = self.x
+            for part in parts:
+                cut = {r: flat[self.parts[part]] for r, flat in x.items()}
+                self.write(part, {r: self.node_mean(cut, self.node_of[r]) for r in x})
+
+    def turn(self, step: int, in_epoch: int, leaving: Sequence[int]) -> None:
+        """Merge what has come, and send."""
+        # one at a time: where a new epoch counts anew, the old one's last is merged before it is due
+        for exchange in [e for e in self.flying if e[0] == step or leaving]:
+            self.flying.remove(exchange)
+            _, parts, sent, arrived, sent_at = exchange
+            for part in parts:
+                self.merge_part(part, sent, arrived[part], step - sent_at)
+            self.end_round(parts)
+        if leaving:
+            self.nodes_meet(leaving)
+            x = self.x
+            landed = {part: self.arrive(part, self.means(x, part)) for part in leaving}
+            self.flying.append((step + self.staleness, list(leaving), x, landed, step))
+            self.parts_sent += len(leaving)
+
+    def merge_part(self, part: int, sent: Vectors, arrived: Vectors, s: int) -> None:
+        """One part, so many steps after it was sent."""
+        here, x, nodes = self.parts[part], self.x, len(self.nodes)
+        if nodes > 1 and self.reducer in _GRAPHS:  # each meets as many in each turn
+            nodes = 1 + len(_GRAPHS[self.reducer]().send_to(nodes, 0, 0)[0])
+        new: Vectors = {}
+        for rank, flat in x.items():
+            mean = arrived[self.node_of[rank]]
+            if self.merge == "eq1":
+                new[rank] = (2 * s * flat[here] + nodes * mean) / (2 * s + nodes)
+            elif self.merge == "delta":
+                new[rank] = flat[here] + mean - sent[rank][here]
+            else:
+                new[rank] = self.keep * flat[here] + (1 - self.keep) * mean
+        self.write(part, new)
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        if self.is_alone:
+            super().one_step(step, in_epoch, epoch, last)
+        elif step <= self.c.synchronous_steps:
+            super().one_step(step, in_epoch, epoch, last)
+            if step == self.c.synchronous_steps:
+                self.begin()
+        elif self.c.scheme == "periodic":
+            self.periodic_step(step, in_epoch, epoch, last)
+        else:
+            super().one_step(step, in_epoch, epoch, last)
+            if self.c.scheme == "daso":
+                self.daso_step(step, in_epoch, epoch, last)
+            elif self.staleness:
+                self.turn(step, in_epoch, self.due(step + self.staleness, in_epoch + self.staleness))
+            else:
+                due = self.due(step, in_epoch)
+                if due:
+                    self.agree_now(due, step)
+
+    def periodic_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        """Nodes agree every few steps of an epoch, and at its end."""
+        is_due, args = bool(self.due(step, in_epoch)), dict(self.c.arguments)
+        at_end = last and args["at_epoch_end"]
+        if args["order"] == "before_step":
+            gradients = self.gradients()
+            if is_due or (at_end and self.knows_last):
+                self.agree_now([0], step)
+            for rank, gradient in gradients.items():
+                self.optimize(rank, gradient)
+        else:
+            super().one_step(step, in_epoch, epoch, last)
+            if is_due:
+                self.agree_now([0], step)
+        node_every = args.get("node_sync_every")
+        if node_every and in_epoch % node_every == 0 and not (args["order"] == "after_step" and is_due):
+            x = self.x
+            for rank in x:
+                self.put(rank, self.node_mean(x, self.node_of[rank]))
+        has_agreed = is_due if args["order"] == "after_step" else self.knows_last
+        if at_end and not has_agreed:
+            self.agree_now([0], step)
+
+    def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        """Three phases."""
+        args = dict(self.c.arguments)
+        waits = epoch < args["warmup_epochs"]
+        waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
+        leaves = (in_epoch - 1) % self.period == 0
+        if waits or (not self.staleness and leaves and not (last and self.knows_last)):
+            self.flying.clear()
+            self.agree_now([0], step)
+        elif not (last and self.knows_last):
+            self.turn(step, in_epoch, [0] if leaves and self.staleness else [])
+        if last and not waits and (self.knows_last or not leaves or self.staleness):
+            self.flying.clear()
+            self.agree_now([0], step)
+        if in_epoch == self.c.steps and not waits and args["adapt"]:
+            self.judge(epoch)
+
+    def judge(self, epoch: int) -> None:
+        """Halve the period and the staleness when the loss no longer falls."""
+        args = dict(self.c.arguments)
+        loss = sum(weight * (self.c.loss(rank, epoch) or 0.0) for rank, weight in enumerate(self.weights))
+        if loss < self.best * (1 - args["threshold"]):
+            self.best, self.bad = loss, 0
+            return
+        self.bad += 1
+        if self.bad > args["patience"]:
+            self.bad = 0
+            least = min(1, args["staleness"])
+            if (self.period, self.staleness) == (1, least):
+                self.period, self.staleness = args["sync_every"], args["staleness"]
+            else:
+                self.period, self.staleness = max(1, self.period // 2), max(least, self.staleness // 2)
+            self.stale_now = self.staleness
+
+
+class Delayed(Reference):
+    """A parameter server that every node sends to, and pulls from every few steps."""
+
+    def begin(self) -> None:
+        self.server = {name: self.parameters[0][name].clone() for name in self.shapes}
+        if not hasattr(self, "kept"):
+            self.kept = _OPTIMIZERS[self.c.optimizer](list(self.server.values()))
+        else:
+            state = [self.kept.state[p] for g in self.kept.param_groups for p in g["params"]]
+            self.kept = _OPTIMIZERS[self.c.optimizer](list(self.server.values()))
+            for parameter, of_parameter, name in zip(self.server.values(), state, self.shapes, strict=True):
+                if of_parameter and name in self.names:
+                    self.kept.state[parameter] = of_parameter
+        self.u = 0
+        self.arriving: Tensor | None = None
+        self.pre = self.w
+        self.guesses: Vectors = {}
+        self.kept_by_rule: Vectors = {}
+
+    def all_optimizers(self) -> list[Optimizer]:
+        return [*super().all_optimizers(), self.kept]
+
+    @property
+    def w(self) -> Tensor:
+        """The server's weights."""
+        return flattened([self.server[name] for name in self.names])
+
+    def agreed(self) -> Tensor:
+        return self.mean(self.x) if len(self.nodes) == 1 else self.w
+
+    def write_outside(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().write_outside(of)
+        for name in self.names:  # in the warm-up the server's weights are everybody's
+            self.server[name].copy_(of(self.server[name]))
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        if len(self.nodes) == 1:
+            super().one_step(step, in_epoch, epoch, last)
+            return
+        args, x = dict(self.c.arguments), self.x
+        gradients = self.gradients()
+        sent = {r: torch.zeros_like(g) if self.skips(r) else g for r, g in gradients.items()}
+        parts = self.mean(sent).split([math.prod(self.shapes[name]) for name in self.names])
+        for name, part in zip(self.names, parts, strict=True):
+            self.server[name].grad = part.view(self.shapes[name]).clone()
+        self.kept.step()
+        if step <= args["warmup_steps"]:
+            for rank in x:
+                self.put(rank, self.w)
+            self.pre = self.w
+            return
+        group, k = self.kept.param_groups[0], args["delay"]
+        momentum, decay = group.get("momentum", 0.0), group["weight_decay"]
+        rate, arrived = group["lr"], self.arriving
+        rule = args["local_update"]
+        scale = 1 / ((1 - momentum) * 2.5) if rule == "glu" else 0.25
+        for rank, own in x.items():
+            weights = (own if arrived is None else arrived).clone()
+            guess = (self.pre - weights) * (1 - momentum) / (rate * k)
+            if arrived is not None or (rank not in self.guesses and not self.skips(rank)):
+                self.guesses[rank] = guess
+            if not self.skips(rank):
+                g = gradients[rank]
+                kept = self.kept_by_rule.get(rank, torch.zeros_like(g))
+                if rule == "sgd":
+                    weights -= scale * rate * (g + decay * weights)
+                elif rule == "with memory":
+                    self.kept_by_rule[rank] = (kept + g) / 2
+                    weights -= rate * self.kept_by_rule[rank]
+                elif rule == "dc_asgd":
+                    self.kept_by_rule[rank] = 0.95 * kept + 0.05 * g * g
+                    strength = 2.0 / (self.kept_by_rule[rank] + 1e-7).sqrt()
+                    weights -= rate * (g + strength * g * g * (weights - own) + decay * weights)
+                else:
+                    guess = self.guesses[rank] if args["hold"] else guess
+                    weights -= scale * rate * (2.0 * gradients[rank] + decay * weights + 0.5 * guess)
+            self.put(rank, weights)
+        self.pre = self.pre if arrived is None else arrived
+        self.arriving = self.w if self.u % k == k - 1 else None
+        self.u += 1
+
+
+class Gossiping(Reference):
+    """Push-sum; x and w of every node, or rank, by segment."""
+
+    def begin(self) -> None:
+        self.units = self.nodes if self.c.argument("hierarchical") else tuple((r,) for r in self.c.ranks)
+        self.parts = self.pieces(self.c.argument("segments"))
+        self.w = {u: [1.0] * len(self.parts) for u in range(len(self.units))}
+        self.pending: tuple[int, dict[int, Tensor], dict[int, list[float]]] | None = None
+
+    def scaled(self, unit: int, flat: Tensor, power: float) -> Tensor:
+        """By the unit's weights."""
+        new = flat.clone()
+        for part, weight in zip(self.parts, self.w[unit], strict=True):
+            new[part] *= weight**power
+        return new
+
+    def agreed(self) -> Tensor:
+        size = len(self.units)
+        if size == 1:
+            return self.mean(self.x)
+        x = self.x
+        return sum((self.scaled(u, x[ranks[0]], 1.0) for u, ranks in enumerate(self.units)), torch.zeros(())) / size  # type: ignore[return-value]
+
+    def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
+        if len(self.units) == 1:
+            super().one_step(step, in_epoch, epoch, last)
+            return
+        gradients = self.gradients()
+        self.mix()
+        for unit, ranks in enumerate(self.units):
+            share = len(self.units) * sum(self.weights[r] for r in ranks)
+            for rank in ranks:
+                before = self.scaled(unit, self.x[rank], 1.0)
+                self.put(rank, before)
+                self.optimize(rank, gradients[rank])
+                self.put(rank, self.scaled(unit, before + share * (self.x[rank] - before), -1.0))
+        x = self.x
+        values = {u: self.scaled(u, x[ranks[0]], 1.0) for u, ranks in enumerate(self.units)}
+        change = {u: torch.zeros_like(v) for u, v in values.items()}
+        after = {u: list(self.w[u]) for u in self.w}
+        push_sum = self.c.argument("push_sum")
+        for index, part in enumerate(self.parts):
+            sends = _GRAPHS[self.c.argument("graph")]().send_to(len(self.units), step - 1, index)
+            receives = [[u for u, to in enumerate(sends) if unit in to] for unit in range(len(self.units))]
+            for unit in values:
+                sources = [unit, *receives[unit]]
+                shares = [1 / (len(sends[s]) + 1) if push_sum else 1 / len(sources) for s in sources]
+                mixed = sum(p * values[s][part] for p, s in zip(shares, sources, strict=True))
+                change[unit][part] = mixed - values[unit][part]
+                if push_sum:
+                    after[unit][index] = sum(p * self.w[s][index] for p, s in zip(shares, sources, strict=True))
+        self.pending = (step, change, after)
+        if not self.c.argument("overlap"):
+            self.mix()
+
+    def mix(self) -> None:
+        """Add what arrived."""
+        if self.pending is None:
+            return
+        _, change, after = self.pending
+        self.pending = None
+        for unit, ranks in enumerate(self.units):
+            for rank in ranks:
+                x = self.scaled(unit, self.x[rank], 1.0) + change[unit]
+                weights, self.w[unit] = self.w[unit], after[unit]
+                self.put(rank, self.scaled(unit, x, -1.0))
+                self.w[unit] = weights
+        self.w = after
+
+
+_REFERENCES: dict[str, type[Reference]] = {
+    "all_reduce": Reference,
+    "periodic": Averaging,
+    "daso": Averaging,
+    "diloco": Averaging,
+    "parameter_sync": Averaging,
+    "steps_delay": Delayed,
+    "gossip": Gossiping,
+}
+
+
+# ---- what must hold --------------------------------------------------------------------------------------------------
+
+
+def check(c: Combination) -> None:
+    """Run a combination, and see that it is right.
+
+    Raises:
+        AssertionError: If it is not.
+    """
+    if c.sick is not None and c.policy == "raise":
+        with suppress(NonfiniteError):
+            _check_equalities(c, run(c, resumes=False))  # what arrived just then may have taken the NaN's place
+        return
+    told = run(c, resumes=False)
+    _check_equalities(c, told)
+    if c.looks:
+        _check_same(told, run(c, looks=False, resumes=False), "a look at the agreed model changed the run")
+    if c.resume is not None:
+        _check_same(told, run(c), f"a resume after step {c.resume} changed the run")
+    tolerance = _tolerance(c)
+    if tolerance is not None:
+        for half, shapes in enumerate(_halves(c)):
+            _compare(c, [ranks[half] for ranks in told], _REFERENCES[c.scheme](c, shapes).run(), tolerance)
+
+
+def _tolerance(c: Combination) -> float | None:
+    """How far a run may be from its reference; None: they are not to be compared."""
+    if c.sick is not None:
+        return None
+    if c.dtype == "mixed and narrow":
+        return None
+    parts = next((value for name, value in c.arguments if name in ("fragments", "segments")), 1)
+    if c.dtype == "mixed" and (isinstance(parts, int) and parts > 1):
+        return None  # cut by bytes, each type by itself
+    narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype != "float32")
+    draws = c.argument("graph", c.argument("reducer")) in _RANDOM_GRAPHS
+    draws_by_bucket = c.scheme == "parameter_sync" and c.bucket_bytes < 2**20
+    if c.raw or (draws and (draws_by_bucket or c.dtype == "mixed")):
+        return None
+    if narrow or c.dtype == "bfloat16":  # of values near 1
+        return 6e-2 if c.wire == "int4" else 2e-2
+    return 1e-9 if c.dtype == "float64" else 2e-4
+
+
+def _check_equalities(c: Combination, told: list[list[Told]]) -> None:
+    shares = c.argument("gradients", "node") == "node" and c.argument("hierarchical", True)
+    for half in range(len(told[0])):
+        ends = [ranks[half].end for ranks in told]
+        for rank, end in enumerate(ends):
+            assert end is not None
+            assert end.isfinite().all(), f"rank {rank} ends with {end.tolist()}"
+            assert torch.equal(end, ends[0]), f"rank {rank} ends with {end.tolist()}, rank 0 with {ends[0].tolist()}"
+            buffer, first = told[rank][half].buffer, told[0][half].buffer
+            if buffer is not None:
+                assert torch.equal(buffer, first), f"rank {rank} ends with the buffer {buffer}, rank 0 with {first}"
+        for node in _NODES[c.nodes] if shares else ():
+            for rank in node[1:]:
+                for step, (own, other) in enumerate(
+                    zip(told[rank][half].trace, told[node[0]][half].trace, strict=True)
+                ):
+                    assert torch.equal(own, other) or own.isnan().any(), (
+                        f"after step {step} rank {rank} of a node holds {own.tolist()}, rank {node[0]} {other.tolist()}"
+                    )
+
+
+def _check_same(told: list[list[Told]], other: list[list[Told]], message: str) -> None:
+    for rank, (one, two) in enumerate(zip(told, other, strict=True)):
+        for a, b in zip(one, two, strict=True):
+            for step, (x, y) in enumerate(zip([*a.trace, a.end], [*b.trace, b.end], strict=True)):
+                assert x is not None
+                assert y is not None
+                same = torch.equal(x.nan_to_num(nan=123.0), y.nan_to_num(nan=123.0))
+                assert same, f"{message}: rank {rank} after step {step}: {x.tolist()} and {y.tolist()}"
+            if a.buffer is not None and b.buffer is not None:
+                assert torch.equal(a.buffer, b.buffer), f"{message}: rank {rank}'s buffer: {a.buffer} and {b.buffer}"
+
+
+def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: float) -> None:
+    buffer = _expected_statistics(c) if c.buffer == "statistics" and c.reweight is None else None
+    for rank, seen in enumerate(told):
+        assert seen.end is not None
+        _close(seen.end.double(), reference.end.double(), tolerance, f"rank {rank} ends with")
+        if buffer is not None:
+            assert seen.buffer is not None
+            expected = torch.full_like(seen.buffer.double(), buffer)
+            _close(seen.buffer.double(), expected, 1e-5, f"rank {rank} ends with the buffer")
+    for step, expected in enumerate(reference.trace):
+        for rank, seen in enumerate(told):
+            _close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
+    for step, values in reference.looks.items():
+        for rank, seen in enumerate(told):
+            _close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
+
+
+def _expected_statistics(c: Combination) -> float:
+    """What a running mean ends on: its steps are linear, so when ranks agree on it does not matter."""
+    shares = c.argument("gradients", "node") != "none" and c.argument("hierarchical", True)
+    node = {rank: number for number, ranks in enumerate(_NODES[c.nodes]) for rank in ranks}
+    mean = 0.0
+    for rank, weight in zip(c.ranks, c.weights_at(c.total), strict=True):
+        own = 1.0
+        for _ in range(c.total):
+            own = 0.9 * own + 0.1 * (node[rank] if shares else rank)
+        mean += weight * own
+    return mean
+
+
+def _is_outer(c: Combination) -> bool:
+    return c.scheme == "diloco" or c.argument("merge") in _OUTER
+
+
+def _close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> None:
+    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), (
+        f"{message} {actual.tolist()} in place of {expected.tolist()}"
+    )
+
+
+# ---- the smallest that fails, and all of them ------------------------------------------------------------------------
+
+
+C = TypeVar("C")
+
+
+def failure(c: C, check: Callable[[C], None]) -> str | None:
+    """What is wrong with a combination, in one line."""
+    try:
+        check(c)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, AssertionError) else f" ({Path(last.filename).name}:{last.lineno})"
+        return f"{type(error).__name__}: {error}{where}"
+    return None
+
+
+def smallest(
+    c: C,
+    check: Callable[[C], None],
+    goes_together: Callable[[C], bool],
+    seconds: float = 60.0,
+    simpler: Callable[[C], Iterator[C]] | None = None,
+) -> C:
+    """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
+    deadline = time.monotonic() + seconds
+    kind = (failure(c, check) or "").partition(":")[0]
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for each in (simpler or _simpler)(c):
+            if time.monotonic() > deadline:
+                return c
+            # and is not just refused
+            if goes_together(each) and (failure(each, check) or "").startswith(f"{kind}:"):
+                c, goes_on = each, True
+                break
+    return c
+
+
+def _simpler(c: C) -> Iterator[C]:
+    for each in fields(c):
+        if each.name not in ("scheme", "arguments", "nodes") and getattr(c, each.name) != each.default:
+            yield replace(c, **{each.name: each.default})
+    plain = {
+        "staleness": 0,
+        "keep_local": 0.0,
+        "gradients": "node",
+        "reducer": "sharded",
+        "overlap": False,
+        "fragments": 1,
+    }
+    arguments = dict(c.arguments)
+    for name, value in plain.items():
+        if arguments.get(name, value) != value:
+            yield replace(c, arguments=tuple({**arguments, name: value}.items()))
+    if c.nodes != "1+1" and c.weights is None and c.sick is None and (c.skip is None or c.skip[1] < 2):
+        yield replace(c, nodes="1+1")
+    for name in ("epochs", "steps"):
+        smaller = replace(c, **{name: getattr(c, name) - 1})
+        events = [
+            c.reweight,
+            c.unfreeze,
+            c.freeze,
+            c.again,
+            c.resume,
+            *(s and s[0] for s in (c.sick, c.skip)),
+            *c.looks,
+        ]
+        if smaller.total > 0 and max((e for e in events if e is not None), default=0) < smaller.total:
+            yield smaller
+
+
+def tell(
+    doc: str | None,
+    module: str,
+    drawn: Callable[[int], C],
+    check: Callable[[C], None],
+    goes_together: Callable[[C], bool],
+    among: int = 200,
+    places: Mapping[str, Callable[[], AbstractContextManager[object]]] = {"cpu": nullcontext},
+    simpler: Callable[[C], Iterator[C]] | None = None,
+) -> int:
+    """A command line that checks drawn combinations and tells what fails.
+
+    Args:
+        doc: Of the program.
+        module: Its name.
+        drawn: The combination of a number.
+        check: Raises if one is not right.
+        goes_together: Whether no stated rule forbids one.
+        among: How many are drawn if nothing is said.
+        places: Where ranks can compute, by name.
+        simpler: Yields combinations with one feature less. Default: those of a :class:`Combination`.
+
+    Returns:
+        The exit status: whether any failed.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--random", type=int, default=among, metavar="RUNS", help="so many combinations")
+    parser.add_argument("--seed", type=int, default=0, help="of the first million of numbers")
+    parser.add_argument(
+        "--only", type=int, nargs="+", metavar="N", help="these alone, by the numbers that were printed"
+    )
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one that fails smaller")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
+    parser.add_argument("--device", choices=places, default="cpu", help="where ranks compute; a GPU may be played")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable()
+    first = arguments.seed * 10_000_000
+    began, failed, done = time.monotonic(), 0, 0
+    with places[arguments.device]():
+        for number in arguments.only or range(first, first + arguments.random):
+            if time.monotonic() - began > arguments.seconds:
+                break
+            if done and done % _SAID_EVERY == 0:
+                print(f"{done} in {time.monotonic() - began:.0f} s: {failed} failed", flush=True)
+            done += 1
+            combination = drawn(number)
+            message = failure(combination, check)
+            if message is not None:
+                failed += 1
+                small = smallest(combination, check, goes_together, arguments.shrink, simpler)
+                again = f"python -m {module} --device {arguments.device} --only {number}"
+                print(f"{number}: {small}\n    {failure(small, check)}\n    {again}", flush=True)
+    print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(
+        tell(__doc__, "tools.combinations", drawn, check, goes_together, places={"cpu": nullcontext, "gpu": on_a_gpu})
+    )

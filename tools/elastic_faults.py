@@ -1,0 +1,544 @@
+"""What becomes of elastic nodes that are killed, stopped and cut off again and again.
+
+``python -m tools.elastic_faults --nodes 8 --minutes 30 --seed 1 --every 15-30``, in a checkout. Every node is a fork
+that trains a small model at a pace of its own (a step sleeps), and is started again by this program when it ends.
+Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
+
+What is counted: how often the run stood still; how long survivors waited for each fault at most, beside their
+undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken by
+the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
+agreement is lost with it); whether all end with equal bits; and the loss, beside that of nodes that stay.
+
+``--torchft SECONDS`` lets the same faults happen to torchft's own DiLoCo, with a Manager of that timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+CHECKOUT = TESTS.parent
+for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
+    sys.path.append(str(folder))
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from elastic_cluster import JOB, Cluster  # noqa: E402
+from forked import ForkedPython  # noqa: E402
+
+from lightning_hiercomm.planning.predict.faults import elastic_goodput  # noqa: E402
+
+HANGS_AFTER = 60.0
+"""Seconds without a step of anybody."""
+
+
+@dataclass
+class Fault:
+    """Something that happens to a node.
+
+    Attributes:
+        wait: Seconds after the one before.
+        what: ``"kill"``, ``"stop"`` or ``"cut"``.
+        node: To whom; if it does not train at that moment, the next one does.
+        lasts: Seconds until it goes on, of a node that is stopped or cut off.
+        at: When it happened, in seconds since the run began.
+        survivors_waited: How long any other node stood still at most from the fault on, until that one was back.
+        asked_after: Seconds from the fault until the node's next life asked for the others.
+        back_after: Seconds from then until it trained.
+    """
+
+    wait: float
+    what: str
+    node: int
+    lasts: float
+    at: float = 0.0
+    survivors_waited: float | None = None
+    asked_after: float | None = None
+    back_after: float | None = None
+
+
+def drawn(arguments: argparse.Namespace) -> Iterator[Fault]:
+    """Faults, one after the other, as the seed has it."""
+    numbers = random.Random(arguments.seed)
+    while True:
+        yield Fault(
+            wait=numbers.uniform(*arguments.every),
+            what=numbers.choice(arguments.kinds),
+            node=numbers.randrange(arguments.nodes),
+            lasts=numbers.uniform(1.2, 4.0) * arguments.dead_after,
+        )
+
+
+@dataclass
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        faults: That happened.
+        hangs: How often nobody took a step for a minute.
+        steps: Of the run.
+        seconds: From the first fault to the last one's end.
+        pace: Seconds per step of the periods' median, as most are undisturbed; the agreements' own time included.
+        calm_pace: The same, the mean before the first fault; other work of the machine shows in the difference.
+        kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
+        kept_with_restarts: The same of all nodes' steps, less those that were lost.
+        missed_end: How many came back when the others had ended.
+        equal: Whether all the others ended with equal bits.
+        loss: With which.
+        lives: How often nodes were started, beyond the first time.
+        codes: With which codes they ended.
+        lost_batches: As the run has counted them.
+        troubles: What should not have been.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+    hangs: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    pace: float = 0.0
+    calm_pace: float = 0.0
+    kept_waits_alone: float = 0.0
+    kept_with_restarts: float = 0.0
+    missed_end: int = 0
+    equal: bool = False
+    loss: float = 0.0
+    incarnations: int = 0
+    codes: dict[str, int] = field(default_factory=dict)
+    lost_batches: int = 0
+    troubles: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A run with faults.
+
+    Args:
+        nodes: Started.
+        names: Of the nodes.
+        every: Steps between two agreements.
+        period: Seconds between them.
+        cut: Cuts a node off, or connects it again.
+    """
+
+    def __init__(
+        self, nodes: Cluster, names: Sequence[int], every: int, period: float, cut: Callable[[int, bool], None]
+    ) -> None:
+        self._nodes = nodes
+        self._names = names
+        self._every = every
+        self._period = period
+        self._cut = cut
+        self._began = time.time()
+        self._pending: list[tuple[float, Callable[[], None]]] = []
+        self._away_until: dict[int, float] = {}
+        self.outcome = Outcome()
+
+    # ---- the time of the run -------------------------------------------------------------------------------------
+
+    def go_on(self, seconds: float = 1e9, until: Callable[[], bool] = lambda: False) -> bool:
+        """Watch, start again who ended, let those go on that were stopped; whether `until()` came about."""
+        end = time.time() + seconds
+        while time.time() < end and self._nodes.living:
+            for moment, act in [each for each in self._pending if each[0] <= time.time()]:
+                self._pending.remove((moment, act))
+                act()
+            self._nodes.look()
+            if until():
+                return True
+            newest = max((path.stat().st_mtime for path in self._nodes.folder.glob("*.steps")), default=self._began)
+            if time.time() - max(newest, self._began) > HANGS_AFTER:
+                self._hangs()
+                return False
+            time.sleep(0.02)
+        return not self._nodes.living
+
+    def _hangs(self) -> None:
+        self.outcome.hangs += 1
+        self.outcome.troubles.append("nobody took a step for a minute\n" + self._nodes.said_by_the_living())
+        raise RuntimeError(self.outcome.troubles[-1])
+
+    def trains(self, node: int) -> bool:
+        """Whether a node is alive, and its present life has taken a step."""
+        incarnation = self._nodes.incarnations.get(str(node), 0)
+        is_there = str(node) in self._nodes.living and self._nodes.living[str(node)].poll() is None
+        return is_there and (self._nodes.folder / f"{node}.{incarnation}.trains").exists()
+
+    def all_train(self) -> bool:
+        """Whether all nodes do."""
+        return all(map(self.trains, self._names))
+
+    def is_with_others(self, node: int) -> bool:
+        """Whether it trains where they do: one that is stopped, or was, may be left behind, and can heal nobody."""
+        is_here = self.trains(node)
+        if is_here and node in self._away_until:
+            is_near = self._nodes.steps(node)[-1][1] + 2 * self._every > self.last_step()
+            is_here = is_near and time.time() > self._away_until[node] + self._period
+        return is_here
+
+    def last_step(self) -> int:
+        """Of anybody."""
+        return max((steps[-1][1] for steps in map(self._nodes.steps, self._names) if steps), default=0)
+
+    # ---- faults --------------------------------------------------------------------------------------------------
+
+    def strike(self, fault: Fault) -> None:
+        """Let it happen, if another node is left beside the one that it happens to."""
+        nodes = (*range(fault.node, len(self._names)), *range(fault.node))
+        able = [node for node in nodes if self.is_with_others(node)]
+        if len(able) < 2:
+            return
+        fault.node, fault.at = able[0], time.time() - self._began
+        later = time.time() + fault.lasts
+        process = self._nodes.living[str(fault.node)]
+
+        def signalled(number: signal.Signals) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+
+        if fault.what == "kill":
+            signalled(signal.SIGKILL)
+        elif fault.what == "stop":
+            signalled(signal.SIGSTOP)
+            self._away_until[fault.node] = later
+            self._pending.append((later, lambda: signalled(signal.SIGCONT)))
+        else:
+            self._cut(fault.node, True)
+            self._away_until[fault.node] = later
+            self._pending.append((later, lambda: self._cut(fault.node, False)))
+        self.outcome.faults.append(fault)
+
+    # ---- what was seen -------------------------------------------------------------------------------------------
+
+    def end(self, ahead: int, every: int) -> None:
+        """Let all end at one step."""
+        step = (self.last_step() // every + ahead) * every
+        (self._nodes.folder / "end.new").write_text(str(step))
+        (self._nodes.folder / "end.new").rename(self._nodes.folder / "end")
+        self.go_on()
+
+    def count(self, undisturbed: tuple[float, float], disturbed: tuple[float, float], every: int) -> None:
+        """Sum up.
+
+        Args:
+            undisturbed: From when to when nothing happened.
+            disturbed: From the first fault until all were back after the last.
+            every: Steps between agreements.
+        """
+        outcome = self.outcome
+        steps = {node: self._nodes.steps(node) for node in self._names}
+        taken = [each for of_node in steps.values() for each in of_node]
+        first: dict[int, float] = {}
+        for when, step in taken:
+            if step % every == 1 % every:
+                first[step] = min(first.get(step, when), when)
+        periods = [(first[step], first[step + every] - first[step]) for step in first if step + every in first]
+        outcome.calm_pace = statistics.mean(t for at, t in periods if undisturbed[0] <= at <= undisturbed[1]) / every
+        outcome.pace = statistics.median(t for _, t in periods) / every
+        usual = statistics.median(after[0] - before[0] for each in steps.values() for before, after in pairwise(each))
+        begin, end = disturbed
+        outcome.seconds = end - begin
+        possible = (end - begin) / outcome.pace
+        front = [
+            max((step for each in steps.values() for when, step in each if when <= t), default=0) for t in disturbed
+        ]
+        outcome.kept_waits_alone = (front[1] - front[0]) / possible
+        outcome.kept_with_restarts = sum(self._kept(each, disturbed, every) for each in steps.values()) / (
+            possible * len(steps)
+        )
+        for number, fault in enumerate(outcome.faults):
+            struck = self._began + fault.at
+            others = [other for other in outcome.faults if other is not fault]
+            back = self._note_return(fault, struck)
+            until = min([back + self._period, end, *(self._began + other.at for other in others[number:])])
+            waits = [
+                after[0] - max(before[0], struck) - usual
+                for node, each in steps.items()
+                for before, after in pairwise(each)
+                if before[0] < until and after[0] > struck and after[1] == before[1] + 1
+                if not self._is_struck(node, before[0], after[0])
+            ]
+            fault.survivors_waited = round(max(waits, default=0.0), 3)
+
+    def _is_struck(self, node: int, begin: float, end: float) -> bool:
+        """Whether a node has a fault of its own in this time."""
+        own = [(self._began + fault.at, fault.lasts) for fault in self.outcome.faults if fault.node == node]
+        return any(struck <= end and struck + lasts >= begin for struck, lasts in own)
+
+    def _note_return(self, fault: Fault, struck: float) -> float:
+        """When the node trained again, if it had to be started again."""
+        folder, name = self._nodes.folder, str(fault.node)
+        for incarnation, started in enumerate(self._nodes.started[name]):
+            if started < struck:
+                continue
+            asks, trains = (folder / f"{name}.{incarnation}.{what}" for what in ("asks", "began"))
+            if asks.exists() and trains.exists():
+                fault.asked_after = round(asks.stat().st_mtime - struck, 3)
+                fault.back_after = round(trains.stat().st_mtime - asks.stat().st_mtime, 3)
+                return trains.stat().st_mtime
+            break
+        return struck + fault.lasts
+
+    @staticmethod
+    def _kept(steps: Sequence[tuple[float, int]], between: tuple[float, float], every: int) -> float:
+        """Steps of one node in this time, without those that its lives took after their last agreement, and lost."""
+        kept = 0
+        for index, (when, step) in enumerate(steps):
+            if not between[0] < when <= between[1]:
+                continue
+            kept += 1
+            following = steps[index + 1][1] if index + 1 < len(steps) else step + 1
+            if following != step + 1:  # its next life begins elsewhere
+                kept -= step % every
+        return float(kept)
+
+
+class TorchftCluster(Cluster):
+    """Nodes of torchft's own DiLoCo, and its lighthouse."""
+
+    job = JOB.with_name("torchft_diloco.py")
+
+    def _lighthouse_command(self) -> list[str]:
+        return [str(self.job), "lighthouse", f"{self._address}:{self.port}", str(self.dead_after)]
+
+
+class ThreadTransport:
+    """The network between nodes on this machine: its own, or namespaces, in which links can be cut.
+
+    Attributes:
+        namespaces: By node, and of the ``"lighthouse"``.
+        address: Of the lighthouse.
+    """
+
+    def __init__(self, made: Any = None) -> None:
+        self._made = made
+        self.namespaces: dict[str, str] = {}
+        self.address = "127.0.0.1"
+        if made is not None:
+            *nodes, lighthouse = made.nodes
+            self.namespaces = {str(node.index): str(node.namespace) for node in nodes}
+            self.namespaces["lighthouse"] = str(lighthouse.namespace)
+            self.address = lighthouse.address
+
+    def environment(self, node: int) -> dict[str, str]:
+        """Where a node of torchft finds itself."""
+        if self._made is None:
+            return {}
+        from benchmarks.network import INTERFACE
+
+        return {"NODE_ADDRESS": self._made.nodes[node].address, "GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def cut(self, node: int, off: bool) -> None:
+        """Cut a node off from all others and the lighthouse, or connect it again."""
+        self._ip(self._made._switch, "link", "set", f"port{node}", "down" if off else "up")
+
+    def part(self, one: int, other: int, off: bool) -> None:
+        """Let two nodes not reach each other, or do so again; both reach everybody else."""
+        for own, far in ((one, other), (other, one)):
+            route = ["route", "add" if off else "del", "blackhole", f"{self._made.nodes[far].address}/32"]
+            self._ip(self.namespaces[str(own)], *route)
+
+    @staticmethod
+    def _ip(namespace: str, *command: str) -> None:
+        subprocess.run(["ip", "-n", namespace, *command], check=True, timeout=30)
+
+
+@contextlib.contextmanager
+def network(nodes: int, may_cut: bool) -> Iterator[ThreadTransport]:
+    """Namespaces, which need root; or the machine's own loopback."""
+    if not may_cut:
+        yield ThreadTransport()
+        return
+    sys.path.append(str(CHECKOUT))
+    from benchmarks.network import NamespaceNetwork
+
+    with NamespaceNetwork(nodes + 1) as made:
+        yield ThreadTransport(made)
+
+
+def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
+    """One run with faults."""
+    names = range(arguments.nodes)
+    with network(arguments.nodes, "cut" in arguments.kinds) as wires:
+        is_theirs = arguments.torchft is not None
+        nodes = (TorchftCluster if is_theirs else Cluster)(
+            folder,
+            ForkedPython,
+            dead_after=arguments.dead_after,
+            min_nodes=1,
+            incarnations=10**6,
+            namespaces=wires.namespaces,
+            address=wires.address,
+            scheme=arguments.scheme,
+            every=arguments.sync_every,
+            pause=arguments.pause,
+            seed=arguments.parameters,
+            epochs=10**6,
+            batches=arguments.sync_every * 10,
+            **({"timeout": arguments.torchft} if is_theirs else {}),
+        )
+        period = arguments.sync_every * arguments.pause
+        with nodes:
+            for node in names:
+                nodes.start(node, wires.environment(node) if is_theirs else None)
+            run = Run(nodes, names, arguments.sync_every, period, wires.cut)
+            try:
+                run.go_on(until=run.all_train)
+                calm = time.time() + period, time.time() + period + arguments.calm
+                run.go_on(calm[1] - time.time())
+                begin = time.time()
+                faults = drawn(arguments)
+                while time.time() - begin < 60 * arguments.minutes and len(run.outcome.faults) < arguments.faults:
+                    fault = next(faults)
+                    run.go_on(fault.wait)
+                    run.strike(fault)
+                run.go_on(max(fault.lasts, arguments.dead_after) + 1.0)
+                run.go_on(until=run.all_train)
+                run.go_on(period)
+                end = time.time()
+                run.end(4, arguments.sync_every)
+                run.count(calm, (begin, end), arguments.sync_every)
+            except RuntimeError as error:
+                run.outcome.troubles.append(str(error)[-20000:])
+                return run.outcome
+        outcome = run.outcome
+        outcome.incarnations = sum(nodes.incarnations.values())
+        for _, code, _ in nodes.ended:
+            outcome.codes[str(code)] = outcome.codes.get(str(code), 0) + 1
+        results = [nodes.result(node) for node in names if (folder / f"{node}.json").exists()]
+        outcome.missed_end = len(names) - len(results)
+        outcome.steps = results[0]["global_step"]
+        outcome.loss = results[0]["loss"]
+        outcome.lost_batches = int(results[0]["communication"]["lost_batches"])
+        outcome.equal = len({(each["parameters"], each["global_step"]) for each in results}) == 1
+        if not outcome.equal:
+            outcome.troubles.append(f"nodes ended unequal: {results}\n{nodes.said()}")
+        # all that have the state may be stopped at once, or have ended: who is started again then says so
+        refused = sum("ends: this run " in path.read_text() for path in folder.glob("*.log"))
+        allowed = {"0": 10**9, "75": 10**9, "69": 10**9, "-9": 10**9, "1": refused}
+        wrong = {code for code, number in outcome.codes.items() if number > allowed.get(code, 0)}
+        if wrong:
+            outcome.troubles.append(f"nodes ended with {wrong}\n{nodes.said()}")
+        return outcome
+
+
+def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> float:
+    """The loss of as many nodes that stay, after as many steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = Cluster(Path(folder), ForkedPython, scheme=arguments.scheme, every=arguments.sync_every)
+        settings = {"ranks_per_node": [1] * arguments.nodes}
+        seed += arguments.parameters
+        more = {"elastic": None, "ranks": arguments.nodes, "steps": steps, "seed": seed, "settings": settings}
+        nodes.start(0, {"HIERCOMM_LIGHTHOUSE": ""}, **more, batches=arguments.sync_every * 10)
+        nodes.watch(3600.0, restarts=False)
+        loss: float = nodes.result(0)["loss"]
+        return loss
+
+
+def predicted(outcome: Outcome, arguments: argparse.Namespace) -> float | None:
+    """The share with restarts, as `plan --mtbf` has it, from the undisturbed pace and how long nodes were away.
+
+    A node's lives begin as often as faults hit it. From asking to training it waits for the next agreement, half a
+    period on average; the rest is healing.
+    """
+    returns = [(each.asked_after or 0.0, each.back_after) for each in outcome.faults if each.back_after is not None]
+    if not returns:
+        return None
+    period = outcome.pace * arguments.sync_every
+    restart = statistics.mean(asked for asked, _ in returns)
+    heal = max(0.0, statistics.mean(back for _, back in returns) - period / 2)
+    cycle = outcome.seconds * arguments.nodes / len(outcome.faults)
+    mtbf = max(1e-3, cycle - restart - period / 2)
+    return elastic_goodput(arguments.nodes, period, mtbf, restart, arguments.dead_after, heal)
+
+
+def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
+    """A page about it."""
+    bound = arguments.dead_after + 1.0
+    waits = sorted(fault.survivors_waited or 0.0 for fault in outcome.faults)
+    back = sorted(fault.back_after for fault in outcome.faults if fault.back_after is not None)
+    kinds = ", ".join(
+        f"{sum(fault.what == kind for fault in outcome.faults)} {kind}" for kind in ("kill", "stop", "cut")
+    )
+    late = sum(wait > bound for wait in waits)
+    lines = [
+        f"{len(outcome.faults)} faults ({kinds}) in {outcome.seconds:.0f} s, {outcome.steps} steps of the run",
+        f"hangs: {outcome.hangs}",
+        f"steps kept, waits alone: {outcome.kept_waits_alone:.2%}; with restarts: {outcome.kept_with_restarts:.2%}",
+        f"lives: {outcome.incarnations} more; exit codes {outcome.codes}; batches lost: {outcome.lost_batches}",
+        f"equal bits at the end: {outcome.equal} ({outcome.missed_end} nodes missed it); loss {outcome.loss:.6f}",
+    ]
+    if waits:
+        median = statistics.median(waits)
+        lines.insert(
+            2, f"survivors waited: median {median:.2f} s, longest {waits[-1]:.2f} s; {late} beyond {bound:.1f} s"
+        )
+    if back:
+        lines.append(f"from asking to training: median {statistics.median(back):.2f} s, longest {back[-1]:.2f} s")
+    share = predicted(outcome, arguments)
+    if share is not None:
+        error = share / outcome.kept_with_restarts - 1
+        lines.append(f"with restarts, as plan predicts it from these times: {share:.2%} ({error:+.1%})")
+    return "\n".join(lines)
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.elastic_faults", description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--faults", type=int, default=10**9, help="how many at most")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", default="15-30", help="seconds between two faults, from-to")
+    parser.add_argument("--kinds", default=["kill", "stop", "cut"], nargs="+", help="of faults")
+    parser.add_argument("--scheme", default="diloco")
+    parser.add_argument("--sync-every", type=int, default=40, help="optimizer steps between agreements")
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds that a step sleeps")
+    parser.add_argument("--dead-after", type=float, default=2.0)
+    parser.add_argument("--torchft", type=float, help="torchft's own DiLoCo, with a Manager's timeout in seconds")
+    parser.add_argument("--calm", type=float, default=30.0, help="seconds before the first fault, for the pace")
+    parser.add_argument("--parameters", type=int, default=0, help="a seed")
+    parser.add_argument("--losses", type=int, default=0, help="of nodes that stay, with so many seeds from that one on")
+    parser.add_argument("--out", type=Path, help="a JSON file for all of it")
+    parser.add_argument("--keep", type=Path, help="a folder for what the nodes write")
+    chosen = parser.parse_args(arguments)
+    low, _, high = chosen.every.partition("-")
+    chosen.every = float(low), float(high or low)
+    return chosen
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    arguments = parsed(given)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = play(arguments, folder)
+    print(said(outcome, arguments), *outcome.troubles, sep="\n", flush=True)
+    whole: dict[str, Any] = {
+        "arguments": {key: str(value) for key, value in vars(arguments).items()},
+        **asdict(outcome),
+    }
+    for seed in range(arguments.losses + 1):
+        if arguments.out:
+            arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
+        if seed < arguments.losses:
+            whole.setdefault("losses_undisturbed", []).append(undisturbed_loss(arguments, outcome.steps, seed))
+            print("loss of nodes that stay:", whole["losses_undisturbed"][-1], flush=True)
+    return 1 if outcome.troubles or outcome.hangs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""What becomes of runs in which something happens to one rank: ``python -m tools.faults``, in a checkout.
+
+Every run has two nodes of one or two ranks, whatever the launcher. It passes if it ends in time, if what everyone else
+says names the rank, if nothing is left of it (processes, half-written files), and if its checkpoints can be read.
+
+Without options all faults happen at all moments, each under the next scheme and launcher. ``--random 2000 --seed 1``
+draws runs from everything that can be combined.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import math
+import os
+import platform
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle, product
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
+    sys.path.append(str(folder))
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+import lightning  # noqa: E402
+import torch  # noqa: E402
+from forked import ForkedPython, stand_in_for_python  # noqa: E402
+from ports import free_port  # noqa: E402
+from unlucky import BATCHES, EPOCHS, FAULTS, MOMENTS, SCHEMES  # noqa: E402
+
+SECONDS = 60.0  # after the fault, when a run counts as hanging
+_START_SECONDS = 120.0  # until the fault
+LAUNCHERS = ("fork", "spawn", "popen", "torchrun", "slurm")
+_GRACE = 8.0  # for processes to go after their parents: a loader's workers look for theirs every 5 s
+_EXITS_WELL = ("os._exit(0)",)  # what torchrun takes for a rank that has done its work
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: what happens to whom, when, and in what run.
+
+    Attributes:
+        fault: What happens.
+        moment: The hook in which it happens.
+        time: For how many times the rank comes there unharmed.
+        scheme: How nodes agree.
+        launcher: How ranks start.
+        ranks: On each of the two nodes.
+        victim: The rank.
+        replicas: Whether checkpoints have companions.
+        workers: Whether batches come from a process of their own.
+    """
+
+    fault: str
+    moment: str
+    time: int
+    scheme: str
+    launcher: str
+    ranks: int
+    victim: int
+    replicas: bool
+    workers: bool
+
+    def __str__(self) -> str:
+        whom = f"rank {self.victim} of {2 * self.ranks}"
+        more = [name for name, has in (("companions", self.replicas), ("workers", self.workers)) if has]
+        how = " with ".join([self.scheme, *filter(None, [" and ".join(more)])])
+        return f"{self.fault:13} | {self.moment} ({self.time}), {whom} | {how} | {self.launcher}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        seconds: From the fault to the end of the last rank; None if it hung.
+        launcher_waits: Whether torchrun still was there when all ranks had ended: it takes a node whose ranks exit with
+            0 for one that has finished, and gives the others 300 s.
+        struck: Whether the rank came to the moment at all.
+        named: Whether it says which rank it was.
+        left: What is left of it.
+        output: All that it said.
+    """
+
+    seconds: float | None
+    launcher_waits: bool
+    struck: bool
+    named: bool
+    left: tuple[str, ...]
+    output: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is as it should be."""
+        return self.seconds is not None and self.struck and self.named and not self.left
+
+
+def listed() -> Iterator[Case]:
+    """All faults at all moments; every scheme under every launcher, on nodes of one and of two ranks."""
+    draw = random.Random(0)
+    # spawned ranks imported everything anew when the list was drawn, which took most of a minute for four
+    combinations = [how for how in product(SCHEMES, LAUNCHERS, (1, 2)) if how[1:] != ("spawn", 2)]
+    draw.shuffle(combinations)
+    for (fault, moment), (scheme, launcher, ranks) in zip(product(FAULTS, MOMENTS), cycle(combinations)):
+        more = (draw.random() < 0.3, draw.random() < 0.3 and launcher != "spawn")
+        yield _case(fault, moment, 1, scheme, launcher, ranks, draw.randrange(2 * ranks), *more)
+
+
+def drawn(number: int, seed: int) -> Iterator[Case]:
+    """Random runs, always the same for a seed."""
+    draw = random.Random(seed)
+    for _ in range(number):
+        ranks = draw.choice((1, 2, 2))
+        launcher = draw.choice((*LAUNCHERS, *(name for name in LAUNCHERS if name != "spawn")))
+        yield _case(
+            draw.choice([*FAULTS]),
+            draw.choice(MOMENTS),
+            draw.randrange(EPOCHS * BATCHES),
+            draw.choice([*SCHEMES]),
+            launcher,
+            ranks,
+            draw.randrange(2 * ranks),
+            draw.random() < 0.3,
+            draw.random() < 0.3 and launcher != "spawn",
+        )
+
+
+def _case(fault: str, moment: str, at: int, *rest: object) -> Case:
+    """With a number of times that the moment comes."""
+    once = {"configure_model", "on_fit_start", "on_train_end"}
+    an_epoch = {"validation_step", "on_train_epoch_end", "on_save_checkpoint"}
+    times = 1 if moment in once else EPOCHS if moment in an_epoch else EPOCHS * BATCHES
+    return Case(fault, moment, at % times, *rest)  # type: ignore[arg-type]
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Run a case, in an empty folder; at least one process is started in a session of its own."""
+    processes = list(_start(case, folder))
+    launchers = [process.pid for process in processes]
+    began, alone_since = time.time(), None
+    while any(process.poll() is None for process in processes):
+        time.sleep(0.02)
+        struck_at = _read_time(folder / "struck")
+        if time.time() > (began + _START_SECONDS if struck_at is None else struck_at) + SECONDS:
+            break
+        if case.launcher == "torchrun" and case.fault in _EXITS_WELL:
+            alone = (folder / "struck").exists() and not {*_processes_of(launchers, folder)} - {*launchers}
+            alone_since = (alone_since or time.time()) if alone else None
+            if alone_since is not None and time.time() - alone_since > 3:
+                break
+    ended = time.time()
+    hangs = [process for process in processes if process.poll() is None]
+    launcher_waits = bool(hangs) and alone_since is not None
+    for process in hangs:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    at = _read_time(folder / "struck")
+    output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("output-*")))
+    left = (*_processes_left(launchers, folder), *_files_left(folder))
+    if launcher_waits and alone_since is not None:
+        ended = alone_since
+    seconds = None if hangs and not launcher_waits else ended - (at or ended)
+    return Outcome(seconds, launcher_waits, at is not None, _is_named(case, output), left, output)
+
+
+def _read_time(path: Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):  # it is not there, or just being written
+        return None
+
+
+def _is_named(case: Case, output: str) -> bool:
+    if case.fault in ("SIGTERM", "Ctrl-C"):  # whoever does that knows; all stop together, or at once
+        return True
+    who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
+    return re.search(rf"{who}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
+
+
+def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
+    job = [
+        *(str(TESTS / "jobs" / "unlucky.py"), "--out", str(folder), "--fault", case.fault, "--moment", case.moment),
+        *("--time", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme),
+        *(["--replicas"] if case.replicas else []),
+        *("--workers", str(int(case.workers))),
+    ]
+    port, ranks = str(free_port()), case.ranks
+    outputs = (folder / f"output-{number}" for number in range(2 * ranks))
+    if case.launcher in ("fork", "spawn", "popen"):
+        where = ("--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", case.launcher)
+        python = () if case.launcher == "fork" else ("--python", stand_in_for_python())
+        yield ForkedPython([*job, *where, *python], os.environ, next(outputs), folder)
+        return
+    on_nodes = ("--devices", str(ranks), "--num-nodes", "2")
+    if case.launcher == "torchrun":
+        for node in range(2):
+            agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node))
+            address = ("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", port)
+            worker = ("--monitor-interval", "0.1", "--no-python", stand_in_for_python(), *job, *on_nodes)
+            yield ForkedPython([*agent, *address, *worker], os.environ, next(outputs), folder)
+        return
+    for task in range(2 * ranks):
+        environment = {
+            **os.environ,
+            "SLURM_JOB_ID": str(int(port) - 15_000),  # Lightning makes it the port
+            "SLURM_JOB_NAME": "faults",
+            "SLURM_NTASKS": str(2 * ranks),
+            "SLURM_NTASKS_PER_NODE": str(ranks),
+            "SLURM_NNODES": "2",
+            "SLURM_NODELIST": "127.0.0.1",
+            "SLURM_PROCID": str(task),
+            "SLURM_NODEID": str(task // ranks),
+            "SLURM_LOCALID": str(task % ranks),
+        }
+        yield ForkedPython([*job, *on_nodes], environment, next(outputs), folder)
+
+
+def _processes_left(sessions: Sequence[int], folder: Path) -> list[str]:
+    """Processes of the sessions, or whose working folder is the run's, that do not go; ends them."""
+    deadline = time.monotonic() + _GRACE
+    while left := [*_processes_of(sessions, folder)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return [f"process {pid}" for pid in left]
+
+
+def _processes_of(sessions: Sequence[int], folder: Path) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            works_there = Path(os.readlink(entry / "cwd")) == folder
+        except OSError:  # it has just ended, or is another user's
+            continue
+        if state != "Z" and (int(session) in sessions or works_there):
+            yield int(entry.name)
+
+
+def _files_left(folder: Path) -> Iterator[str]:
+    """Half-written files, and checkpoints that cannot be read."""
+    for path in sorted((folder / "checkpoints").glob("*")):
+        if path.name.endswith(".ckpt"):
+            try:
+                torch.load(path, weights_only=True)
+            except Exception as error:
+                yield f"{path.name}: {error}"
+
+
+def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None = None) -> Report:
+    """Run cases, and print a line of a table for each.
+
+    Args:
+        cases: What to run.
+        jobs: How many at a time.
+        seconds: After which no further run begins.
+        keep: Gets what was said in runs that did not pass.
+    """
+    began = time.monotonic()
+    done: Report = Report([])
+
+    def one(case: Case) -> Outcome | None:
+        if time.monotonic() - began > seconds:
+            return None
+        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            return run(case, Path(folder).resolve())
+
+    print(_HEAD)
+    with ThreadPoolExecutor(jobs) as threads:
+        for number, (case, outcome) in enumerate(zip(cases, threads.map(one, cases), strict=True)):
+            if outcome is None:
+                continue
+            done.runs.append((case, outcome))
+            print(_line(case, outcome), flush=True)
+            if not outcome.is_good and keep is not None:
+                keep.mkdir(parents=True, exist_ok=True)
+                (keep / f"{number}.txt").write_text(f"{case!r}\n\n{outcome.output}")
+    print(f"\n{done.summary}")
+    return done
+
+
+_HEAD = """\
+| fault | moment (after so many), to whom | scheme | launcher | seconds | named | left behind |
+|---|---|---|---|---|---|---|"""
+
+
+def _line(case: Case, outcome: Outcome) -> str:
+    took = "HANGS" if outcome.seconds is None else f"{outcome.seconds:.1f}" if outcome.struck else "not struck"
+    took += ", then torchrun waits" if outcome.launcher_waits else ""
+    return f"| {case} | {took} | {'yes' if outcome.named else 'NO'} | {', '.join(outcome.left) or 'nothing'} |"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of runs."""
+
+    runs: list[tuple[Case, Outcome]]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many runs there were, and how many hung, were not named, and left something."""
+        counts: Counter[str] = Counter()
+        for _, outcome in self.runs:
+            counts.update(
+                runs=1,
+                hung=outcome.seconds is None,
+                unnamed=not outcome.named,
+                left=bool(outcome.left),
+                missed=not outcome.struck,
+                waits=outcome.launcher_waits,
+                bad=not outcome.is_good,
+            )
+        return counts
+
+    @property
+    def summary(self) -> str:
+        """The counts in words."""
+        counts = self.counts
+        waits = f"; after {counts['waits']} torchrun waited on" if counts["waits"] else ""
+        return (
+            f"{counts['runs']} runs: {counts['hung']:d} hung, {counts['unnamed']:d} did not name the rank,"
+            f" {counts['left']:d} left something behind, {counts['missed']:d} ended before the fault{waits}."
+        )
+
+    def section(self, title: str, has_lines: bool) -> str:
+        """A section of a page, with seconds from the fault to the end.
+
+        Args:
+            title: Its title.
+            has_lines: Whether to tell all runs, and not only those that did not pass.
+        """
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
+        command = f"`python -m tools.faults {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, {versions}"
+        on = f"{os.cpu_count()} cores"
+        table = [f"| median / slowest (runs) | {' | '.join(LAUNCHERS)} |", "|---" * (len(LAUNCHERS) + 1) + "|"]
+        for fault in FAULTS:
+            cells = []
+            for launcher in LAUNCHERS:
+                own = [o for c, o in self.runs if (c.fault, c.launcher) == (fault, launcher)]
+                took = [math.inf if o.seconds is None else o.seconds for o in own]
+                cells.append(f"{statistics.median(took):.1f} / {max(took):.1f} ({len(took)})" if took else "")
+            table.append(f"| {fault} | {' | '.join(cells)} |")
+        told = [_line(*run) for run in self.runs if has_lines or not run[1].is_good or run[1].launcher_waits]
+        parts = [f"## {title}", f"{command}, {on}.", self.summary, "\n".join(table)]
+        return "\n\n".join([*parts, *(["\n".join([_HEAD, *told])] if told else [])]) + "\n"
+
+
+def main() -> int:
+    atexit.register(gc.freeze)  # as startup/sitecustomize.py says
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--random", type=int, metavar="RUNS", help="so many random runs, instead of the list")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which another call has run")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="repeat these alone, counted from 0")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
+    parser.add_argument("--keep", type=Path, help="folder for what was said in runs that did not pass")
+    parser.add_argument("--append", type=Path, help="Markdown page that gets a section about the runs")
+    arguments = parser.parse_args()
+    cases = [*(listed() if arguments.random is None else drawn(arguments.random, arguments.seed))]
+    cases = cases[arguments.skip :] if arguments.only is None else [cases[number] for number in arguments.only]
+    done = report(cases, arguments.jobs, arguments.seconds, arguments.keep)
+    if arguments.append is not None:
+        title = "All faults at all moments" if arguments.random is None else f"At random, seed {arguments.seed}"
+        with arguments.append.open("a") as page:
+            page.write("\n" + done.section(title, has_lines=arguments.random is None))
+    return int(done.counts["bad"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
