@@ -19,6 +19,7 @@ from lightning_hiercomm.elastic import Elastic, membership
 from lightning_hiercomm.elastic.groups import InterNodeGroup
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import NodeRefused, RunFinished, StaleReplica
+from lightning_hiercomm.planning.predict.cycles import cycle
 from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.components.merges import Replace
@@ -765,7 +766,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
     training = {"inner": adam, "wire": wire, **TRAINING}
     threads = Threads(scheme, Elastic(dead_after=5.0), training)  # or a busy machine's nodes agree twice: other bits
     threads.lights.min_nodes = 2
-    period, at = 5 if name == "daso" else scheme.profile.cycle, {}  # of parts, all have been sent by then
+    period, at = 5 if name == "daso" else cycle(scheme), {}  # of parts, all have been sent by then
 
     def joining_node(own: ElasticRank):
         assert own.join()

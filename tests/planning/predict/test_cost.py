@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hiercomm.planning.cluster import Cluster, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, Workload
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import (
     DASO,
@@ -64,13 +64,13 @@ def test_overlapped_gossip_takes_the_longer_of_computation_and_link(fast_cluster
     assert predict(Gossip(), fast_cluster(4, inter=0.1 * GB), gigabyte).seconds == pytest.approx(13)
 
 
-def test_overlapped_gossip_steps_its_optimizer_between_what_came_and_what_leaves(fast_cluster, gigabyte):
+def test_overlapped_gossip_steps_between_receiving_and_sending(fast_cluster, gigabyte):
     slow = fast_cluster(4, inter=0.1 * GB)
     predicted = predict(Gossip(overlap=True), slow, replace(gigabyte, update=0.5))
     assert predicted.seconds == pytest.approx(10.5)
 
 
-def test_gossip_costs_the_same_on_any_number_of_nodes_unless_the_graph_says_so(fast_cluster, gigabyte):
+def test_gossip_costs_the_same_on_any_number_of_nodes(fast_cluster, gigabyte):
     steps = {nodes: predict(Gossip(), fast_cluster(nodes), gigabyte).seconds for nodes in (2, 64, 4096)}
     assert set(steps.values()) == {steps[2]}
     full = predict(Gossip(Full()), fast_cluster(8), gigabyte)
@@ -137,7 +137,7 @@ def test_moves_inside_a_node_share_what_joins_its_ranks(gigabyte):
 
 def test_crowded_processors_make_everything_slower():
     work = Workload(1e6, forward=0.1, backward=0.2, threads=1.0)
-    inside = Link(math.inf, algorithm="ring", curves={"all_reduce": Curve(2, 1, ((8, 0, 0), (1e6, 0.1, 0.1)))})
+    inside = Link(math.inf, algorithm="ring", curves={"all_reduce": CostCurve(2, 1, ((8, 0, 0), (1e6, 0.1, 0.1)))})
     cluster = Cluster(1, 2, inside, Link(math.inf), processors=1.0)
     # two ranks on one core compute 0.3 s each; the ring over the node works 0.1 s per megabyte sent for each of them
     predicted = predict(None, cluster, work)
