@@ -242,7 +242,7 @@ class HierarchicalHooks(Reports):
         trainer = self._module.trainer
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
-        self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
+        self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
         # where nodes come and go an epoch is as long as they are many
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
@@ -257,7 +257,7 @@ class HierarchicalHooks(Reports):
         if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
             # Lightning counts the steps of all together, each scheme those of its own: as if they took turns
             steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
-        if steps is not None and not self._topology.may_grow and not any(scheme.steps for scheme in self.schemes):
+        if steps is not None and not self._topology.may_grow and not any(scheme.state.steps for scheme in self.schemes):
             # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
             steps = max(0, steps - trainer.global_step // optimizers)
         self._run.begin(epochs, steps)

@@ -91,7 +91,7 @@ class Settings:
                 f"wire_raw=True sends parameters themselves, of which wire_dtype={self.wire_dtype!r} would drop most:"
                 " leave wire_raw out, or use 'bfloat16'"
             )
-        if self.average_optimizer_state and not scheme.profile.can_average_optimizer_state:
+        if self.average_optimizer_state and not scheme.requirements.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, which never synchronizes all"
                 " parameters at once: leave it out, or use PeriodicAveraging"
