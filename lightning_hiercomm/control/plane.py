@@ -650,7 +650,8 @@ def start_control_plane(
         log.warning(
             "No control plane: %s%s. Training continues without it: all ranks wait for each other before every batch,"
             " and when one dies the others wait for the process group's timeout. Make that port of rank 0's node"
-            " reachable for every rank, or choose another one with HierarchicalStrategy(control_port=...).",
+            " reachable for every rank, or choose another one with"
+            " HierarchicalStrategy(health=Health(control_port=...)).",
             troubles[0],
             more,
         )

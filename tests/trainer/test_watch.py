@@ -17,7 +17,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Oracle, one_trainer
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    Health,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.trainer.watch import RunControl
 
@@ -97,7 +106,7 @@ def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
     assert told == [error]
 
 
-def test_ranks_that_learn_together_that_one_is_to_leave_exit_with_0_and_none_is_said_to_have_failed(control):
+def test_ranks_that_leave_together_exit_with_0(control):
     """While the node waits for other nodes: there all its ranks are together."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     control.watch_over(trainer, leave=lambda: None)
@@ -215,7 +224,7 @@ class WaitsAlone(Validated):
 
 def end_of(fit, capfd, module, scheme):
     """What a run of two nodes that must fail writes to standard error."""
-    settings = {"scheme": scheme, "ranks_per_node": 1, "hang_timeout": HANG}
+    settings = {"scheme": scheme, "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     with pytest.raises(Exception, match=r"exit code 1|rank \d"):
         fit(module, settings, devices=2, forked=True, max_epochs=3)
     return capfd.readouterr().err
@@ -256,7 +265,7 @@ def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
 
 def validates_alone(folder, other):
     """What rank 0 hears that calls ``trainer.validate`` after a fit, where rank 1 does something else."""
-    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, hang_timeout=HANG)
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, health=Health(hang_timeout=HANG))
     trainer = one_trainer(folder, devices=2, strategy=strategy)
     module = Validated()
     trainer.fit(module)
@@ -289,6 +298,6 @@ def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
             if self.trainer.is_global_zero and not self.trainer.sanity_checking:
                 time.sleep(2 * HANG)
 
-    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "hang_timeout": HANG}
+    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     reports = fit(Evaluates(), settings, devices=2, forked=True)
     assert [len(report["report"]) for report in reports] == [4, 4]
