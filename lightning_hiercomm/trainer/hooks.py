@@ -102,7 +102,7 @@ class HierarchicalHooks(Reports):
             self._start_control(rendezvous.broadcast, rendezvous.gather)
             store = rendezvous.store
         elif self.world_size > 1:
-            self._wait_for_all_ranks()
+            self.barrier()  # a new process group would wait for an ended process until the timeout
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
             nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
@@ -122,16 +122,6 @@ class HierarchicalHooks(Reports):
         if not meets_first:
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
-
-    def _wait_for_all_ranks(self) -> None:
-        """Wait for ranks of an earlier run; a new process group would wait for an ended process until the timeout."""
-        try:
-            super().barrier()  # type: ignore[safe-super]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.global_rank} started another run of the Trainer, and another rank has ended. Call"
-                " trainer.fit, validate, test and predict on all ranks, not inside `if trainer.is_global_zero:`"
-            ) from error
 
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
@@ -497,9 +487,18 @@ class HierarchicalHooks(Reports):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._ranks_are_together:
+        if not self._ranks_are_together:
+            return
+        try:
             with self._excused():
                 super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+        except RuntimeError as error:
+            if self._control.plane is not None:  # which explains it
+                raise
+            raise RuntimeError(
+                f"rank {self.global_rank} waits for a rank that has ended. Call trainer.fit, validate, test, predict"
+                " and save_checkpoint on all ranks, not inside `if trainer.is_global_zero:`"
+            ) from error
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
