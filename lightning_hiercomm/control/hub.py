@@ -494,7 +494,9 @@ class Hub:
                 f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
                 f" {_SAVE_ON_ALL_RANKS}"
             )
-        if self._left or any(member.arrival is not None and member.arrival["purpose"] == "end" for member in members):
+        ends = [wait["call"].startswith("teardown") for wait in waits]
+        ends += [member.arrival is not None and member.arrival["purpose"] == "end" for member in members]
+        if self._left or any(ends):
             return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
         counts = [wait["collectives"] for wait in waits]
         more = [member.rank for member, count in zip(members, counts, strict=True) if count > min(counts)]

@@ -435,6 +435,13 @@ def test_the_likely_cause_of_other_waits_is_a_collective_on_some_ranks(serve):
     assert "Likely cause: a collective (barrier, all_gather, " in wait_for_failure(ranks)
 
 
+def test_the_likely_cause_of_a_teardown_on_some_ranks_is_their_stop(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(0, wait={**GATHER, "call": "teardown (lightning_hiercomm)"})
+    ranks.say(1, wait=BACKWARD)
+    assert "Likely cause: training ended on some ranks only" in wait_for_failure(ranks)
+
+
 def test_ranks_that_wait_in_one_place_with_unequal_collectives_end_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     ranks.say(0, wait=BACKWARD)
