@@ -21,7 +21,7 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.elastic.configuration import Elastic, check_supported
+from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
@@ -30,6 +30,7 @@ from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.trainer.elastic_refusals import check_arguments
 
 ARGUMENTS_OF_SCHEMES = {
     name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
@@ -146,7 +147,7 @@ class Settings:
             )
         elastic = Elastic.of(elastic)
         if elastic is not None:
-            check_supported(
+            check_arguments(
                 scheme,
                 batches=batches,
                 ranks_per_node=ranks_per_node,
