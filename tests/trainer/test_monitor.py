@@ -24,7 +24,7 @@ from lightning_hiercomm.trainer.monitor import _compared
 MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
 
 
-# Beside the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
+# Contention the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
 def model_sized(factor, ranks_per_node=1):
     preflight = 24 * ranks_per_node  # of two nodes
     return pytest.approx(factor * (MODEL_BYTES + preflight), abs=8 * factor)
@@ -81,7 +81,7 @@ class RecordingBar(ProgressBar):
             assert "phase" not in self.get_metrics(trainer, pl_module), "the bar must be left as it was found"
 
 
-def test_a_run_that_goes_back_to_another_strategy_is_warned_once_and_trains_on(tmp_path, capsys):
+def test_changing_the_strategy_on_resume_warns_once(tmp_path, capsys):
     monitor = CommunicationMonitor()
     fitter = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], logger=CSVLogger(tmp_path), max_steps=8)
     with pytest.warns(UserWarning, match="CommunicationMonitor") as warned:

@@ -31,9 +31,11 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Health,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
+    Transport,
 )
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.control.plane import RankFailure
@@ -125,7 +127,7 @@ def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, monkeypatch, devi
             assert torch.equal(state[name], expected), name
 
 
-def test_three_ranks_that_share_memory_differ_from_ddp_by_the_order_of_their_sums_only(borrow):
+def test_three_ranks_in_shared_memory_equal_ddp_up_to_summation_order(borrow):
     ddp, ours = on_one_node(borrow, 3)
     for state in ours:
         for name, expected in ddp.items():
@@ -185,7 +187,7 @@ def test_one_process_needs_no_peers(fit):
     assert report["report"] == [0.0, 0.0, 0.0]
 
 
-def test_values_that_a_module_is_given_as_training_starts_are_those_it_starts_from(fit):
+def test_values_set_in_on_train_start_are_trained_from(fit):
     class Pretrained(Oracle):
         def on_train_start(self):
             self.x.data.fill_(8 + self.global_rank)  # loaded, or drawn, there: rank 0's count
@@ -263,7 +265,7 @@ class FallsSick(Oracle):
 
 
 def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
-    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, on_nonfinite="skip")
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, health=Health(on_nonfinite="skip"))
     reports = fit(FallsSick(), strategy)
     for report in reports:
         trace = report["report"]
@@ -276,7 +278,11 @@ def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
     ("diverges", "arguments", "message"),
     [
         (False, {}, r"rank 2 \(node 1\): parameter x \(1 of 1 elements\); rank 3 \(node 1\): parameter x"),
-        (True, {"verify_replicas": "raise"}, r"rank . of node 1 \(ranks 2, 3\) holds other values of x than its node"),
+        (
+            True,
+            {"health": Health(verify_replicas="raise")},
+            r"rank . of node 1 \(ranks 2, 3\) holds other values of x than its node",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
@@ -284,31 +290,32 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
         fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
 
 
+RAW = Transport(wire_raw=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown; use one of all_reduce, periodic"),
         ({"scheme": 3}, "must be a Scheme"),
-        ({"scheme": PeriodicAveraging}, r"scheme=PeriodicAveraging is a class, but must be an instance: Periodic"),
-        ({"scheme": Scheme()}, r"scheme=Scheme\(\) is the base of all"),
+        ({"scheme": PeriodicAveraging}, r"scheme=PeriodicAveraging is a class: use an instance, PeriodicAveraging\("),
+        ({"scheme": Scheme()}, r"scheme=Scheme\(\) is the base class"),
         ({"scheme": "DASO"}, r"or a Scheme\. Did you mean 'daso'\?"),
         ({"scheme": "PeriodicAveraging"}, "Did you mean 'periodic'"),
-        ({"timeout": 30}, "timeout=30 must be a timedelta or None, not of type int"),
-        ({"start_method": "fokr"}, "start_method='fokr' must be one of 'popen'"),
-        ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be True or False"),
-        ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a number or None"),
+        ({"timeout": 30}, "timeout=30 must be timedelta or None, not of type int"),
+        ({"start_method": "fokr"}, "start_method='fokr' must be 'popen', 'spawn', 'fork' or 'forkserver'"),
+        ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be bool"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be float or None"),
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
-        ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
-        ({"wire_raw": True, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
-        ({"bucket_mb": 0}, "bucket_mb=0"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
-        ({"scheme": "all_reduce", "on_nonfinite": "skip"}, "AllReduce averages every gradient over all nodes"),
-        ({"verify_replicas": "on"}, "verify_replicas='on' must be 'off', 'warn' or 'raise'"),
-        ({"scheme": Gossip(hierarchical=False), "verify_replicas": "warn"}, "every rank trains alone"),
-        ({"control_port": -1}, "control_port=-1"),
-        ({"hang_timeout": 0}, "hang_timeout=0"),
-        ({"control_port": 65536}, "control_port=65536"),
+        ({"transport": RAW}, "wire_raw=True needs a wire_dtype"),
+        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
+        ({"health": Health(on_nonfinite="skip")}, "AllReduce averages every gradient over all nodes"),
+        (
+            {"scheme": Gossip(hierarchical=False), "health": Health(verify_replicas="warn")},
+            "every rank trains alone",
+        ),
+        ({"health": "skip"}, "health='skip' must be Health, not of type str"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),
         ({"device_ids": [0]}, "device_ids cannot be set"),
@@ -320,13 +327,30 @@ def test_bad_arguments_are_named_before_anything_starts(arguments, message):
 
 
 @pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (Health, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
+        (Health, {"verify_replicas": "on"}, "verify_replicas='on' must be 'off', 'warn' or 'raise'"),
+        (Health, {"control_port": -1}, "control_port=-1 must be a port number, from 1 to 65535"),
+        (Health, {"control_port": 65536}, "control_port=65536 must be a port number"),
+        (Health, {"hang_timeout": 0}, "hang_timeout=0 must be a number of seconds from 1 on, or None for never"),
+        (Transport, {"bucket_mb": 0}, "bucket_mb=0 must be positive"),
+        (Transport, {"inter_node": "pigeon"}, "inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"),
+    ],
+)
+def test_bad_options_are_refused_with_the_remedy(options, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        options(**arguments)
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("rank_per_node", "has no argument 'rank_per_node'. Did you mean 'ranks_per_node'?"),
         ("find_unused_parameter", "Did you mean 'find_unused_parameters'?"),
         ("nonsense", "It takes scheme, .*bucket_cap_mb"),
-        ("sync_every", r"is the scheme's: give it HierarchicalStrategy\(PeriodicAveraging\(sync_every="),
-        ("delay", r"give it HierarchicalStrategy\(StepsDelay\(delay="),
+        ("sync_every", r"is the scheme's: write HierarchicalStrategy\(PeriodicAveraging\(sync_every="),
+        ("delay", r"write HierarchicalStrategy\(StepsDelay\(delay="),
     ],
 )
 def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
@@ -362,7 +386,7 @@ def test_ranks_per_node_must_fit_the_world_before_processes_are_started(ranks_pe
         ("nccl", "moves no cpu tensors|built without 'nccl'"),
     ],
 )
-def test_a_backend_that_cannot_be_had_is_refused_before_processes_are_started(backend, message):
+def test_an_unavailable_backend_is_refused_before_processes_start(backend, message):
     with pytest.raises(ValueError, match=f"^process_group_backend={backend!r}.*{message}"):
         pl.Trainer(accelerator="cpu", devices=2, strategy=HierarchicalStrategy(process_group_backend=backend))
     with pytest.raises(ValueError, match=f"^process_group_backend={backend!r}.*{message}"):
@@ -404,7 +428,7 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
 
 @pytest.mark.long("a hub looks around every few seconds, and ranks are started and end")
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(50, at_epoch_end=False)], ids=type)
-def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_and_are_named(fit, capfd, scheme):
+def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, scheme):
     class Uneven(Oracle):
         def train_dataloader(self):
             return DataLoader(Stream(5 + 3 * self.global_rank))
@@ -423,7 +447,7 @@ def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_a
 
 
 @pytest.mark.long("whoever waits for the rank that has stopped is ended after a while")
-def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit, capfd):
+def test_a_rank_that_stops_alone_and_validates_is_named(fit, capfd):
     class Stopping(Oracle):
         def training_step(self, batch, batch_idx):
             if self.global_rank == 0 and batch_idx == 2:
@@ -463,7 +487,7 @@ def test_a_number_reduced_on_one_rank_waits_for_nobody(fit):
         def on_train_epoch_end(self):
             self.report = self.trainer.strategy.reduce(2.0) if self.global_rank == 0 else 0.0
 
-    reports = fit(Reducing(), {"ranks_per_node": 1, "hang_timeout": 3.0}, devices=2)
+    reports = fit(Reducing(), {"ranks_per_node": 1, "health": Health(hang_timeout=3.0)}, devices=2)
     assert [report["report"] for report in reports] == [2.0, 0.0]
 
 
@@ -584,7 +608,7 @@ def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
             extra = self.in_float64.sum() + self.in_bfloat16.sum() + images
             return super().training_step(batch, batch_idx) + scale * extra
 
-    reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "bucket_mb": 1e-5})
+    reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "transport": Transport(bucket_mb=1e-5)})
     for report in reports[1:]:
         for name, expected in reports[0]["state_dict"].items():
             assert torch.equal(report["state_dict"][name], expected), name
@@ -620,7 +644,7 @@ class SaveAfterOne(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_teacher_that_is_filled_when_training_starts_leaves_what_nodes_train_as_it_is(borrow):
+def test_a_teacher_filled_at_train_start_leaves_parameters_unchanged(borrow):
     for (filled, whole), (again, resumed) in borrow(_taught_and_resumed, ranks=2):
         assert filled == again == 1.0  # rank 0's
         assert resumed == whole
@@ -662,7 +686,7 @@ class Toggling(pl.LightningModule):
         return torch.optim.SGD(first, lr=0.01), torch.optim.SGD(self.second.parameters(), lr=0.01)
 
 
-def test_what_is_toggled_off_when_something_unfreezes_goes_on_to_be_reduced(fit):
+def test_toggled_parameters_are_still_reduced_after_an_unfreeze(fit):
     strategy = {"scheme": AllReduce(), "find_unused_parameters": True}
     same_bits(fit(Toggling(), strategy, devices=2, max_epochs=1, use_distributed_sampler=False))
 
@@ -758,7 +782,7 @@ def _given_up_and_begun_again(folder):
     return groups, strategy.topology is left, module.report
 
 
-def test_fits_that_were_given_up_leave_no_process_groups_once_another_has_begun(launch):
+def test_abandoned_fits_leave_no_process_groups(launch):
     """A search that gives a trial up on all ranks goes on in their processes; each had left four behind."""
     for (first, second, third, last), is_same, report in launch(_given_up_and_begun_again, ranks=2):
         assert first == second == third
@@ -855,7 +879,7 @@ def test_the_last_file_holds_the_mean_of_what_callbacks_average_apart(fit, tmp_p
         assert torch.equal(saved[name], value), name
 
 
-def test_a_validation_by_the_clock_is_refused_where_ranks_wait_for_each_other(fit):
+def test_timed_validation_is_refused_with_synchronous_schemes(fit):
     with pytest.raises(ProcessException, match="every rank looks at its own clock"):
         fit(Net(), {"ranks_per_node": 1}, devices=2, val_check_interval="00:00:10:00", forked=True)
 
@@ -901,7 +925,7 @@ def _requeued(folder):
 
 
 @pytest.mark.timeout(100)
-def test_slurms_signal_saves_one_file_queues_the_job_once_and_training_goes_on(borrow, tmp_path):
+def test_slurms_signal_saves_one_file_and_requeues_once(borrow, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
     (tmp_path / "scontrol").chmod(0o755)
     for (undisturbed, disturbed, _), began, steps in borrow(_requeued, ranks=2, folder=tmp_path):
@@ -913,7 +937,7 @@ def test_slurms_signal_saves_one_file_queues_the_job_once_and_training_goes_on(b
 
 
 @pytest.mark.parametrize("tier", ["intra", "inter"])
-def test_waiting_for_buffers_that_ddp_broadcasts_is_filed_under_where_its_gradients_go(tier, monkeypatch):
+def test_waits_for_broadcast_buffers_count_with_the_gradients(tier, monkeypatch):
     monkeypatch.setattr(HierarchicalStrategy, "root_device", torch.device("cpu"))
     strategy = HierarchicalStrategy(AllReduce())
     strategy.topology = SimpleNamespace(meter=Meter())
