@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.quorum import NodeRefused, Request
 from lightning_hiercomm.elastic.signature import Signer
-from lightning_hiercomm.elastic.transport import Transport, packed, unpacked
+from lightning_hiercomm.elastic.transport import GlooTransport, packed, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -27,24 +27,16 @@ _REJECTED = "rejected"
 
 
 class Healing:
-    """Sends this node's state to recovering nodes, and fetches that of another node.
+    """Sends this node's state to recovering nodes, and fetches that of another node; without ``device`` on the CPU.
 
     The state is a checkpoint, packed by ``torch.save`` for ``weights_only`` loading. The member writes it into its own
     store while it trains on; the recovering node takes it from there.
-
-    Args:
-        intra: The ranks of the node.
-        transport: To other nodes.
-        store: This node's, on its first rank.
-        dead_after: Seconds after which another node counts as lost.
-        signer: Signs the state, and makes keys.
-        device: On which the node's ranks communicate. Default: the CPU.
     """
 
     def __init__(
         self,
         intra: Communicator,
-        transport: Transport,
+        transport: GlooTransport,
         store: Store | None,
         dead_after: float,
         signer: Signer | None = None,
@@ -59,8 +51,6 @@ class Healing:
         self._waiting: list[Request] = []
         self._sent: dict[str, int] = {}
         self._threads: list[threading.Thread] = []
-
-    # ---- the member's side ---------------------------------------------------------------------------------------
 
     @property
     def is_expected(self) -> bool:
@@ -147,8 +137,6 @@ class Healing:
 
     def _key(self, node: Request) -> str:
         return self._signer.key(f"heal/{node.replica_id}/{node.number}")
-
-    # ---- the recovering node's side ------------------------------------------------------------------------------
 
     def fetch(self, source: Request, me: Request) -> dict[str, Any] | None:
         """Wait for the state of a member; None if it sends none. Collective over the node."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_hiercomm.elastic.configuration import Elastic, check_address, check_torchft
 from lightning_hiercomm.elastic.memory import RunMemory
@@ -25,36 +25,11 @@ JOIN_TIMEOUT = 24 * 3600.0
 _OBSERVER = "lighthouse"
 
 
-class Lighthouse(Protocol):
-    """Forms quorums: sends the data of all nodes that ask to each of them."""
-
-    def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
-        """Return the data of all participants of the next quorum.
-
-        Args:
-            replica_id: Of the node that asks.
-            data: To be sent to the others, as JSON.
-            timeout: In seconds. After it the answer is None: call this again with the same data.
-        """
-
-    def when_back(self, is_behind: Callable[[], bool | None]) -> None:
-        """Check whether the others have gone on before this node is counted as alive again after a silence.
-
-        Args:
-            is_behind: Called in another thread. Whether the others have synchronized without this node, which then
-                stays silent; None if they do not answer.
-        """
-
-    def leave(self) -> None:
-        """Count as alive no longer."""
-
-
 class TorchftLighthouse:
     """A client of a torchft lighthouse.
 
-    A thread of this process sends heartbeats, so a node whose interpreter hangs counts as lost. The lighthouse forms a
-    quorum when all nodes have asked that are alive. A node that was suspended for longer than ``dead_after`` would let
-    the others wait, so it sends no heartbeats until it asks.
+    It forms a quorum when all nodes have asked that are alive: whose heartbeats a thread of their process sends. A node
+    that was suspended for longer than ``dead_after`` sends none until it asks, or the others would wait for it.
 
     Args:
         address: The lighthouse's ``"host:port"``.
@@ -76,6 +51,7 @@ class TorchftLighthouse:
         self._is_silent = False
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
+        """Return the JSON data of all participants of the next quorum; None after the timeout: ask again."""
         self._is_silent = False
         if "beat" not in self._threads:
             self._last_beat = time.monotonic()
@@ -102,9 +78,11 @@ class TorchftLighthouse:
         return participants
 
     def when_back(self, is_behind: Callable[[], bool | None]) -> None:
+        """After a silence, send no heartbeats if ``is_behind()``; it returns None if no other node answers."""
         self._is_behind = is_behind
 
     def leave(self) -> None:
+        """Count as alive no longer."""
         self._left.set()
         for thread in self._threads.values():  # one that returns from torchft while the interpreter ends aborts it
             thread.join(2 * self._timeout)
@@ -168,11 +146,7 @@ def observe(address: str, dead_after: float, min_nodes: int, ended: threading.Ev
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this machine from which it reaches another one.
-
-    Args:
-        towards: The other one's ``"host:port"``.
-    """
+    """Return the address of this machine from which it reaches another one's ``"host:port"``."""
     host, port = towards.rsplit(":", 1)
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -188,9 +162,6 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
         min_nodes: With fewer nodes all wait.
         dead_after: Seconds of silence after which a node counts as lost.
         port: Without ``bind``.
-
-    Raises:
-        ValueError: For invalid numbers, or if it cannot listen at this address.
     """
     Elastic(min_nodes=min_nodes, dead_after=dead_after)  # checks both
     check_torchft()
@@ -200,7 +171,6 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
         except OSError:
             bind = f"127.0.0.1:{port}"
     check_address(bind, "--bind")
-    os.environ.setdefault("RUST_LOG", "warn")
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
@@ -218,6 +188,7 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
 @contextlib.contextmanager
 def lighthouse(bind: str, min_nodes: int, dead_after: float) -> Iterator[str]:
     """A lighthouse with its observer in this process; yields its ``"host:port"``."""
+    os.environ.setdefault("RUST_LOG", "warn")
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(

@@ -13,12 +13,12 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_hiercomm.elastic.configuration import Elastic
-from lightning_hiercomm.elastic.lighthouse import Lighthouse
+from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse
 from lightning_hiercomm.elastic.memory import RunMemory
 from lightning_hiercomm.elastic.quorum import NodeRefused, Quorum, Request, RunFinished, StaleReplica, compute_quorum
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
-from lightning_hiercomm.elastic.transport import Transport
+from lightning_hiercomm.elastic.transport import GlooTransport
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Surroundings:
 
     elastic: Elastic
     topology: ElasticTopology
-    lighthouse: Lighthouse | None
-    transport: Transport
+    lighthouse: TorchftLighthouse | None
+    transport: GlooTransport
     before_change: Callable[[], Callable[[], None]]
     store: Store | None = None
     leaves_by: Callable[[], BaseException | None] = lambda: None

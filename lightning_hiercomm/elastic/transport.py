@@ -1,4 +1,4 @@
-"""How nodes reach each other: small values in their stores, and process groups over gloo."""
+"""How nodes reach each other: values in their stores, and process groups over gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,40 +25,8 @@ from lightning_hiercomm.elastic.signature import Signer
 T = TypeVar("T")
 
 
-class Transport(Protocol):
-    """How a node reaches the others."""
-
-    def ask(self, address: str, query: Callable[[Store], T], timeout: float | None = None) -> T:
-        """Return ``query`` of another node's store.
-
-        Args:
-            address: That node's.
-            query: May still be running when the call has timed out.
-            timeout: In seconds. Default: half of ``dead_after``.
-
-        Raises:
-            RuntimeError: If the node does not answer.
-        """
-
-    def ask_all(self, addresses: Sequence[str], query: Callable[[Store], T]) -> Mapping[str, T]:
-        """Return ``query`` of the stores of those nodes that answer; in any thread."""
-
-    def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
-        """Connect this rank with the same local rank of all members.
-
-        Args:
-            quorum: Its members.
-            index: This node's among them.
-            name: Of the group, which has the local rank in it.
-            meter: Counts the traffic.
-
-        Raises:
-            RuntimeError: If a member does not take part in time.
-        """
-
-
 class GlooTransport:
-    """Connects nodes by gloo groups, whose members find each other at the store of the first member.
+    """Reaches other nodes' stores, and connects gloo groups, whose members find each other at the first one's store.
 
     Args:
         address: Of this machine, as other nodes reach it.
@@ -74,6 +42,7 @@ class GlooTransport:
         self._stores: dict[str, Store] = {}
 
     def ask(self, address: str, query: Callable[[Store], T], timeout: float | None = None) -> T:
+        """Return ``query`` of a node's store, which raises a ``RuntimeError`` if the node does not answer in time."""
         # a store's client waits forever for a process that is stopped: in a thread, which may be abandoned
         answer: Future[T] = Future()
         store = self._stores.get(address)
@@ -103,6 +72,7 @@ class GlooTransport:
         return result
 
     def ask_all(self, addresses: Sequence[str], query: Callable[[Store], T]) -> Mapping[str, T]:
+        """Return ``query`` of the stores of those nodes that answer; in any thread."""
         other, answers = GlooTransport(self.address, self._dead_after.total_seconds()), {}  # for clients of its own
 
         def ask(address: str) -> None:
@@ -117,6 +87,14 @@ class GlooTransport:
         return answers
 
     def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
+        """Connect this rank with the same local rank of all members, or raise a ``RuntimeError``.
+
+        Args:
+            quorum: Its members.
+            index: This node's among them.
+            name: Of the group, which has the local rank in it.
+            meter: Counts the traffic.
+        """
         size, first = len(quorum.members), quorum.members[0].store
         prefix = self._signer.key(f"{quorum.token}/{name}")
 

@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.signature import Signer
-from lightning_hiercomm.elastic.transport import Transport
+from lightning_hiercomm.elastic.transport import GlooTransport
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +20,9 @@ _REFUSAL_TIMEOUT = 0.1  # seconds: the result is known, so a node need not wait 
 
 
 class Vote:
-    """Votes in the store of the quorum's first member. For the first rank of a node.
+    """Votes in the store of the quorum's first member; for the first rank of a node."""
 
-    Args:
-        transport: To other nodes.
-        store: This node's.
-        signer: Makes keys.
-        dead_after: Seconds after which a member that has not voted counts as lost.
-    """
-
-    def __init__(self, transport: Transport, store: Store | None, signer: Signer, dead_after: float) -> None:
+    def __init__(self, transport: GlooTransport, store: Store | None, signer: Signer, dead_after: float) -> None:
         self._transport = transport
         self._store = store
         self._signer = signer
