@@ -34,7 +34,7 @@ class ElasticTopology(Topology):
         def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
             return made[tier]
 
-        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # lanes of GPUs are staged
+        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # num_shards of GPUs are staged
         self._own = own
         self._agreement: Callable[[Callable[[], object], bool, bool], None] | None = None
 
@@ -67,9 +67,9 @@ class ElasticTopology(Topology):
         self.nodes = tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         self.world_size = sum(sizes)
         self.node, self.rank = node, self.nodes[node][self.local_rank]
-        self.lanes = min(sizes)
-        self.inter = self.lane if self.local_rank < self.lanes else None
-        self.holders["node"] = Holders(self.intra, self.lanes)
+        self.num_shards = min(sizes)
+        self.inter = self.lane if self.local_rank < self.num_shards else None
+        self.holders["node"] = Holders(self.intra, self.num_shards)
         self.set_weights([1.0] * self.world_size)
         for twin in self._twins:
             twin.reform(sizes, node)

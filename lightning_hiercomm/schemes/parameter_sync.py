@@ -734,7 +734,7 @@ class RunningParameterSync(RunningScheme[A]):
     def _carried(self) -> list[Tensor]:
         """The tensors of which the reducer keeps the last agreed values, in the order of the replica."""
         buckets = self._reducer.buckets[: len(self._reducer.references)]
-        carried = {id(piece.tensor) for bucket in buckets for piece in bucket.pieces}
+        carried = {id(piece.tensor) for bucket in buckets for piece in bucket.slices}
         return [tensor for tensor in self.replica.tensors if id(tensor) in carried]
 
     @property

@@ -36,8 +36,8 @@ from lightning_hiercomm._lightning.trainer import (
     prepare_train_dataloaders_again,
     validates_by_the_clock,
 )
-from lightning_hiercomm.checkpoints.companion import random_state, set_random_state
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.groups import GlooTransport

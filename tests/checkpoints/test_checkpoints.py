@@ -219,7 +219,7 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
         checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
         entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
         checkpoints.add_to(checkpoint, run, None)
-        with checkpoints.companions(
+        with checkpoints.sidecars(
             checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path, entries=entries
         ):
             if rank == 0:
@@ -241,7 +241,7 @@ def test_a_rank_that_ends_after_all_shards_are_written_keeps_its_own(tmp_path):
         checkpoints.add_to(checkpoint, run, None)
         with (
             suppress(KeyboardInterrupt),
-            checkpoints.companions(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
+            checkpoints.sidecars(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
         ):
             if rank == 1:
                 raise KeyboardInterrupt

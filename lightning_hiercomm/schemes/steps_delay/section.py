@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.spares import Spares
-from lightning_hiercomm.nodes.bucket import Bucket, Piece
+from lightning_hiercomm.nodes.bucket import Bucket, TensorSlice
 from lightning_hiercomm.nodes.replica import Replica
 
 ShardOn = Literal["elements", "parameters"]
@@ -71,7 +71,7 @@ class Section:
 
     def overlaps(self, begin: int, end: int) -> Iterator[Overlap]:
         """What elements ``begin`` to ``end`` of the flat tensor hold of the bucket's pieces, counted from ``begin``."""
-        pieces, offsets = self.bucket.pieces, self._offsets
+        pieces, offsets = self.bucket.slices, self._offsets
         for place in range(max(0, bisect_right(offsets, begin) - 1), len(pieces)):
             offset, piece = offsets[place], pieces[place]
             if offset >= end:
@@ -90,7 +90,7 @@ class Section:
     @cached_property
     def _offsets(self) -> list[int]:
         """Where each piece begins."""
-        return list(accumulate((piece.length for piece in self.bucket.pieces[:-1]), initial=0))
+        return list(accumulate((piece.length for piece in self.bucket.slices[:-1]), initial=0))
 
 
 @dataclass(frozen=True)
@@ -144,5 +144,5 @@ def _bucket_of_whole_tensors(tensors: Sequence[Tensor], shards: int) -> Bucket:
     pieces = []
     for held, load in zip(placed, loads, strict=True):
         whole = [*held, padding[: max(loads) - load]]
-        pieces += [Piece(tensor, 0, tensor.numel()) for tensor in whole if tensor.numel()]
+        pieces += [TensorSlice(tensor, 0, tensor.numel()) for tensor in whole if tensor.numel()]
     return Bucket(tuple(pieces), shards * max(loads), tensors[0].dtype, tensors[0].device, equal_in_node=True)

@@ -167,7 +167,7 @@ class ShardedServer:
         self._bucket_bytes = bucket_bytes
         self._shard_on = shard_on
         self.spares = Spares()
-        self._num_shards = topology.lanes * topology.num_nodes
+        self._num_shards = topology.num_shards * topology.num_nodes
         self.sections = list(_sections(parameters, optimizer, self._num_shards, shard_on, bucket_bytes))
         self._shards = [self._shard(section, shard_on) for section in self.sections]
 
@@ -259,8 +259,8 @@ class ShardedServer:
         def share(shard: _Shard) -> tuple[Tensor, Handle]:
             shard.pulled.wait()
             payload = shard.section.empty(shard.travelling.dtype, self.spares)
-            self._topology.lane_part(payload).copy_(shard.travelling)
-            return payload, self._topology.share_lane_parts(payload)
+            self._topology.own_shard(payload).copy_(shard.travelling)
+            return payload, self._topology.gather_shards(payload)
 
         for (payload, handle), before in zip(_early(map(share, self._shards)), last, strict=True):
             handle.wait()
@@ -355,7 +355,7 @@ class ShardedServer:
             for place, values_by_name in values_by_place.items():
                 for name, value in values_by_name.items():
                     if isinstance(value, _Value):
-                        state.setdefault(shard.section.bucket.pieces[place].tensor, {}).setdefault(name, value.copy())
+                        state.setdefault(shard.section.bucket.slices[place].tensor, {}).setdefault(name, value.copy())
         return state
 
     def _known_state(self) -> list[dict[int, dict[str, Any]]]:
@@ -449,17 +449,19 @@ class ShardedServer:
         def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
             flat, inter = own.new_empty(self._num_shards * numel), self._topology.inter
             part = self._own(flat).copy_(own)
-            return flat, finished if inter is None else inter.all_gather(self._topology.lane_part(flat), part)
+            return flat, finished if inter is None else inter.all_gather(self._topology.own_shard(flat), part)
 
         for flat, handle in _early(starmap(gather, shards)):
             handle.wait()
-            self._topology.share_lane_parts(flat).wait()
+            self._topology.gather_shards(flat).wait()
             yield flat
 
     def _gathered_on(self, rank: int, shards: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
         """As :meth:`_gathered`, but only one rank gets them; what the others get is empty."""
         topology = self._topology
-        owners = [topology.nodes[node][lane] for lane in range(topology.lanes) for node in range(topology.num_nodes)]
+        owners = [
+            topology.nodes[node][lane] for lane in range(topology.num_shards) for node in range(topology.num_nodes)
+        ]
 
         def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
             if topology.rank != rank:
@@ -479,7 +481,7 @@ class ShardedServer:
         payload_dtype = self.wire.codec.payload_dtype(section.dtype)
         values = self._own(section.pack()).clone()
         mean = torch.empty_like(values, dtype=payload_dtype)
-        travelling = self._topology.lane_part(section.empty(mean.dtype)).clone()
+        travelling = self._topology.own_shard(section.empty(mean.dtype)).clone()
         owned = list(self._own_parameters(section, values, shard_on))
         optimizer = _optimizer_of_same_class(self.optimizer, section.group, [each.parameter for each in owned])
         known = values.clone() if self.wire.compresses(section.dtype) and not self.wire.raw else None
@@ -490,7 +492,7 @@ class ShardedServer:
 
     def _own(self, flat: Tensor) -> Tensor:
         """This rank's of the equal shards of a flat tensor: a view, empty for a rank in no lane."""
-        part, inter = self._topology.lane_part(flat), self._topology.inter
+        part, inter = self._topology.own_shard(flat), self._topology.inter
         return part if inter is None else part.chunk(inter.size)[inter.rank]
 
     def _own_parameters(self, section: Section, shard: Tensor, shard_on: ShardOn) -> Iterator[_Owned]:

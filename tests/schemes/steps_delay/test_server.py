@@ -183,7 +183,7 @@ def test_a_look_gives_back_the_memory_of_what_travels_and_changes_nothing(warmup
                 shards = run.scheme._server._shards
                 mean = sum(shard.mean.untyped_storage().nbytes() for shard in shards)
                 held.append((mean, sum(shard.travelling.untyped_storage().nbytes() for shard in shards)))
-                run.scheme.state_dict()  # as a companion of a checkpoint does
+                run.scheme.state_dict()  # as a sidecar of a checkpoint does
         return run.trace, held
 
     arguments: dict[str, Any] = {"nodes": ((0, 1), (2, 3)), "shapes": ((8,), (8,)), "bucket_bytes": 32}
