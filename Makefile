@@ -17,6 +17,7 @@ demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on
 test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(NIGHTLY)
 
 docs: $(VENV)/.installed-dev  ## the documentation, in docs/_build/html; a warning is an error

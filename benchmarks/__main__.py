@@ -479,6 +479,7 @@ def documents_command(_: argparse.Namespace) -> None:
     from benchmarks import documents
 
     documents.ACCURACY.write_text(documents.accuracy_table())
+    documents.SUBSTITUTIONS.write_text(documents.substitutions())
     for page in documents.PAGES:
         before = page.read_text()
         after = documents.written(before)

@@ -1,8 +1,9 @@
-"""Numbers in documents come from files: what stands between two marks is written from what is stored.
+"""Write measured numbers and tables into the documentation: ``python -m benchmarks documents``.
 
-``<!-- measured: tuned / nodes-8 / AllReduce -->91.0 ± 1.3<!-- end -->``: a path, and what it stands for. A table of
-several lines stands on lines of its own. ``python -m benchmarks documents`` writes all of them; a test fails where a
-page says anything else.
+Pages of the site contain substitutions such as ``{{ sgd8_int4 }}``. Their values are in ``docs/measured.json``, which
+this program writes from stored results: `MEASURED` maps every name to a path such as ``tuned / nodes-8 / AllReduce``.
+GitHub shows the README and some pages of results without Sphinx. There a table is between two comments,
+``<!-- measured: PATH -->`` and ``<!-- end -->``. A test fails where a page differs from the stored results.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -34,16 +36,16 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ACCURACY = CHECKOUT / "lightning_hiercomm/planning/predict/accuracy.csv"
 """What ``plan`` knows of accuracy."""
 RESULTS = CHECKOUT / "benchmarks" / "results"
-PAGES = tuple(
-    CHECKOUT / name
-    for name in (
-        "README.md",
-        *(f"docs/{name}.md" for name in ("front", "papers", "choosing", "comparison", "planning", "unequal-machines")),
-        *(f"docs/schemes/{name}.md" for name in ("daso", "diloco", "gossip", "periodic", "steps_delay")),
-        "benchmarks/results/tuned/README.md",
-    )
-)
+PAGES = tuple(CHECKOUT / name for name in ("README.md", "benchmarks/results/tuned/README.md"))
+"""Pages with tables between comments."""
+SUBSTITUTIONS = CHECKOUT / "docs" / "measured.json"
+"""The values of `MEASURED`, which ``docs/conf.py`` reads."""
 _MARKED = re.compile(r"(<!-- measured: (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def substitutions() -> str:
+    """Return the contents of `SUBSTITUTIONS`."""
+    return json.dumps({name: _value(path) for name, path in MEASURED.items()}, indent=1, ensure_ascii=False) + "\n"
 
 
 def accuracy_table() -> str:
@@ -54,19 +56,18 @@ def accuracy_table() -> str:
 
 
 def written(page: str) -> str:
-    """The page, with what is stored between its marks."""
-    return _MARKED.sub(lambda found: f"{found[1]}{_stands_for(found[2])}{found[4]}", page)
+    """Return the page with the stored tables between its comments."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{_value(found[2])}\n{found[4]}", page)
 
 
 def without_marked(page: str) -> str:
-    """What of a page comes from no file."""
+    """Return the page without its stored tables."""
     return _MARKED.sub("", page)
 
 
-def _stands_for(path: str) -> str:
+def _value(path: str) -> str:
     kind, *parts = path.split(" / ")
-    text = _KINDS[kind](*parts)
-    return f"\n{text}\n" if "\n" in text else text
+    return _KINDS[kind](*parts)
 
 
 def _tuned(arena: str, *contenders: str) -> str:
@@ -108,13 +109,6 @@ def _less(judged: Mapping[int, float | None], baseline: Mapping[int, float | Non
     }
 
 
-def _diverged(arena: str, contender: str, rate: str) -> str:
-    """How many of the runs that tuned a contender at a rate diverged."""
-    climb = tuned.load(tuned.COMPARISONS[arena], RESULTS / "tuned")[contender]
-    (runs,) = (runs for rung, runs in climb.tuning.items() if f"{tuned.rate_of(rung):.3g}" == rate)
-    return f"{sum(accuracy is None for accuracy in runs.values())} of {len(runs)}"
-
-
 def table_of(comparison: tuned.Comparison, known: dict[str, tuned.Climb]) -> str:
     """Markdown."""
     baseline = comparison.contenders[0].name
@@ -143,6 +137,50 @@ def _front(setting: str, *what: str) -> str:
         return row.share_text() if rest == ["bytes"] else row.time_text(rest[0])
     assert row.apart is not None
     return row.apart.text()
+
+
+_SHOWN = (
+    *(f"AllReduce{wire}" for wire in ("", ", bfloat16", ", int8", ", int4", ", top4")),
+    *(f"PeriodicAveraging({period}), int4" for period in (2, 4, 16)),
+    *("DASO(4, 1), delta, int4", "DiLoCo(16), int4", "Gossip, int4", "StepsDelay(4), warm-up of 0.8 of the run"),
+)
+"""Methods in the short tables of the site."""
+
+
+def _front_short(setting: str) -> str:
+    """Return the rows of `_SHOWN` that a setting has, without learning rates."""
+    times = " | ".join(f"time to target, {at}" for at in front.RATES)
+    lines = [
+        f"| | bytes, of float32 | against float32 all-reduce, 95 % | {times} |",
+        "|---|" + "--:|" * (2 + len(front.RATES)),
+    ]
+    for name, row in _front_rows(setting).items():
+        if name in _SHOWN:
+            apart = "" if row.apart is None else row.apart.text()
+            lines.append("| " + " | ".join([name, row.share_text(), apart, *map(row.time_text, front.RATES)]) + " |")
+    return "\n".join(lines)
+
+
+_ADVICE = {
+    "2-adamw-short-cnn": "2 nodes, AdamW",
+    "8-adamw-short-cnn": "8 nodes, AdamW",
+    "8-sgd-short-cnn": "8 nodes, momentum SGD",
+}
+
+
+def _advice() -> str:
+    """Return what methods cost in accuracy, by setting."""
+    lines = [
+        f"| | bytes on 8 nodes, of float32 | {' | '.join(_ADVICE.values())} |",
+        "|---|" + "--:|" * (1 + len(_ADVICE)),
+    ]
+    every = {setting: _front_rows(setting) for setting in _ADVICE}
+    for name in _SHOWN[1:-1]:
+        rows = [rows.get(name) for rows in every.values()]
+        if all(rows):
+            cells = ["" if row is None or row.apart is None else row.apart.text() for row in rows]
+            lines.append("| " + " | ".join([name, every["8-sgd-short-cnn"][name].share_text(), *cells]) + " |")
+    return "\n".join(lines)
 
 
 @cache
@@ -229,12 +267,6 @@ def _memory(*only: str) -> str:
     return "\n".join(lines)
 
 
-def _sync_every(period: str, how: str) -> str:
-    """The loss in the table of that study."""
-    rows = (line.strip("| ").split(" | ") for line in (RESULTS / "sync-every.md").read_text().splitlines())
-    return next(row[2] for row in rows if row[:2] == [period, how])
-
-
 def _once(name: str) -> str:
     """A number that was measured a single time, by a run whose own file was not kept: what is known of it is stored."""
     return str(json.loads((RESULTS / "once.json").read_text())[name]["value"])
@@ -290,24 +322,144 @@ def _predicted(name: str, only_first: bool) -> list[prediction.Compared]:
     return [row for setting in settings for row in prediction.compare(setting)]
 
 
+def _elastic() -> str:
+    """Return how nodes under faults did, ours and torchft's."""
+    lines = [
+        "| | faults | survivors waited: median, longest | steps kept by the run | by all nodes, restarts included |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, title in (("faults", "`DiLoCo` with `elastic=`"), ("torchft", "torchft's own DiLoCo")):
+        stored = json.loads((RESULTS / "elastic" / f"{name}-30-minutes.json").read_text())
+        waits = [fault["survivors_waited"] or 0.0 for fault in stored["faults"]]
+        cells = [title, str(len(waits)), f"{statistics.median(waits):.2f} s, {max(waits):.1f} s"]
+        kept = (stored["kept_waits_alone"], stored["kept_with_restarts"])
+        lines.append("| " + " | ".join([*cells, *(f"{100 * share:.1f} %" for share in kept)]) + " |")
+    return "\n".join(lines)
+
+
 def _held_out() -> str:
     """Predicted from one probe in front, on settings that the model was not revised on."""
     return prediction.table(_predicted("held-out", only_first=True)).rpartition("\n\n")[0]
 
 
-def _audit() -> str:
-    """What was said, what an audit found, and what became of it."""
-    rows = json.loads((RESULTS / "tuned" / "audit.json").read_text())["rows"]
-    lines = ["| this page said | tuned | what became of it |", "|---|---|---|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
+MEASURED = {
+    "table_advice": "advice",
+    "table_front_8_sgd": "front in short / 8-sgd-short-cnn",
+    "table_front_8_adamw": "front in short / 8-adamw-short-cnn",
+    "table_front_2_adamw": "front in short / 2-adamw-short-cnn",
+    "table_sooner_500": "sooner / digits-2x2-500mbit",
+    "table_sooner_100": "sooner / digits-2x2-100mbit",
+    "table_speed": "quote / comparison",
+    "table_accuracy": "accuracy / characters-2x2-500mbit",
+    "table_memory": "memory",
+    "table_tuned_8": "tuned / nodes-8",
+    "table_tuned_32": "tuned / nodes-32",
+    "table_tuned_long8": "tuned / long-8",
+    "table_rare2": "tuned / rare-2",
+    "table_held_out": "held-out",
+    "table_elastic": "elastic",
+    "sgd8_bf16": "front / 8-sgd-short-cnn / AllReduce, bfloat16",
+    "sgd8_int8": "front / 8-sgd-short-cnn / AllReduce, int8",
+    "sgd8_int4": "front / 8-sgd-short-cnn / AllReduce, int4",
+    "adamw8_bf16": "front / 8-adamw-short-cnn / AllReduce, bfloat16",
+    "adamw8_int8": "front / 8-adamw-short-cnn / AllReduce, int8",
+    "adamw8_int4": "front / 8-adamw-short-cnn / AllReduce, int4",
+    "adamw2_int8": "front / 2-adamw-short-cnn / AllReduce, int8",
+    "adamw2_int4": "front / 2-adamw-short-cnn / AllReduce, int4",
+    "nodes4_periodic2": "tuned / nodes-4 / PeriodicAveraging(2) / AllReduce",
+    "nodes4_steps08": "tuned / nodes-4 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
+    "nodes8_allreduce_other": "tuned / nodes-8 / AllReduce, other seeds / AllReduce",
+    "nodes8_periodic4": "tuned / nodes-8 / PeriodicAveraging(4) / AllReduce",
+    "nodes32_periodic4": "tuned / nodes-32 / PeriodicAveraging(4) / AllReduce",
+    "long8_periodic4": "tuned / long-8 / PeriodicAveraging(4) / AllReduce",
+    "adamw8_periodic4": "tuned / adamw-8 / PeriodicAveraging(4) / AllReduce",
+    "rate8_periodic4": "tuned / nodes-8 / PeriodicAveraging(4) / AllReduce / rate",
+    "rate32_periodic4": "tuned / nodes-32 / PeriodicAveraging(4) / AllReduce / rate",
+    "nodes8_daso": "tuned / nodes-8 / DASO(4), a whole run / AllReduce",
+    "nodes32_daso": "tuned / nodes-32 / DASO(4), a whole run / AllReduce",
+    "long8_daso": "tuned / long-8 / DASO(4), its defaults / AllReduce",
+    "daso8_delta": "tuned / nodes-8 / DASO(4), delta / DASO(4), a whole run",
+    "rate8_daso4": "tuned / nodes-8 / DASO(4), a whole run / AllReduce / rate",
+    "rate32_daso4": "tuned / nodes-32 / DASO(4), a whole run / AllReduce / rate",
+    "stale8_21_ar": "tuned / stale-8 / B = 2, S = 1 / AllReduce",
+    "stale8_41_ar": "tuned / stale-8 / B = 4, S = 1 / AllReduce",
+    "stale8_81_ar": "tuned / stale-8 / B = 8, S = 1 / AllReduce",
+    "stale8_81": "tuned / stale-8 / B = 8, S = 1 / B = 4, S = 1",
+    "stale8_44": "tuned / stale-8 / B = 4, S = 4 / B = 4, S = 1",
+    "daso_less_time": "papers / 002 / DASO; 8 nodes, 10 Gbit/s / DDP; 8 nodes, 10 Gbit/s / less time",
+    "fp16_less_time": "papers / 002 / DDP, fp16 on the wire; 8 nodes, 10 Gbit/s / DDP; 8 nodes, 10 Gbit/s / less time",
+    "steps8_08": "tuned / nodes-8 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
+    "steps8_half": "tuned / nodes-8 / StepsDelay(4), warm-up of half the run / AllReduce",
+    "steps8_6th": "tuned / nodes-8 / StepsDelay(4), warm-up of a sixth / AllReduce",
+    "steps32_08": "tuned / nodes-32 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
+    "rate8_steps_half": "tuned / nodes-8 / StepsDelay(4), warm-up of half the run / AllReduce / rate",
+    "rate32_steps_half": "tuned / nodes-32 / StepsDelay(4), warm-up of half the run / AllReduce / rate",
+    "gossip8": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce",
+    "gossip32": "tuned / nodes-32 / Crossover-SGD, flat / AllReduce",
+    "gossip32_sgp": "tuned / nodes-32 / Crossover-SGD, flat / SGP, flat",
+    "gossip32_one": "tuned / gossip-32 / Crossover-SGD, one segment / Crossover-SGD, flat",
+    "gossip32_ring": "tuned / gossip-32 / ring / Crossover-SGD, flat",
+    "acc8_gossip": "tuned / nodes-8 / Crossover-SGD, flat",
+    "acc32_gossip": "tuned / nodes-32 / Crossover-SGD, flat",
+    "rate8_gossip": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce / rate",
+    "rate32_gossip": "tuned / nodes-32 / Crossover-SGD, flat / AllReduce / rate",
+    "unequal_weights": "tuned / unequal-ranks / weights by samples / equal weights",
+    "unequal_speed": "tuned / unequal-ranks / weights by speed / equal weights",
+    "perceptron_unequal": "tuned / perceptron-unequal / weights by samples / equal weights",
+    "rare2_plain512": "tuned / rare-2 / plain averages, H = 512 / AllReduce",
+    "rare2_diloco64_09": "tuned / rare-2 / DiLoCo, H = 64, outer 0.7, 0.9 / plain averages, H = 64",
+    "rare2_diloco64_05": "tuned / rare-2 / DiLoCo, H = 64, outer 0.7, 0.5 / plain averages, H = 64",
+    "late64_09": "tuned / late-64-0.9 / keep_local = 0.5 / keep_local = 0",
+    "late64_05": "tuned / late-64-0.5 / keep_local = 0.5 / keep_local = 0",
+    "muon_plain64": "across / muon-2 / rare-2 / plain averages, H = 64 / AllReduce",
+    "muon_diloco64": "across / muon-2 / rare-2 / DiLoCo, H = 64, outer 0.7, 0.5 / AllReduce",
+    "papers_k4_4": "papers / 000 / K' = 4; 4 nodes, learning rate 0.1 / AllReduce; 4 nodes, learning rate 0.1",
+    "papers_k4_8": "papers / 000 / K' = 4; 8 nodes, learning rate 0.1 / AllReduce; 8 nodes, learning rate 0.1",
+    "papers_k4_20": "papers / 000 / K' = 4; 20 nodes, learning rate 0.1 / AllReduce; 20 nodes, learning rate 0.1",
+    "papers_dcasgd": "papers / 001 / k = 5, DC-ASGD; low learning rate / k = 5; low learning rate",
+    "papers_localsgd": "papers / 001 / k = 5, SGD; low learning rate / k = 5; low learning rate",
+    "model_10_k5": "model / 10 / k = 5",
+    "memory_daso_training": "memory / daso / training",
+    "memory_daso_checkpoint": "memory / daso / validation and checkpoint",
+    "memory_gossip_training": "memory / gossip / training",
+    "memory_gossip_checkpoint": "memory / gossip / validation and checkpoint",
+    "memory_steps_training": "memory / steps_delay / training",
+    "memory_steps_checkpoint": "memory / steps_delay / validation and checkpoint",
+    "ms_compute_shared": (
+        "speed / mlp11m-2x2-500mbit / computing, gradients averaged inside nodes over shared memory / ms"
+    ),
+    "ms_compute_alone": "speed / mlp11m-2x2-500mbit / computing alone, no communication / ms",
+    "ms_10g_ddp": "speed / mlp11m-2x2-10000mbit / Lightning DDPStrategy / ms",
+    "ms_10g_all_reduce": "speed / mlp11m-2x2-10000mbit / AllReduce / ms",
+    "ms_10g_gossip": "speed / mlp11m-2x2-10000mbit / Gossip, overlapped / ms",
+    "ms_10g_steps": "speed / mlp11m-2x2-10000mbit / StepsDelay(4) / ms",
+    "ms_10g_daso": "speed / mlp11m-2x2-10000mbit / DASO(4), merged a step later / ms",
+    "ms_10g_diloco": "speed / mlp11m-2x2-10000mbit / DiLoCo(16) / ms",
+    "ratio_torch_averager": "speed / mlp11m-2x2-500mbit / torch HierarchicalModelAverager(16) / PeriodicAveraging(16)",
+    "ratio_lightning_postlocal": (
+        "speed / mlp11m-2x2-500mbit / Lightning post-local SGD(16), hook registered by hand / PeriodicAveraging(16)"
+    ),
+    "scaling_bytes": "scaling / bytes except / StepsDelay(4)",
+    "scaling_bytes_steps": "scaling / bytes of / StepsDelay(4)",
+    "scaling_processors": "scaling / processors",
+    "predictions_first_10": "predictions / first / 10",
+    "predictions_first_20": "predictions / first / 20",
+    "predictions_all_10": "predictions / all / 10",
+    "predictions_all_20": "predictions / all / 20",
+    "predictions_heldout_10": "predictions / held-out / 10",
+    "predictions_heldout_20": "predictions / held-out / 20",
+    "probe_seconds": "once / probe, 1 Gbit/s, seconds",
+    "one_job_ms": "once / one job, ms",
+    "one_job_later_ms": "once / the same job an hour later, ms",
+}
+"""Names of substitutions, and the paths of what they stand for."""
 
 _KINDS: dict[str, Callable[..., str]] = {
-    "audit": _audit,
     "tuned": _tuned,
     "across": _across,
-    "diverged": _diverged,
     "front": _front,
+    "front in short": _front_short,
+    "advice": _advice,
     "papers": _papers,
     "model": _model,
     "speed": _speed,
@@ -316,8 +468,8 @@ _KINDS: dict[str, Callable[..., str]] = {
     "accuracy": _accuracy,
     "scaling": _scaling,
     "memory": _memory,
-    "sync-every": _sync_every,
     "once": _once,
     "predictions": _predictions,
     "held-out": _held_out,
+    "elastic": _elastic,
 }

@@ -50,9 +50,8 @@ def test_healing_a_node_does_not_meet_what_has_just_left():
 
 @pytest.mark.parametrize("resume", [None, 5])
 @pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
-@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
-def test_a_server_counts_steps_per_parameter(shard_on, nodes, resume):
-    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False), ("shard_on", shard_on))
+def test_a_server_counts_steps_per_parameter(nodes, resume):
+    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False))
     check(Combination("steps_delay", arguments, nodes, optimizer="adam", unfreeze=3, resume=resume))
     check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))
 
@@ -63,7 +62,6 @@ def test_steps_delay_steps_while_all_parameters_are_frozen():
         ("warmup_steps", 4),
         ("local_update", "glu"),
         ("hold", False),
-        ("shard_on", "parameters"),
     )
     check(Combination("steps_delay", arguments, two=True, unfreeze=7, freeze=3))
 

@@ -2,8 +2,7 @@
 
 Prints, for the package, the documentation and the tests, how often words of a private dialect occur; the size of the
 Markdown; the words per sentence in the documentation; and very short docstrings and long names of tests.
-`tests/docs/test_prose.py` fails where a count rises. `python tools/prose.py --words` lists every word, and
-`python tools/prose.py --commit-subject FILE` checks the message of a commit.
+`tests/docs/test_prose.py` fails where a count rises.
 """
 
 from __future__ import annotations
@@ -138,10 +137,16 @@ def prose(page: str) -> str:
     """Return the running text of a Markdown page: no code, tables, directives, headings and link targets."""
     page = re.sub(r"```.*?```|<!--.*?-->", "", page, flags=re.DOTALL)
     page = re.sub(r"\{\{.*?\}\}", "0", page)
-    page = re.sub(r"^(?:\||#|:::|\{|\(|!\[|---).*$", "", page, flags=re.MULTILINE)
+    page = re.sub(r"^\s*(?:\||#|:::|\{|\(|!\[|---).*$", "", page, flags=re.MULTILINE)
     page = re.sub(r"\{[\w:]+\}`([^`]*)`", r"\1", page)
     page = re.sub(r"`[^`]*`", "code", page)
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page)
+
+
+def readable(page: str) -> str:
+    """Return the text of a Markdown page with its tables and headings, without code and link targets."""
+    page = re.sub(r"```.*?```|<!--.*?-->|\{\{.*?\}\}|`[^`]*`", " ", page, flags=re.DOTALL)
+    return re.sub(r"\]\([^)]*\)", " ", page)
 
 
 def sentences(page: str) -> list[str]:
@@ -175,6 +180,21 @@ def messages(path: Path) -> Iterator[str]:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in hidden
         if is_text and " " in node.value.strip():
             yield node.value
+
+
+def dialect_in_docs() -> dict[str, Counter[str]]:
+    """Return the words of the dialect by page, for pages that have any."""
+    found = {
+        str(page.relative_to(CHECKOUT)): count_words(readable(page.read_text()), DIALECT, PHRASES)
+        for page in sources("docs")
+    }
+    return {page: counts for page, counts in found.items() if counts}
+
+
+def dialect_in_package() -> int:
+    """Return how often words of the dialect occur in docstrings and messages of the package."""
+    texts = [text for path in sources("package") for text in (*(text for _, text in docstrings(path)), *messages(path))]
+    return count_words("\n".join(texts), DIALECT, PHRASES).total()
 
 
 def test_names() -> list[str]:
@@ -215,7 +235,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", action="store_true", help="list the words")
     parser.add_argument("--commit-subject", type=Path, metavar="FILE", help="check the message of a commit instead")
+    parser.add_argument("--check", action="store_true", help="fail if the documentation has a word of the dialect")
     arguments = parser.parse_args()
+    if arguments.check:
+        sys.exit("\n".join(f"{page}: {dict(counts)}" for page, counts in dialect_in_docs().items()) or None)
     if arguments.commit_subject:
         sys.exit(check_subject(arguments.commit_subject.read_text()))
     report(arguments.words)

@@ -22,49 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.ddp_buffers import BufferBroadcast
-from lightning_hiercomm.arguments import check_types, unknown_argument
-
-
-def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes: Mapping[str, str]) -> None:
-    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
-
-    Args:
-        arguments: The keywords that are not the strategy's own.
-        strategy: Whose process group and communication hook DDP gets.
-        of_schemes: Names of arguments that schemes take, and the scheme that one means by each.
-
-    Raises:
-        ValueError: For those that the strategy itself sets.
-        TypeError: For those that nobody knows, and for values of a wrong type.
-    """
-    owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
-    owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    known = parameters.keys() - owned
-    own = [name for name in inspect.signature(strategy).parameters if name != "ddp_kwargs"]
-    for name, value in arguments.items():
-        if name in owned:
-            raise ValueError(
-                f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
-                " Choose what nodes exchange with `scheme` and `wire_dtype`."
-            )
-        if name == "mixed_precision" and value is not None:
-            raise ValueError(
-                f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy.__name__}"
-                " owns. Use precision='bf16-mixed' of the Trainer or of Fabric."
-            )
-        if name not in known:
-            if name in of_schemes:
-                scheme = of_schemes[name]
-                raise TypeError(
-                    f"{strategy.__name__} has no argument {name!r}, which is the scheme's: give it"
-                    f" {strategy.__name__}({scheme}({name}=...))"
-                )
-            raise unknown_argument(name, strategy.__name__, [*own, *sorted(known)])
-        if isinstance(parameters[name].default, bool):
-            check_types({name: value}, {name: bool})
-    check_types(arguments, {"bucket_cap_mb": float | None})
-
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names
 

@@ -323,7 +323,7 @@ class Checkpoints:
             ValueError: If the checkpoint does not fit this run.
         """
         run.leave_to_ranks(self._loaded.get("per_rank", []))
-        run.go_on_without_mean(self._loaded.get("without_mean"))
+        run.exclude_without_mean(self._loaded.get("without_mean"))
         with run.training(self.trained):
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:

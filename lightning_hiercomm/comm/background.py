@@ -35,7 +35,7 @@ class Background:
     host-side launches matches for all devices" ("Using multiple NCCL communicators concurrently",
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). On the device nothing orders a
     job's moves and training's, which is the point of it; from nccl 2.26 on ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` lets nccl
-    start them in the order of their launches, so that no two wait for each other (docs/clusters.md).
+    start them in the order of their launches, so that no two wait for each other (docs/howto/start_a_run.md).
 
     Args:
         device: Where the tensors live.

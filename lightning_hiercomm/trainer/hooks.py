@@ -102,6 +102,8 @@ class HierarchicalHooks(Reports):
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
             store = rendezvous.store
+        elif self.world_size > 1:
+            self._wait_for_all_ranks()
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
             nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
@@ -113,7 +115,7 @@ class HierarchicalHooks(Reports):
                 self.world_size,
                 place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks),
                 self._settings.ranks_per_node,
-                self._settings.inter_node,
+                self._settings.transport.inter_node,
                 self._timeout,
             )
             if self._settings.elastic is not None:
@@ -122,19 +124,30 @@ class HierarchicalHooks(Reports):
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
 
+    def _wait_for_all_ranks(self) -> None:
+        """Wait for ranks of an earlier run; a new process group would wait for an ended process until the timeout."""
+        try:
+            super().barrier()  # type: ignore[safe-super]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.global_rank} started another run of the Trainer, and another rank has ended. Call"
+                " trainer.fit, validate, test and predict on all ranks, not inside `if trainer.is_global_zero:`"
+            ) from error
+
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
-        address = self._environment.main_address, self._settings.control_port
-        hang_timeout = self._settings.hang_timeout
+        address = self._environment.main_address, self._settings.health.control_port or 0
+        hang_timeout = self._settings.health.hang_timeout
         timeout = None if self._timeout is None else self._timeout.total_seconds()
         self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather, timeout)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._control.barrier("run", f" trainer.{TrainerFn(trainer.state.fn).value}")
         if is_fitting:
             check_initialized(self._module)
         if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
@@ -280,7 +293,7 @@ class HierarchicalHooks(Reports):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
-            self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
+            self._run.restart_from_average()  # StochasticWeightAveraging has written its average to the module
         self._run.follow_unfrozen()
 
     @override
@@ -334,7 +347,7 @@ class HierarchicalHooks(Reports):
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.begin_validation()
-            if self._settings.on_nonfinite == "skip":
+            if self._settings.health.on_nonfinite == "skip":
                 # which may take their place, before this rank is healed itself
                 self._run.averaged_model.stand_in(heal_averages(self._module.trainer))
 

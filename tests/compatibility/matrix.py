@@ -13,7 +13,7 @@ import pytest
 
 from lightning_hiercomm.schemes import SCHEMES
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 
@@ -41,16 +41,22 @@ class Matrix:
             self.passed[cell] = self.passed.get(cell, True) and report.passed
 
     def table(self) -> str:
-        """A Markdown table of features by schemes, with footnotes."""
-        notes = list(dict.fromkeys(note for note in self.notes.values() if note))
-        lines = ["| feature | " + " | ".join(f"`{name}`" for name in SCHEMES) + " |", "|---|" + ":-:|" * len(SCHEMES)]
+        """Return the features that all schemes train, and a Markdown table of those with notes or other results."""
+        plain, rows = [], []
         for feature, note in self.notes.items():
-            signs = {True: "refused" if feature in self.refused else "✓", False: "✗", None: ""}
-            cells = [signs[self.passed.get((feature, name))] for name in SCHEMES]
-            footnote = f" <sup>{notes.index(note) + 1}</sup>" if note else ""
-            lines.append(f"| {feature}{footnote} | " + " | ".join(cells) + " |")
-        footnotes = [f"{number}. {note[0].upper()}{note[1:]}." for number, note in enumerate(notes, 1)]
-        return "\n".join([*lines, "", *footnotes])
+            results = [self.passed.get((feature, name)) for name in SCHEMES]
+            word = "refused" if feature in self.refused else "trained"
+            if all(results) and word == "trained" and not note:
+                plain.append(feature)
+                continue
+            signs = {True: word, False: "fails", None: "not run"}
+            by_sign: dict[str, list[str]] = {}
+            for name, result in zip(SCHEMES, results, strict=True):
+                by_sign.setdefault(signs[result], []).append(f"`{name}`")
+            cells = [sign if len(by_sign) == 1 else f"{sign}: {', '.join(names)}" for sign, names in by_sign.items()]
+            rows.append(f"| {feature} | {'; '.join(cells)} | {note[:1].upper()}{note[1:]} |")
+        trained = "\n".join(f"- {feature}" for feature in plain)
+        return "\n".join([trained, "", "| feature | by all schemes | note |", "|---|---|---|", *rows])
 
 
 def written(page: str, table: str) -> str:

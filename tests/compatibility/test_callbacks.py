@@ -256,7 +256,7 @@ class Watching(pl.Callback):
         pl_module.report.append(pl_module.head.bias.item())
 
 
-@pytest.mark.feature("callbacks of your own see the agreed model in validation and at the end")
+@pytest.mark.feature("callbacks of your own see the averaged model in validation and at the end")
 def test_callbacks_see_the_averaged_model(follows_one_device):
     ours, one = follows_one_device(Quadratic, callbacks=lambda: [Watching()], val_check_interval=2)
     for report in ours:

@@ -148,7 +148,7 @@ def test_a_plain_checkpoint_is_what_lightning_writes(on_ranks, tmp_path):
 
 
 @pytest.mark.long("a fit that is broken off in mid-epoch, and its resume")
-@pytest.mark.feature("plain checkpoint: saved between two agreements, in mid-epoch")
+@pytest.mark.feature("plain checkpoint: saved between two synchronizations, in mid-epoch")
 def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
     def main(trainer, rank):
         saves = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)

@@ -184,14 +184,14 @@ def test_compiled_module(compiler, follows_one_device):
     follows_one_device(lambda: torch.compile(Net(), backend="aot_eager"), use_distributed_sampler=False)
 
 
-@pytest.mark.feature("BatchNorm statistics agree")
+@pytest.mark.feature("BatchNorm statistics are averaged")
 def test_batchnorm_statistics_are_those_of_all_samples(follows_one_device):
     _, one = follows_one_device(Normalized, strategy={"broadcast_buffers": False})
     assert one["state_dict"]["norm.num_batches_tracked"] == 8
     assert one["state_dict"]["norm.running_mean"].abs().min() > 0.1
 
 
-@pytest.mark.feature("BatchNorm statistics agree")
+@pytest.mark.feature("BatchNorm statistics are averaged")
 def test_batchnorm_statistics_agree_as_ddp_broadcasts_those_of_first_ranks(fit_on_ranks):
     reports = fit_on_ranks(Normalized)
     same_bits(reports)

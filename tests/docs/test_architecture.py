@@ -10,39 +10,49 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGE = CHECKOUT / "lightning_hiercomm"
+PICTURES = CHECKOUT / "docs" / "pictures"
 
 
-@pytest.fixture(scope="module")
-def architecture():
-    spec = importlib.util.spec_from_file_location("architecture", CHECKOUT / "docs" / "architecture.py")
+def imported(name: str):
+    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_picture_shows_the_imports_as_they_are(architecture):
-    assert architecture.PICTURE.read_text() == architecture.drawn(), "run `python docs/architecture.py`"
+@pytest.fixture(scope="module")
+def architecture():
+    return imported("architecture")
 
 
-def test_rooms_that_import_each_other_have_no_floor(architecture):
-    assert architecture.floors({"above": {"below"}, "below": set()}) == [["below"], ["above"]]
+def test_picture_shows_the_imports_as_they_are(architecture):
+    assert architecture.PICTURE.read_text() == architecture.drawn(), "run `python docs/pictures/architecture.py`"
+
+
+def test_pictures_are_what_their_program_draws():
+    for name, draw in imported("draw").PICTURES.items():
+        assert (PICTURES / f"{name}.svg").read_text() == draw(), "run `python docs/pictures/draw.py`"
+
+
+def test_packages_that_import_each_other_have_no_layers(architecture):
+    assert architecture.layers_of({"above": {"below"}, "below": set()}) == [["below"], ["above"]]
     with pytest.raises(ValueError, match="'left', 'right'"):
-        architecture.floors({"above": {"left"}, "left": {"right"}, "right": {"left"}})
+        architecture.layers_of({"above": {"left"}, "left": {"right"}, "right": {"left"}})
 
 
-def test_arrows_that_a_longer_way_implies_are_left_out(architecture):
+def test_arrows_that_a_longer_path_implies_are_left_out(architecture):
     arrows = {"above": {"middle", "below"}, "middle": {"below"}, "below": set()}
     assert architecture.direct(arrows) == {"above": {"middle"}, "middle": {"below"}, "below": set()}
 
 
-def test_the_root_holds_what_a_person_imports_or_calls():
+def test_root_holds_what_a_person_imports_or_calls():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "arguments.py"}
 
 
-@pytest.mark.parametrize("room", ["run", "schemes", "elastic", "batches", "nodes", "comm", "control"])
-def test_below_the_trainer_nobody_imports_lightning(room):
+@pytest.mark.parametrize("package", ["run", "schemes", "elastic", "batches", "nodes", "comm", "control"])
+def test_packages_below_the_trainer_do_not_import_lightning(package):
     imported = set()
-    for path in (PACKAGE / room).rglob("*.py"):
+    for path in (PACKAGE / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
@@ -63,10 +73,12 @@ def test_folders_of_schemes_import_each_other_in_one_direction(architecture):
                 if parts[:2] == ["lightning_hiercomm", "schemes"]:
                     arrows[folder] |= {*parts[2:3]} & folders - {folder}
     assert arrows["components"], "no import was read"
-    architecture.floors(arrows)  # raises where folders import each other
+    architecture.layers_of(arrows)  # raises where folders import each other
 
 
-def test_every_room_has_its_place_on_the_page(architecture):
-    page = (CHECKOUT / "docs" / "architecture.md").read_text()
-    for room in architecture.rooms().keys() - {"lightning_hiercomm", "__main__"}:
-        assert f"`{room}" in page
+def test_paths_on_the_map_exist():
+    page = (CHECKOUT / "docs" / "explanation" / "architecture.md").read_text()
+    paths = {path for path in page.split("`")[1::2] if "/" in path and " " not in path}
+    roots = (PACKAGE, CHECKOUT)
+    assert len(paths) > 15
+    assert {path for path in paths if not any((root / path).exists() for root in roots)} == set()

@@ -1,8 +1,13 @@
-"""The README and the documentation: what they show exists, and the site builds."""
+"""The README and the documentation: code and names that they show exist, links lead somewhere, and the site builds."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,15 +17,26 @@ from pathlib import Path
 import pytest
 
 import lightning_hiercomm
+from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.schemes import SCHEMES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+DOCS = CHECKOUT / "docs"
 README = CHECKOUT / "README.md"
 EXAMPLES = sorted((CHECKOUT / "examples").rglob("README.md"))
-PAGES = sorted((CHECKOUT / "docs").glob("[!_]*.md")) + sorted((CHECKOUT / "docs" / "schemes").glob("*.md"))
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+ALL = [README, CHECKOUT / "CONTRIBUTING.md", *PAGES, *EXAMPLES]
 
 
-def test_the_readme_is_short_and_shows_the_quickstart_as_it_runs():
+def of_page(page: Path) -> str:
+    return str(page.relative_to(CHECKOUT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_readme_is_short_and_shows_the_quickstart_as_it_runs():
     text = README.read_text()
     assert len(text.splitlines()) <= 120
     quickstart = (CHECKOUT / "examples" / "quickstart.py").read_text()
@@ -28,18 +44,71 @@ def test_the_readme_is_short_and_shows_the_quickstart_as_it_runs():
     assert f"```python\n{quickstart}```\n" in text
 
 
-@pytest.mark.parametrize(
-    "page", [README, CHECKOUT / "CONTRIBUTING.md", *PAGES, *EXAMPLES], ids=lambda page: str(page.relative_to(CHECKOUT))
-)
+@pytest.mark.parametrize("page", ALL, ids=of_page)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-def test_a_slurm_job_of_an_elastic_node_whose_time_is_up_is_queued_again_when_the_node_has_left(tmp_path):
-    """SLURM itself queues jobs again that it preempts, and none whose program ended, or whose time is over."""
-    (job,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (CHECKOUT / "docs/elastic.md").read_text(), re.DOTALL)
-    (told,) = re.findall(r"--signal=B:(\w+)@", job)
+@pytest.mark.parametrize("page", [page for page in ALL if blocks(page, "python")], ids=of_page)
+def test_python_blocks_use_names_and_arguments_that_exist(page):
+    for block in blocks(page, "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_hiercomm"):
+                if node.module == "lightning_hiercomm.schemes.quadratic":
+                    continue  # the page on adding a scheme writes this module
+                module = importlib.import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                called = getattr(lightning_hiercomm, node.func.id, None)
+                if called is not None:
+                    parameters = inspect.signature(called).parameters
+                    assert {keyword.arg for keyword in node.keywords} - {None} <= parameters.keys(), ast.unparse(node)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_code_in_text_names_arguments_that_exist(page):
+    names = "|".join(lightning_hiercomm.__all__)
+    for call in re.findall(rf"`((?:{names})\([^`]*\))`", page.read_text()):
+        tree = ast.parse(call.replace("...", "None"), mode="eval").body
+        keywords = {keyword.arg for keyword in tree.keywords} - {None}
+        assert keywords <= inspect.signature(getattr(lightning_hiercomm, tree.func.id)).parameters.keys(), call
+
+
+@pytest.mark.parametrize("page", PAGES, ids=of_page)
+def test_commands_take_the_flags_that_a_page_shows(page, capsys):
+    for block in blocks(page, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            _, found, command = line.partition("-m lightning_hiercomm ")
+            words = shlex.split(command, comments=True) if found else []
+            if len(words) > 1 and words[0] != "COMMAND":
+                with pytest.raises(SystemExit):
+                    main([words[0], "--help"])
+                known = capsys.readouterr().out
+                assert [word for word in words[1:] if word.startswith("--") and word not in known] == []
+
+
+def test_command_line_page_shows_the_help_of_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.M)
+    page = (DOCS / "reference" / "cli.md").read_text()
+    assert [command for command in commands if f"{{{{ help_{command} }}}}" not in page] == []
+
+
+def test_metrics_page_lists_every_scalar_of_the_monitor():
+    def scalars(text: str) -> set[str]:
+        return set(re.findall(r"``?(hiercomm/\w+)``?", text))
+
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    assert scalars(inspect.getdoc(lightning_hiercomm.CommunicationMonitor) or "") <= scalars(page)
+
+
+def test_slurm_job_of_an_elastic_node_is_requeued_before_its_time_is_up(tmp_path):
+    """SLURM requeues jobs that it preempts, but not those whose program ended or whose time is over."""
+    (job,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (DOCS / "howto/slurm.md").read_text(), re.DOTALL)
+    (sent,) = re.findall(r"--signal=B:(\w+)@", job)
     programs = {
         "torchrun": "trap 'echo left; exit 1' TERM; echo trains; for _ in {1..200}; do sleep 0.05; done",
         "scontrol": "echo $*",
@@ -51,17 +120,17 @@ def test_a_slurm_job_of_an_elastic_node_whose_time_is_up_is_queued_again_when_th
     with subprocess.Popen(["bash", "-c", job], env=environment, stdout=subprocess.PIPE) as shell:
         assert shell.stdout.readline() == b"trains\n"
         while Path(f"/proc/{shell.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0.01)  # until the shell waits: before, it may not know yet whom to tell
-        shell.send_signal(getattr(signal, f"SIG{told}"))
+            time.sleep(0.01)  # until the shell waits: before, it may not have set its trap
+        shell.send_signal(getattr(signal, f"SIG{sent}"))
         assert shell.communicate(timeout=60)[0] == b"left\nrequeue 7\n"
 
 
 def test_every_public_name_is_documented():
-    documented = set(re.findall(r"autoclass:: lightning_hiercomm\.(\w+)$", "\n".join(map(Path.read_text, PAGES)), re.M))
-    assert documented == set(lightning_hiercomm.__all__)
+    documented = re.findall(r"autoclass:: lightning_hiercomm\.(\w+)$", "\n".join(map(Path.read_text, PAGES)), re.M)
+    assert sorted(documented) == sorted(lightning_hiercomm.__all__)
 
 
-def test_every_folder_of_examples_has_a_readme_and_pictures_are_shown_and_small():
+def test_every_folder_of_examples_has_a_readme_and_small_pictures():
     folders = {path.parent for path in (CHECKOUT / "examples").glob("*/*.*") if path.parent.name != "__pycache__"}
     assert folders == {page.parent for page in EXAMPLES} - {CHECKOUT / "examples"}
     pictures = list((CHECKOUT / "examples").glob("*/picture.png"))
@@ -71,21 +140,36 @@ def test_every_folder_of_examples_has_a_readme_and_pictures_are_shown_and_small(
         assert picture.stat().st_size < 100_000
 
 
-def test_every_scheme_has_a_card_and_a_row_in_both_tables_of_choice():
-    assert {page.stem for page in PAGES if page.parent.name == "schemes"} == set(SCHEMES)
-    choosing = (CHECKOUT / "docs" / "choosing.md").read_text()
+def test_every_scheme_has_a_page_and_is_in_the_table_of_choice():
+    assert {page.stem for page in (DOCS / "reference" / "schemes").glob("*.md")} == set(SCHEMES)
+    choosing = (DOCS / "howto" / "choose_a_scheme.md").read_text()
     for name, scheme in SCHEMES.items():
-        assert f"| [`{scheme.__name__}`](schemes/{name}.md) | `{name}` |" in choosing
-        assert f"| `{scheme.__name__}(" in README.read_text()
+        assert f"| [`{scheme.__name__}`](../reference/schemes/{name}.md) | `{name}` |" in choosing
+        assert f"`{scheme.__name__}(" in README.read_text()
+
+
+def test_every_page_is_in_the_index_and_its_kind_is_its_folder():
+    index = (DOCS / "index.md").read_text()
+    for page in PAGES:
+        name = str(page.relative_to(DOCS).with_suffix(""))
+        assert name == "index" or f"\n{name}\n" in index
+
+
+def test_every_measured_number_is_used():
+    text = "\n".join(map(Path.read_text, PAGES))
+    measured = json.loads((DOCS / "measured.json").read_text())
+    used = {name for name in re.findall(r"\{\{ (\w+) \}\}", text) if not name.startswith("help_")}
+    assert used == set(measured)
 
 
 @pytest.mark.long("Sphinx reads the whole site")
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_site_builds_without_a_warning(tmp_path):
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-d", str(tmp_path / "trees")]
-    command = [sys.executable, "-m", "sphinx", *options, str(CHECKOUT / "docs"), str(tmp_path / "html")]
+    command = [sys.executable, "-m", "sphinx", *options, str(DOCS), str(tmp_path / "html")]
     built = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert built.returncode == 0, built.stderr
+    html = "\n".join(page.read_text() for page in (tmp_path / "html").rglob("*.html"))
     for name in lightning_hiercomm.__all__:
-        pages = (tmp_path / "html").rglob("*.html")
-        assert any(f'id="lightning_hiercomm.{name}"' in page.read_text() for page in pages), name
+        assert f'id="lightning_hiercomm.{name}"' in html, name
+    assert "{{" not in html

@@ -1,4 +1,4 @@
-"""The commands of docs/clusters.md, as they stand there, and what they train."""
+"""The commands of docs/howto/start_a_run.md, as they stand there, and what they train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = dict(
-    re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/clusters.md").read_text(), re.DOTALL | re.MULTILINE)
+    re.findall(
+        r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/howto/start_a_run.md").read_text(), re.DOTALL | re.MULTILINE
+    )
 )
 SHORT = "--trainer.max_epochs=1 --trainer.limit_train_batches=2"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import time
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -13,10 +14,19 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from problems import Oracle
+from problems import Oracle, one_trainer
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    Health,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.trainer.watch import RunControl
 
@@ -214,7 +224,7 @@ class WaitsAlone(Validated):
 
 def end_of(fit, capfd, module, scheme):
     """What a run of two nodes that must fail writes to standard error."""
-    settings = {"scheme": scheme, "ranks_per_node": 1, "hang_timeout": HANG}
+    settings = {"scheme": scheme, "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     with pytest.raises(Exception, match=r"exit code 1|rank \d"):
         fit(module, settings, devices=2, forked=True, max_epochs=3)
     return capfd.readouterr().err
@@ -253,6 +263,34 @@ def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
     assert "Likely cause: rank 1 called more collectives (barrier, all_gather" in said
 
 
+def validates_alone(folder, other):
+    """What rank 0 hears that calls ``trainer.validate`` after a fit, where rank 1 does something else."""
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, health=Health(hang_timeout=HANG))
+    trainer = one_trainer(folder, devices=2, strategy=strategy)
+    module = Validated()
+    trainer.fit(module)
+    if not trainer.is_global_zero and other == "ends":
+        dist.destroy_process_group()  # closes connections, as the end of a process does
+        return "ended"
+    with pytest.raises(RuntimeError) as caught:
+        (trainer.validate if trainer.is_global_zero else trainer.fit)(module)
+    if other == "ends":
+        dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.timeout(100)
+def test_validation_on_rank_0_after_the_other_rank_ended_fails(borrow):
+    said, _ = borrow(partial(validates_alone, other="ends"), ranks=2)
+    assert "another rank has ended. Call trainer.fit, validate, test and predict on all ranks" in said
+
+
+@pytest.mark.timeout(100)
+def test_ranks_that_call_different_functions_of_the_trainer_fail(borrow):
+    for said in borrow(partial(validates_alone, other="fits"), ranks=2):
+        assert "rank 0 called trainer.validate, and rank 1 called trainer.fit in test_watch.py" in said
+
+
 @pytest.mark.long("one rank waits longer than hang_timeout")
 def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
     class Evaluates(Validated):
@@ -260,6 +298,6 @@ def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
             if self.trainer.is_global_zero and not self.trainer.sanity_checking:
                 time.sleep(2 * HANG)
 
-    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "hang_timeout": HANG}
+    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     reports = fit(Evaluates(), settings, devices=2, forked=True)
     assert [len(report["report"]) for report in reports] == [4, 4]

@@ -19,7 +19,7 @@ Kind = Literal["as DDP", "none lost seen", "lost", "not measured"]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of the tables in ``docs/front.md``: one method in one setting.
+    """A row of the tables in ``docs/explanation/front.md``: one method in one setting.
 
     Attributes:
         nodes: Number of nodes.

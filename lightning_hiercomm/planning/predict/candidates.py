@@ -147,7 +147,7 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
         yield PeriodicAveraging, {"sync_every": sync_every}
     reducers = ("leader", "sharded") if cluster.ranks_per_node > 1 else ("leader",)
     for reducer in reducers:
-        # (1, 1) is no faster than (2, 1), and keeps little of what a node trains meanwhile: docs/papers.md, `stale-8`
+        # (1, 1) is no faster than (2, 1), and loses accuracy: `stale-8` in docs/explanation/papers.md
         for sync_every, staleness in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)):
             arguments: dict[str, Any] = {"sync_every": sync_every, "staleness": staleness}
             yield DASO, arguments if reducer == "leader" else {**arguments, "reducer": reducer}

@@ -231,7 +231,9 @@ def test_a_recommended_steps_delay_says_how_long_its_warm_up_is():
     delayed = next(row for row in rows if row.candidate.kind is StepsDelay)
     said = phases(delayed.candidate, on(1.25e9, nodes=4), MODEL)
     assert "warmup_steps=100" in said
-    assert "until learning rates are low, with a cosine for 0.8 of the run" in said  # as docs/choosing.md has it
+    assert (
+        "until learning rates are low, with a cosine for 0.8 of the run" in said
+    )  # as docs/howto/choose_a_scheme.md has it
     plain = next(row for row in rows if row.candidate.kind is PeriodicAveraging)
     assert phases(plain.candidate, on(1.25e9, nodes=4), MODEL) == ""
 

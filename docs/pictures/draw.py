@@ -1,0 +1,187 @@
+"""Draw `nodes.svg` and `timelines.svg`: `python docs/pictures/draw.py`. A test fails when they are stale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from svg import arrow, box, picture, text
+
+HERE = Path(__file__).parent
+
+STEP, WHOLE = 40.0, 80.0  # pixels of a step of training, and of an exchange of everything in float32
+LEFT, LENGTH, ROW = 250.0, 660.0, 64.0
+TRAINING, NETWORK, FIRST_THIRD = "#b9c7d3", "#0072b2", STEP / 3
+Block = tuple[str, float, float]
+"""A kind (``train`` or ``send``), the beginning and the end."""
+
+
+def nodes() -> str:
+    """Draw two nodes of four ranks."""
+    parts = []
+    for node, left in enumerate((30, 470)):
+        parts += [box(left, 40, 240, 170), text(left + 120, 30, f"node {node}", "name", "middle")]
+        places = [(left + 60, 85), (left + 180, 85), (left + 60, 165), (left + 180, 165)]
+        for index, (x, y) in enumerate(places):
+            parts += [f'<path class="line" d="M{x} {y}L{x2} {y2}"/>' for x2, y2 in places[index + 1 :]]
+        for index, (x, y) in enumerate(places):
+            parts.append(f'<circle cx="{x}" cy="{y}" r="24" fill="#fff" stroke="#47525c"/>')
+            parts.append(text(x, y + 4, f"rank {4 * node + index}", "small", "middle"))
+        parts.append(text(left + 120, 232, "fast links: gradients, at every step", "", "middle"))
+    parts.append('<path class="line dashed" d="M270 125H470" stroke-width="3"/>')
+    parts.append(text(370, 95, "slow network:", "", "middle"))
+    parts.append(text(370, 112, "compressed, or rarely,", "small", "middle"))
+    parts.append(text(370, 148, "or overlapped", "small", "middle"))
+    return picture(740, 250, parts, "two nodes of four ranks each, joined by a slow network")
+
+
+def ddp() -> Iterator[Block]:
+    """Gradients travel during the backward pass, and the next step waits for them."""
+    begin = 0.0
+    while True:
+        yield "train", begin, begin + STEP
+        yield "send", begin + FIRST_THIRD, begin + FIRST_THIRD + WHOLE
+        begin += FIRST_THIRD + WHOLE
+
+
+def all_reduce() -> Iterator[Block]:
+    """In int8 a quarter of the bytes travels, which the backward pass hides here."""
+    begin = 0.0
+    while True:
+        yield "train", begin, begin + STEP
+        yield "send", begin + FIRST_THIRD, begin + FIRST_THIRD + WHOLE / 4
+        begin += STEP
+
+
+def periodic(period: int = 4) -> Iterator[Block]:
+    """Parameters travel after a period, and training waits."""
+    begin = 0.0
+    while True:
+        for _ in range(period):
+            yield "train", begin, begin + STEP
+            begin += STEP
+        yield "send", begin, begin + WHOLE
+        begin += WHOLE
+
+
+def streaming_diloco(period: int = 8, fragments: int = 2) -> Iterator[Block]:
+    """A fragment travels during the step after the one that is its turn."""
+    step = 0
+    while True:
+        yield "train", step * STEP, (step + 1) * STEP
+        if (step + 2) % (period // fragments) == 0:
+            yield "send", (step + 1) * STEP, (step + 1) * STEP + WHOLE / fragments
+        step += 1
+
+
+def daso(period: int = 4, staleness: int = 2) -> Iterator[Block]:
+    """Parameters travel during the steps until they are merged."""
+    assert staleness * STEP >= WHOLE
+    step = 0
+    while True:
+        yield "train", step * STEP, (step + 1) * STEP
+        if step % period == 0:
+            yield "send", (step + 1) * STEP, (step + 1) * STEP + WHOLE
+        step += 1
+
+
+def steps_delay(delay: int = 4) -> Iterator[Block]:
+    """Gradients are pushed at every step, weights pulled every few: half an all-reduce each, here in bfloat16."""
+    step = 0
+    while True:
+        yield "train", step * STEP, (step + 1) * STEP
+        pulls = 2 if step % delay == delay - 1 else 1
+        yield "send", (step + 1) * STEP, (step + 1) * STEP + pulls * WHOLE / 4
+        step += 1
+
+
+def gossip() -> Iterator[Block]:
+    """The model travels to one peer during the next step; with two nodes as many bytes as an all-reduce sends."""
+    step = 0
+    while True:
+        yield "train", step * STEP, (step + 1) * STEP
+        yield "send", (step + 1) * STEP, (step + 1) * STEP + WHOLE / 4
+        step += 1
+
+
+TIMELINES = (
+    ("DDP, float32", "waits for gradients", ddp()),
+    ("AllReduce, int8", "hidden behind the backward pass", all_reduce()),
+    ("PeriodicAveraging(4)", "waits, but rarely", periodic()),
+    ("DiLoCo(8, fragments=2, staleness=1)", "half of the model at a time", streaming_diloco()),
+    ("DASO(4, staleness=2), cycling", "merged two steps later", daso()),
+    ("StepsDelay(4), bfloat16", "pushes, and pulls every 4 steps", steps_delay()),
+    ("Gossip(overlap=True), int8", "one peer, during the next step", gossip()),
+)
+
+
+def timelines() -> str:
+    """Draw what a node trains and sends, for each scheme."""
+    parts = [
+        box(LEFT, 14, 26, 12, TRAINING, 2),
+        text(LEFT + 34, 24, "a step of training"),
+        box(LEFT + 190, 14, 26, 12, NETWORK, 2),
+        text(LEFT + 224, 24, "the network between nodes"),
+    ]
+    for row, (name, note, blocks) in enumerate(TIMELINES):
+        top = 44 + row * ROW
+        parts += [text(14, top + 16, name), text(14, top + 34, note, "small")]
+        for kind, begin, end in blocks:
+            if begin >= LENGTH:
+                break
+            y, colour = (top, TRAINING) if kind == "train" else (top + 22, NETWORK)
+            parts.append(box(LEFT + begin + 0.5, y, min(end, LENGTH) - begin - 1, 18, colour, 2))
+    bottom = 44 + len(TIMELINES) * ROW
+    parts += [
+        arrow(f"M{LEFT:.0f} {bottom - 6:.0f}H{LEFT + LENGTH:.0f}"),
+        text(LEFT + LENGTH, bottom + 12, "time", "small", "end"),
+    ]
+    return picture(LEFT + LENGTH + 20, bottom + 22, parts, "when a node trains and sends, by scheme")
+
+
+def elastic() -> str:
+    """Draw the states of an elastic node."""
+    places = {
+        "waiting": (20, 60, "asks the lighthouse for a place"),
+        "healing": (20, 230, "receives the state of the run"),
+        "training": (330, 230, "steps alone, with its own ranks"),
+        "quorum": (640, 230, "which nodes take part?"),
+        "exchange": (640, 60, "parameters, over the network"),
+        "vote": (330, 60, "did all nodes finish?"),
+        "ended": (330, 400, "and its supervisor starts it again"),
+    }
+    parts = []
+    for name, (x, y, note) in places.items():
+        parts += [box(x, y, 220, 66), text(x + 110, y + 28, name, "name", "middle")]
+        parts.append(text(x + 110, y + 49, note, "small", "middle"))
+    parts += [
+        arrow("M130 126V230"),
+        text(138, 170, "accepted, after"),
+        text(138, 187, "a synchronization"),
+        arrow("M240 263H330"),
+        arrow("M550 263H640"),
+        text(595, 252, "due", "", "middle"),
+        arrow("M750 230V126"),
+        arrow("M640 93H550"),
+        arrow("M440 126V230"),
+        text(448, 170, "yes: keep the result"),
+        arrow("M520 126L680 230"),
+        text(610, 168, "no: roll back"),
+        arrow("M440 296V400"),
+        text(448, 340, "died, left behind (75),"),
+        text(448, 357, "or told to stop (143)"),
+        arrow("M330 433H10V93H20", is_dashed=True),
+        text(20, 425, "a new replica with no state"),
+        text(130, 40, "a node starts", "small", "middle"),
+        text(750, 40, "a node is lost: the others roll back too", "small", "middle"),
+    ]
+    return picture(880, 490, parts, "the states of an elastic node")
+
+
+PICTURES = {"nodes": nodes, "timelines": timelines, "elastic": elastic}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        (HERE / f"{name}.svg").write_text(draw())
