@@ -61,7 +61,7 @@ def test_weights_are_shares_of_the_world_and_of_the_node(nodes, data):
 
 
 @given(some_nodes(), st.integers(0, 5))
-def test_lane_parts_tile_a_tensor_and_sharing_them_gives_everyone_all(nodes, elements):
+def test_own_shards_tile_a_tensor_and_are_gathered(nodes, elements):
     lanes = min(map(len, nodes))
     whole = torch.arange(1.0, elements * lanes + 1)
 
