@@ -25,8 +25,8 @@ from lightning_hiercomm._lightning.healing import (
 )
 from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
-from lightning_hiercomm.checkpoints.companion import random_state, set_random_state
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.membership import Membership

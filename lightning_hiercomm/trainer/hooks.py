@@ -398,8 +398,8 @@ class HierarchicalHooks(Reports):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         looks = is_of_tuner(filepath) and self._elastic_node is None
-        has_companions = (checkpoints.with_replicas or looks) and together
-        entries = entries_of_rank(checkpoint) if has_companions else {}  # before they hold the mean
+        has_sidecars = (checkpoints.with_replicas or looks) and together
+        entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         if together and not run.has_finished:
@@ -409,11 +409,11 @@ class HierarchicalHooks(Reports):
             return  # another node writes
         io = self.checkpoint_io
         with contextlib.ExitStack() as stack:
-            if has_companions:
+            if has_sidecars:
                 # a tuner restores its file before the epoch's dataloader draws a seed
                 mid_epoch = not self._module.trainer.is_last_batch and not looks
                 stack.enter_context(
-                    checkpoints.companions(
+                    checkpoints.sidecars(
                         checkpoint,
                         run,
                         mid_epoch,
@@ -427,7 +427,7 @@ class HierarchicalHooks(Reports):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            checkpoints.remove_stale_companions(io, filepath, checkpoint)
+            checkpoints.remove_stale_sidecars(io, filepath, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

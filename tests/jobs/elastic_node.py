@@ -37,7 +37,7 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm._lightning.healing import state_of
-from lightning_hiercomm.checkpoints.companion import random_state
+from lightning_hiercomm.checkpoints.sidecar import random_state
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, transaction
 from lightning_hiercomm.elastic.quorum import Quorum
