@@ -100,7 +100,7 @@ class Layers(L.LightningModule):
 
 
 def strategy_of(row: str) -> Strategy | str:
-    from lightning_hiercomm import HierarchicalStrategy
+    from lightning_hiercomm import HierarchicalStrategy, Transport
     from lightning_hiercomm.schemes import SCHEMES as BY_NAME
 
     if row == "none":
@@ -111,7 +111,7 @@ def strategy_of(row: str) -> Strategy | str:
     return HierarchicalStrategy(
         BY_NAME[name](**BESIDE.get(name, {})),
         process_group_backend="gloo",  # nccl refuses two ranks on one GPU
-        inter_node="gloo" if staged else "torch",
+        transport=Transport(inter_node="gloo" if staged else "torch"),
     )
 
 

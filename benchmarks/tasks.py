@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import zoo
 from benchmarks.workloads import WORKLOADS, character_windows, judged, loss_of
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.simulate.tasks import Examples, Task, Turn
 
 _SEGMENTATION = Path(__file__).resolve().parents[1] / "examples" / "segmentation"

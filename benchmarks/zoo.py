@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.simulate.tasks import Examples, Task, Turn
 
 _WINDOW = 16  # characters that the next one is predicted from

@@ -24,6 +24,7 @@ from lightning_hiercomm.schemes import (
 from lightning_hiercomm.trainer.fabric import HierarchicalFabricStrategy
 from lightning_hiercomm.trainer.model_parallel import HierarchicalModelParallelStrategy
 from lightning_hiercomm.trainer.monitor import CommunicationMonitor
+from lightning_hiercomm.trainer.options import Health, Transport
 from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "Full",
     "Gossip",
     "Graph",
+    "Health",
     "HeterogeneousBatches",
     "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
@@ -49,6 +51,7 @@ __all__ = [
     "Scheme",
     "StepsDelay",
     "Topology",
+    "Transport",
 ]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)

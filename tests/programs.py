@@ -64,6 +64,7 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Health,
     HierarchicalStrategy,
     PeriodicAveraging,
     Scheme,
@@ -317,7 +318,7 @@ def _trainer(toy: Toy, resumes: bool = False) -> pl.Trainer:
             SCHEMES[program.scheme](),
             ranks_per_node=LAYOUTS[program.layout],
             wire_dtype=program.wire,  # type: ignore[arg-type]
-            hang_timeout=toy.hang_timeout,
+            health=Health(hang_timeout=toy.hang_timeout),
             checkpoint_replicas=resumes or program.has("state"),
             find_unused_parameters=program.has("freeze"),
         )

@@ -36,7 +36,7 @@ from lightning.fabric.utilities import registry
 from ports import free_port
 from tqdm import tqdm
 
-from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm import Health, HierarchicalStrategy
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
@@ -290,7 +290,7 @@ def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
         if strategy is None or isinstance(strategy, dict):
             starts = {"start_method": "fork"} if forked else {}
             strategy = HierarchicalStrategy(
-                **{"ranks_per_node": 2, "hang_timeout": 100.0, **starts, **(strategy or {})},
+                **{"ranks_per_node": 2, "health": Health(hang_timeout=100.0), **starts, **(strategy or {})},
             )
         defaults: dict[str, Any] = {
             "accelerator": "cpu",

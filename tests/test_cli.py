@@ -20,6 +20,7 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
+    Health,
     HierarchicalStrategy,
     PeriodicAveraging,
     RandomPermutation,
@@ -92,11 +93,11 @@ trainer:
       scheme:
         class_path: lightning_hiercomm.ParameterSync
         init_args:
-          when:
+          schedule:
             class_path: lightning_hiercomm.schemes.Every
             init_args:
               period: 5
-          through:
+          reducer:
             class_path: lightning_hiercomm.RandomPermutation
           merge:
             class_path: lightning_hiercomm.schemes.OuterOptimizer
@@ -132,10 +133,11 @@ def strategy(tmp_path):
     return build
 
 
-def test_what_is_looked_at_from_yaml(strategy):
-    built = strategy(PERIODIC, args=["--trainer.strategy.init_args.on_nonfinite=skip"])
-    assert built._settings.on_nonfinite == "skip"
-    assert built._settings.verify_replicas == "off"
+def test_grouped_options_from_yaml_and_from_the_command_line(strategy):
+    text = PERIODIC.replace("ranks_per_node: 1", "health:\n        hang_timeout: 60\n        verify_replicas: warn")
+    built = strategy(text, args=["--trainer.strategy.init_args.health.on_nonfinite=skip"])
+    assert built._settings.health == Health("skip", "warn", 60.0)
+    assert strategy(PERIODIC)._settings.health == Health()
 
 
 def test_scheme_and_fields_from_yaml(strategy):
@@ -234,7 +236,7 @@ def outer_optimizer(scheme, world):
 def test_a_sentence_of_words_from_yaml(strategy):
     scheme = strategy(NOLOCO).scheme
     assert scheme.schedule == Every(5)
-    assert isinstance(scheme.through, RandomPermutation)
+    assert isinstance(scheme.reducer, RandomPermutation)
     assert copy.deepcopy(scheme).merging.keep_local == 0.0
 
 
@@ -319,6 +321,9 @@ def test_help_documents_the_fields(capsys):
     assert "--trainer.strategy.scheme" in help_text
     assert "--trainer.strategy.ranks_per_node" in help_text
     assert "--trainer.strategy.find_unused_parameters" in help_text
+    assert "--trainer.strategy.health.hang_timeout HANG_TIMEOUT Seconds without a message" in help_text
+    assert "--trainer.strategy.transport.inter_node {torch,gloo,mpi} The library" in help_text
+    assert "gradient_as_bucket_view {true,false} Let gradients be views" in help_text
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period", "process_group", "device_mesh", "dim"])
@@ -328,11 +333,17 @@ def test_help_leaves_out_what_is_refused(capsys, name):
     assert f"--trainer.strategy.{name} " not in capsys.readouterr().out
 
 
-PUBLIC = [value for value in map(vars(lightning_hiercomm).get, lightning_hiercomm.__all__) if "Args:" in value.__doc__]
+def _documentation(value):
+    return "\n".join(map(inspect.getdoc, (value, value.__init__)))
+
+
+PUBLIC = [
+    each for each in map(vars(lightning_hiercomm).get, lightning_hiercomm.__all__) if "Args:" in _documentation(each)
+]
 
 
 @pytest.mark.parametrize("documented", PUBLIC)
 def test_help_has_no_roles_of_restructured_text(documented):
-    arguments = inspect.getdoc(documented).partition("Args:")[2].partition("Raises:")[0]
+    arguments = _documentation(documented).partition("Args:")[2].partition("Raises:")[0]
     assert arguments.strip()
     assert not re.search(r":\w+:`", arguments)

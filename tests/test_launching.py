@@ -369,7 +369,7 @@ def test_all_ranks_do_without_a_control_plane_that_one_cannot_reach(launch):
     output = _completed(launch, 5)
     warning = f"No control plane: rank 1 (node 1) cannot reach 127.0.0.1:{port}: [Errno 113] No route to host."
     assert output.count("No control plane") == output.count(warning) == 1, output
-    assert "HierarchicalStrategy(control_port=...)" in output
+    assert "HierarchicalStrategy(health=Health(control_port=...))" in output
 
 
 def test_training_survives_the_hub_and_a_rank_that_dies_later_is_still_named(launch):

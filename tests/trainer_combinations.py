@@ -48,7 +48,7 @@ from ranks import RankError, Ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import HeterogeneousBatches, HierarchicalStrategy
+from lightning_hiercomm import Health, HeterogeneousBatches, HierarchicalStrategy, Transport
 
 _VALIDATED = 6
 """Samples of a validation's batches."""
@@ -569,18 +569,19 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
     shares = fit.argument("gradients", "node") == "node" and fit.argument("hierarchical", True)
     return HierarchicalStrategy(
         fit.make(),
-        batches,
+        batches=batches,
         process_group_backend="gloo" if accelerator == "gpu" else None,  # nccl refuses two ranks on one GPU
         ranks_per_node=[len(node) for node in _NODES[fit.nodes]],
         wire_dtype=fit.wire,  # type: ignore[arg-type]
-        wire_raw=fit.raw,
-        bucket_mb=fit.bucket_bytes / 2**20,
+        transport=Transport(wire_raw=fit.raw, bucket_mb=fit.bucket_bytes / 2**20),
         average_optimizer_state=fit.state,
-        on_nonfinite=fit.policy,  # type: ignore[arg-type]
+        health=Health(
+            on_nonfinite=fit.policy,  # type: ignore[arg-type]
+            verify_replicas="raise" if shares and fit.sick is None else "off",
+            hang_timeout=100.0,
+        ),
         checkpoint_replicas=fit.replicas,
         evaluate=fit.evaluate,  # type: ignore[arg-type]
-        verify_replicas="raise" if shares and fit.sick is None else "off",
-        hang_timeout=100.0,
         find_unused_parameters=fit.freeze is not None,
     )
 

@@ -22,48 +22,41 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.ddp_buffers import BufferBroadcast
-from lightning_hiercomm.arguments import check_types, unknown_argument
+from lightning_hiercomm.arguments import check_types
 
 
-def check_ddp_arguments(arguments: Mapping[str, Any], strategy: type, of_schemes: Mapping[str, str]) -> None:
+def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str]:
     """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
 
     Args:
-        arguments: The keywords that are not the strategy's own.
-        strategy: Whose process group and communication hook DDP gets.
-        of_schemes: Names of arguments that schemes take, and the scheme that one means by each.
+        arguments: Of Lightning's ``DDPStrategy`` and of DDP.
+        strategy: The class whose process group and communication hook DDP gets.
+
+    Returns:
+        The names of DDP's arguments that may be set.
 
     Raises:
-        ValueError: For those that the strategy itself sets.
-        TypeError: For those that nobody knows, and for values of a wrong type.
+        ValueError: If the strategy itself sets an argument.
+        TypeError: If a value has a wrong type.
     """
     owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
     owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    known = parameters.keys() - owned
-    own = [name for name in inspect.signature(strategy).parameters if name != "ddp_kwargs"]
-    for name, value in arguments.items():
+    for name in arguments:
         if name in owned:
             raise ValueError(
-                f"{name} cannot be set: {strategy.__name__} owns DDP's process group, devices and communication hook."
+                f"{name} cannot be set: {strategy} owns DDP's process group, devices and communication hook."
                 " Choose what nodes exchange with `scheme` and `wire_dtype`."
             )
-        if name == "mixed_precision" and value is not None:
-            raise ValueError(
-                f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy.__name__}"
-                " owns. Use precision='bf16-mixed' of the Trainer or of Fabric."
-            )
-        if name not in known:
-            if name in of_schemes:
-                scheme = of_schemes[name]
-                raise TypeError(
-                    f"{strategy.__name__} has no argument {name!r}, which is the scheme's: give it"
-                    f" {strategy.__name__}({scheme}({name}=...))"
-                )
-            raise unknown_argument(name, strategy.__name__, [*own, *sorted(known)])
-        if isinstance(parameters[name].default, bool):
-            check_types({name: value}, {name: bool})
+    if arguments.get("mixed_precision") is not None:
+        raise ValueError(
+            f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy} owns."
+            " Use precision='bf16-mixed' of the Trainer or of Fabric."
+        )
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    flags = {name: bool for name, parameter in parameters.items() if isinstance(parameter.default, bool)}
+    check_types({name: arguments[name] for name in flags if name in arguments}, flags)
     check_types(arguments, {"bucket_cap_mb": float | None})
+    return sorted(parameters.keys() - owned)
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_hiercomm.arguments import as_call, checked_arguments, defaults_of
+from lightning_hiercomm.arguments import as_call, checked_arguments
 from lightning_hiercomm.batches.partition import (
     StepCost,
     Weighting,
@@ -149,7 +149,7 @@ class HeterogeneousBatches:
 
     def __repr__(self) -> str:
         """As one would write it."""
-        return as_call(self, defaults_of(HeterogeneousBatches.__init__))
+        return as_call(self)
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 

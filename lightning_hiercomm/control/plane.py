@@ -651,7 +651,7 @@ def start_control_plane(
         log.warning(
             "No control plane: %s%s. Training goes on without it: all ranks wait for each other before every batch, and"
             " when one dies the others wait for the process group's timeout. Let every rank reach that port of rank"
-            " 0's node, or choose one that they can reach with HierarchicalStrategy(control_port=...).",
+            " 0's node, or choose one that they can reach with HierarchicalStrategy(health=Health(control_port=...)).",
             troubles[0],
             more,
         )

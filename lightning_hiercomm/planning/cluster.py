@@ -1,4 +1,4 @@
-"""What a cluster is made of, as far as time is concerned: an alpha-beta model, or measured curves."""
+"""The time model of a cluster: latency and bandwidth (alpha-beta), or measured curves."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ Move = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "excha
 Algorithm = Literal["ring", "halving"]
 
 
+class PlanningError(ValueError):
+    """An argument of a command is invalid; the command prints the message in one line."""
+
+
 def sent_bytes(move: Move, members: int, whole: float) -> float:
-    """Bytes that one member of a group sends (of a broadcast, its source); see :mod:`lightning_hiercomm.comm.costs`."""
+    """Return the bytes that one member of a group sends (of a broadcast, its source)."""
     return float(getattr(costs, move)(members, whole))
 
 
 def rounds_of(move: Move, members: int, algorithm: Algorithm) -> int:
-    """How many messages follow each other, at the least, until the last member has everything.
+    """Return the number of consecutive messages of a collective.
 
-    Args:
-        move: What is done.
-        members: By how many.
-        algorithm: ``"ring"``: one message per other member, as gloo's collectives do. ``"halving"``: one per halving of
-            the group, as trees and recursive halving and doubling do; nccl and MPI choose such where it pays.
+    ``"ring"``, used by gloo, has one per other member. ``"halving"``, used by NCCL and MPI where it pays, has one per
+    halving of the group.
     """
     if members == 1:
         return 0
@@ -39,14 +40,14 @@ def rounds_of(move: Move, members: int, algorithm: Algorithm) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one move costs.
+    """The cost of one collective.
 
     Attributes:
-        seconds: For which the link is busy, with all the processors that the move can use.
-        delay: Seconds after which the last message is there; others may be on the link meanwhile.
-        processor_seconds: Of each rank that takes part.
-        bytes: That each rank sends.
-        longer: How many times as long it takes while the processors are busy with something else, too.
+        seconds: Of the link, if enough processors are free.
+        delay: Seconds until the last message arrives; others may use the link meanwhile.
+        processor_seconds: Of each participating rank.
+        bytes: Sent by each rank.
+        longer: Factor of its time while the processors are busy with something else.
     """
 
     seconds: float
@@ -57,14 +58,12 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a link's moves and training do to each other where processors are scarce.
+class Contention:
+    """The cost of overlapping collectives with training where processors are scarce.
 
     Attributes:
-        later: Seconds by which a move ends later while the processors are busy with something else, too: its threads
-            wait for their turns.
-        unbilled: Processor-seconds, by second that a rank's move is under way, which no process is billed for: what the
-            kernel does for its packets, and threads that wake up in turn. Between 0 and the processors of a rank.
+        later: Seconds by which a collective ends later while the processors are busy.
+        unbilled: Processors used during a collective of a rank and billed to no process, such as by the kernel.
     """
 
     later: float = 0.0
@@ -73,13 +72,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured costs of one kind of move, by size, with several in flight.
+    """Measured costs of one kind of collective, by size, with several in flight.
 
     Attributes:
-        members: Of the group that was measured.
-        sharing: How many such groups moved at once over one link.
-        points: (bytes that a member sends, seconds, processor-seconds of a rank), by rising bytes. The first is a move
-            so small that it is all latency.
+        members: Of the measured group.
+        sharing: Number of groups that used the link at the same time.
+        points: Bytes that a member sends (ascending), seconds, processor-seconds of a rank. The first is all latency.
     """
 
     members: int
@@ -87,15 +85,15 @@ class Curve:
     points: tuple[tuple[float, float, float], ...]
 
     def seconds(self, sent: float, latencies: float) -> float:
-        """How long a move takes that sends other bytes, and waits ``latencies`` times as often for a message."""
+        """Return the time of sending other bytes, with ``latencies`` times as many consecutive messages."""
         return self._at(sent, latencies, 1)
 
     def processor_seconds(self, sent: float, latencies: float) -> float:
-        """The same of the processors' time."""
+        """Return the processor time of the same."""
         return self._at(sent, latencies, 2)
 
     def faster(self, factor: float) -> Curve:
-        """On a link of another bandwidth, but with the same latency and the same processors."""
+        """Scale the bandwidth, not the latency or the processor time."""
         (_, latency, _), *_ = self.points
         points = ((sent, latency + max(0.0, seconds - latency) / factor, work) for sent, seconds, work in self.points)
         return Curve(self.members, self.sharing, tuple(points))
@@ -112,16 +110,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages inside a node, or between nodes.
+    """The network inside a node, or between nodes.
 
     Attributes:
-        bandwidth: Bytes per second that can be sent while as many are received: by a rank, inside a node; by a node,
-            between nodes, where its ranks share it.
-        latency: Seconds that the shortest message takes.
+        bandwidth: Bytes per second in each direction: of a rank inside a node; of a whole node between nodes.
+        latency: Seconds of the shortest message.
         algorithm: Of collectives, see :func:`rounds_of`.
-        stream_bandwidth: What one rank alone reaches, if that is less than ``bandwidth``.
-        curves: Measured costs by move; they take precedence over the numbers above.
-        beside: What moves and training do to each other.
+        stream_bandwidth: Of one rank alone, if less than ``bandwidth``.
+        curves: Measured costs by collective; they take precedence over the numbers above.
+        contention: The cost of overlapping with training.
     """
 
     bandwidth: float
@@ -129,16 +126,16 @@ class Link:
     algorithm: Algorithm = "halving"
     stream_bandwidth: float = math.inf
     curves: Mapping[Move, Curve] = field(default_factory=dict)
-    beside: Beside = Beside()
+    contention: Contention = Contention()
 
     def cost(self, move: Move, members: int, whole: float, sharing: int = 1) -> Cost:
-        """What a move costs: ``rounds * latency + bytes / bandwidth``, or what was measured.
+        """Return the measured cost of a collective, or ``rounds * latency + bytes / bandwidth``.
 
         Args:
-            move: What is done.
-            members: By how many ranks.
-            whole: Bytes of the tensor that they end up with, or began with.
-            sharing: How many such moves go over the link at once.
+            move: Its kind.
+            members: Number of ranks.
+            whole: Bytes of the whole tensor.
+            sharing: Number of such collectives that share the link.
         """
         sent = sent_bytes(move, members, whole)
         if sent == 0:
@@ -150,19 +147,19 @@ class Link:
             return Cost(max(alone, sharing * sent / self.bandwidth), rounds * self.latency, 0.0, sent)
         latencies = rounds / rounds_of(move, curve.members, self.algorithm)
         seconds = curve.seconds(sent * sharing / curve.sharing, latencies)
-        work = curve.processor_seconds(sent, latencies) + self.beside.unbilled * seconds
-        longer = 1 + self.beside.later / seconds if self.beside.later else 1.0
+        work = curve.processor_seconds(sent, latencies) + self.contention.unbilled * seconds
+        longer = 1 + self.contention.later / seconds if self.contention.later else 1.0
         return Cost(max(alone, seconds), 0.0, work, sent, longer)
 
     def faster(self, factor: float) -> Link:
-        """A link of ``factor`` times the bandwidth, with the same latency."""
+        """Scale the bandwidth, not the latency."""
         return Link(
             self.bandwidth * factor,
             self.latency,
             self.algorithm,
             self.stream_bandwidth * factor,
             {move: curve.faster(factor) for move, curve in self.curves.items()},
-            self.beside,
+            self.contention,
         )
 
 
@@ -171,15 +168,13 @@ class Cluster:
     """Equal nodes of equal ranks.
 
     Attributes:
-        nodes: How many, M.
-        ranks_per_node: On each, L.
-        intra: What joins the ranks of a node.
-        inter: What joins the nodes.
-        world: What a flat all-reduce over all ranks was measured to cost. None: it is derived from ``inter``.
-        processors: Processor cores that the ranks of one node have together. None: so many that it does not matter, or
-            other hardware does the work.
-        memory_bandwidth: Bytes per second of parameters that a rank copies. None: passes over the parameters take no
-            time.
+        nodes: Number of nodes, M.
+        ranks_per_node: Number of ranks on each, L.
+        intra: Network inside a node.
+        inter: Network between nodes.
+        world: Measured cost of a flat all-reduce over all ranks. None: derived from ``inter``.
+        processors: Cores of one node. None: enough, or other hardware computes.
+        memory_bandwidth: Bytes per second that a rank copies. None: copies take no time.
 
     Raises:
         ValueError: If there is no node, or no rank.
@@ -201,24 +196,23 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """All of them, R."""
+        """Number of all ranks, R."""
         return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank trains, and how long a step takes it without any communication.
+    """The training of one rank, and the time of a step without communication.
 
     Attributes:
-        parameters: How many are trained.
-        forward: Seconds of the forward pass, and of everything else before the backward pass.
+        parameters: Number of trained parameters.
+        forward: Seconds until the backward pass.
         backward: Seconds of the backward pass.
         update: Seconds of the optimizer's step.
-        dtype: Of the parameters: ``"float64"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        state_per_parameter: Numbers that the optimizer keeps per parameter: 2 of Adam, 1 of SGD with momentum.
-        threads: Processor cores that a rank's step keeps busy; 0 where a GPU does the work.
-        averaging: Seconds that a step computes longer if gradients go to other ranks, beside the moves themselves:
-            hooks, and buckets that are written and read once more.
+        dtype: Of the parameters.
+        state_per_parameter: Numbers that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
+        threads: Cores that a rank's step keeps busy; 0 where a GPU computes.
+        averaging: Seconds of a step for hooks and copies of averaged gradients, without the collectives.
 
     Raises:
         ValueError: For numbers that are not positive.
@@ -243,22 +237,22 @@ class Workload:
 
     @classmethod
     def of_step(cls, parameters: float, seconds: float, **others: object) -> Workload:
-        """A step of which only the whole is known: a third is forward, the rest backward."""
+        """Split a step of which only the total is known: a third is forward, the rest backward."""
         return cls(parameters, seconds / 3, seconds * 2 / 3, **others)  # type: ignore[arg-type]
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Of the parameters and gradients."""
+        """Size of a parameter, and of a gradient."""
         return _BYTES[self.dtype]
 
     @property
     def model_bytes(self) -> float:
-        """Of all parameters, and of all gradients."""
+        """Size of all parameters, and of all gradients."""
         return self.parameters * self.bytes_per_parameter
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.forward + self.backward + self.update
 
 

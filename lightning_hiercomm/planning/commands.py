@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning_hiercomm.planning import quantities
-from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, Workload
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, PlanningError, Workload
 from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
 from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES

@@ -22,6 +22,7 @@ from lightning_hiercomm import (
     Full,
     Gossip,
     Graph,
+    Health,
     HeterogeneousBatches,
     ParameterSync,
     PeriodicAveraging,
@@ -30,6 +31,7 @@ from lightning_hiercomm import (
     Scheme,
     StepsDelay,
     Topology,
+    Transport,
 )
 from lightning_hiercomm.pytorch_lightning._second_tree import SecondTreeFinder
 
@@ -69,6 +71,7 @@ __all__ = [
     "Full",
     "Gossip",
     "Graph",
+    "Health",
     "HeterogeneousBatches",
     "HierarchicalFabricStrategy",
     "HierarchicalModelParallelStrategy",
@@ -80,6 +83,7 @@ __all__ = [
     "Scheme",
     "StepsDelay",
     "Topology",
+    "Transport",
 ]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)

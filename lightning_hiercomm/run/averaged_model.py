@@ -1,4 +1,4 @@
-"""The agreed model: what validation runs on and what a checkpoint holds, while the nodes differ."""
+"""The averaged model, which validation uses and checkpoints hold while the nodes differ."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
+from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.health.verification import plain, print_of
@@ -23,29 +24,29 @@ from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 @dataclass
 class _Own:
-    """What this rank held where the module holds something agreed.
+    """This rank's own values of a tensor that holds averaged values now.
 
     Attributes:
-        values: This rank's own.
-        restore_version: Makes autograd take the tensor for unchanged, if it is the one that held them.
-        agreed: Of a buffer, what the module got. A module may write to its buffers while it is looked at (the best
-            score so far): what is there then is its own from now on.
+        values: This rank's own values.
+        restore_version: Restores the tensor's autograd version counter.
+        averaged: The averaged values, for a buffer. A module may write to its buffers during a validation (the best
+            score so far), and then keeps what it wrote.
     """
 
     values: Tensor
     restore_version: Callable[[Tensor], None]
-    agreed: Tensor | None = None
+    averaged: Tensor | None = None
 
     def put_back(self, tensor: Tensor) -> None:
-        """Write the rank's own to where it was."""
+        """Write this rank's own values back to the tensor."""
         values = self.now(tensor)
         if values is not tensor:
             tensor.copy_(values)
             self.restore_version(tensor)
 
     def now(self, tensor: Tensor) -> Tensor:
-        """The rank's own, after whatever was written to the tensor meanwhile."""
-        if self.agreed is None or torch.equal(_bits(tensor), _bits(self.agreed)):
+        """Return this rank's own values, or the tensor itself if the module has written to it since."""
+        if self.averaged is None or torch.equal(_bits(tensor), _bits(self.averaged)):
             return self.values
         return tensor
 
@@ -54,51 +55,26 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain(tensor).contiguous().view(-1).view(torch.uint8)
 
 
-@dataclass
-class _Watched:
-    """Parameters that hooks may write to while the module holds the averaged ones.
-
-    Attributes:
-        parameters: The same ones on all ranks.
-        prints: Checksums of what they held at first.
-        before: Where nodes come and go, copies of what they held.
-    """
-
-    parameters: Sequence[Tensor]
-    prints: Tensor
-    before: Sequence[Tensor]
-
-    def are_written(self) -> Tensor:
-        """Whether each parameter has other bits now, as integers."""
-        return (_prints_of(self.parameters, self.prints.device) != self.prints).int()
-
-
-def _prints_of(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    prints = [print_of(local(parameter)).to(device) for parameter in parameters]
-    return torch.stack(prints) if prints else torch.zeros(0, dtype=torch.int64, device=device)
-
-
 class AveragedModel:
-    """Puts the agreed parameters into the module, and this rank's own ones back.
+    """Writes the averaged parameters to the module, and this rank's own ones back.
 
-    Evaluating changes nothing: a rank goes on from where it was, but for buffers that the module itself writes to then.
-    All methods that say so are collective.
+    Evaluation does not change training: afterwards a rank continues from its own values, except for buffers that the
+    module has written to.
 
-    No optimizer trains frozen parameters, but the user may move them: a teacher follows its student (BYOL, DINO, MoCo).
-    Nor do buffers travel that were infinite when the run began: masks, and bounds that become finite. What of both
-    differs between ranks, and is finite on all, is part of the agreed model by its mean. To see whether it does takes
-    one read of it and a few bytes.
+    A program may change parameters that no optimizer trains: a teacher follows its student (BYOL, DINO, MoCo). Schemes
+    do not exchange these, nor buffers that were infinite when the run began. Where such tensors differ between ranks
+    and are finite on all, the averaged model holds their mean.
 
     Args:
-        schemes: They know what is agreed, each for the parameters of its optimizer.
+        schemes: One per optimizer.
         replicas: The tensors of the module.
         topology: The nodes.
 
     Attributes:
-        barrier: Called before the ranks exchange anything for a look at the averaged model. Where it waits for all
-            ranks, one that looks alone exchanges nothing with ranks that train on.
-        is_left_out: Whether averages that callbacks keep on this rank were sick when the run was over. What they begin
-            anew from then is no average, and does not count beside those of other ranks.
+        barrier: Called before ranks exchange anything for the averaged model. It keeps a rank that asks for the
+            averaged model alone from exchanging data with ranks that train.
+        is_left_out: Whether averages that callbacks keep on this rank were non-finite at the end of the run. Then they
+            are excluded from the mean over ranks.
         has_found_unequal: Called with the names of tensors that stay each rank's own, when there are more of them.
     """
 
@@ -106,18 +82,19 @@ class AveragedModel:
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
-        self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds what is agreed
-        self._own_others: list[tuple[Tensor, _Own]] = []  # of those in which no scheme has anything to do
-        self._sick: list[tuple[Tensor, Tensor]] = []  # of callbacks, likewise: what something stands in for
+        self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds averaged ones
+        self._own_others: list[tuple[Tensor, _Own]] = []  # of tensors that no scheme exchanges
+        self._nonfinite: list[tuple[Tensor, Tensor]] = []  # tensors of callbacks, and their values before
         self._depth = 0
-        self._watched: _Watched | None = None
+        self._watched: tuple[dict[str, Tensor], Checksums] | None = None
+        self._before: dict[str, Tensor] = {}  # copies of watched parameters, with elastic nodes
         self.is_left_out = False
         self.barrier: Callable[[], None] = lambda: None
         self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
 
     @property
     def is_in_module(self) -> bool:
-        """Whether it is known, without asking other ranks, that the module holds the agreed parameters."""
+        """Whether the module holds the averaged parameters, as far as this rank can tell alone."""
         if self._depth > 0:
             return True
         if not all(scheme.is_synchronized for scheme in self._schemes) or self._replicas.of_no_scheme(self._held):
@@ -130,19 +107,19 @@ class AveragedModel:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether somebody looks at it, or is about to."""
+        """Whether the module holds the averaged parameters now, or is about to."""
         return self._depth > 0
 
     @property
     def holds_own_values(self) -> bool:
-        """Whether this rank's own values are kept somewhere while the module holds the agreed ones."""
+        """Whether this rank's own values are stored while the module holds the averaged ones."""
         return any(own is not None for own in self._own) or bool(self._own_others)
 
     @outside_autocast()
     def compare_shapes(self) -> None:
-        """Leave tensors whose shapes differ between ranks to their ranks; collective, except where nodes come and go.
+        """Exclude tensors whose shapes differ between ranks; collective, except with elastic nodes.
 
-        What schemes hold of buffers that a rank has replaced by another shape is given up, on all ranks alike.
+        Schemes drop their copies of buffers that a rank has replaced by one of another shape, on all ranks alike.
         """
         if self._topology.may_grow:
             return
@@ -160,7 +137,7 @@ class AveragedModel:
 
     @outside_autocast()
     def enter(self) -> None:
-        """Write the agreed parameters to the module, and remember this rank's own; may be nested. Collective."""
+        """Write the averaged parameters to the module, and store this rank's own; may be nested. Collective."""
         self._depth += 1
         if self._depth == 1:
             if self._topology.may_grow:
@@ -172,147 +149,147 @@ class AveragedModel:
             for scheme in self._schemes:
                 scheme.settle()  # may give back memory, before a copy takes some
             self._remember_own()
-            self._agree()
-            agreed = [s.replica.buffers for s, own in zip(self._schemes, self._own, strict=True) if own is None]
-            differing = self._differing_others(moved=list(chain(*agreed)))
+            self._synchronize()
+            averaged = [s.replica.buffers for s, own in zip(self._schemes, self._own, strict=True) if own is None]
+            differing = self._differing_others(written=list(chain(*averaged)))
             self._own_others = [(t, _Own(t.detach().clone(), version_of(t))) for t in differing]
             self.average(differing)
             for tensor, own in self._own_others:
                 if not isinstance(tensor, nn.Parameter):
-                    own.agreed = tensor.clone()
-            if self._skips_sick:  # a teacher that followed a sick student is healed
+                    own.averaged = tensor.clone()
+            if self._skips_nonfinite:  # a teacher that followed a non-finite student keeps the mean
                 self._own_others = [(tensor, own) for tensor, own in self._own_others if has_mean(own.values)]
             self._replicas.have_written()
 
     def _enter_together(self) -> None:
-        """The same where nodes come and go: one agreement for all, if there is anything to agree on.
+        """Enter with elastic nodes: one synchronization for all schemes, if any node may differ.
 
-        What no scheme averages (a teacher that the program moves) stays each node's own: it would be compared at every
-        validation, and a node that comes just then would be waited for.
+        Tensors that no scheme averages (a teacher) stay each node's own: comparing them would make nodes wait for a
+        node that joins during a validation.
         """
         self._remember_own()
         if any(own is not None for own in self._own):
-            # who was let in by the agreement before is not healed yet, and this one sends it away
-            self._topology.synchronize(self._agree, admits=all(scheme.may_be_copied for scheme in self._schemes))
+            # a node admitted by the last synchronization has no state to contribute yet, and is refused here
+            self._topology.synchronize(self._synchronize, admits=all(scheme.may_be_copied for scheme in self._schemes))
         self._replicas.have_written()
 
     def _remember_own(self) -> None:
-        """Before any scheme agrees, for two may train one parameter."""
+        """Copy this rank's own values before any scheme synchronizes, because two may train one parameter."""
         self._own = []
         for scheme in self._schemes:
             replica = scheme.replica
             versions = () if scheme.is_synchronized else [version_of(tensor) for tensor in replica.tensors]
             self._own.append(None if scheme.is_synchronized else [*map(_Own, replica.snapshot(), versions)])
 
-    def _agree(self) -> None:
+    def _synchronize(self) -> None:
         for scheme, owns in zip(self._schemes, self._own, strict=True):
             scheme.synchronize()
             if owns is not None:
                 for buffer, own in zip(scheme.replica.buffers, owns[len(scheme.replica.parameters) :], strict=True):
-                    own.agreed = buffer.detach().clone()
+                    own.averaged = buffer.detach().clone()
 
     def _find_buffers(self) -> None:
         for scheme in self._schemes:
             scheme.replica.find_buffers()
 
     @outside_autocast()
-    def average_moved(self, tensors: Sequence[Tensor]) -> None:
-        """Write the mean of those in which ranks differ; collective, but where nodes come and go.
+    def average_differing(self, tensors: Sequence[Tensor]) -> None:
+        """Average the tensors that differ between ranks; collective, except with elastic nodes, where it does nothing.
 
         Args:
-            tensors: The same on all ranks, and none a share.
+            tensors: The same on all ranks, and none sharded.
         """
         if not self._topology.may_grow:
             self.average(self._differing(tensors))
 
     def _differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those in which ranks differ; collective, if there are any."""
+        """Return the tensors that differ between ranks. Collective, if any are given."""
         if self._topology.world_size == 1 or not tensors:
             return []
-        # by their values: `parameter.data = ...`, as most teachers are moved, leaves no trace
+        # by their values: most programs update a teacher by `parameter.data = ...`, which no version counter counts
         prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in tensors])
         bounds = torch.cat([prints, ~prints])
         self._topology.world.all_reduce(bounds, op="max").wait()
         most, least = bounds.chunk(2)
         return [t for t, is_equal in zip(tensors, (most == ~least).tolist(), strict=True) if not is_equal]
 
-    def _differing_others(self, moved: Sequence[Tensor] = ()) -> list[Tensor]:
-        """What no scheme averages, in which ranks differ, and which has a mean; collective, if there is any of it.
+    def _differing_others(self, written: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return tensors that no scheme averages, differ between ranks and have a mean. Collective, if there are any.
 
         Args:
-            moved: Buffers that schemes have averaged, but somebody may have moved since.
+            written: Buffers that schemes have averaged, and that the module may have written to since.
         """
-        # where schemes have nothing to do, buffers are DDP's
+        # where schemes have nothing to do, DDP handles buffers
         is_alone = bool(self._schemes) and all(scheme.is_alone for scheme in self._schemes)
         others = self._replicas.of_no_scheme(self._held, with_buffers=not is_alone)
-        differing = self._differing(others if is_alone else [*others, *moved])
+        differing = self._differing(others if is_alone else [*others, *written])
         if not differing:
             return []
         lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
         self._topology.world.all_reduce(lack, op="max").wait()
         left_out = [bool(lacks) for lacks in lack.tolist()]
-        if self._skips_sick:  # the healthy ones of parameters have a mean
+        if self._skips_nonfinite:  # the mean of parameters is that of the finite ones
             left_out = [out and not isinstance(t, nn.Parameter) for out, t in zip(left_out, differing, strict=True)]
         return [tensor for tensor, out in zip(differing, left_out, strict=True) if not out]
 
     @property
-    def _skips_sick(self) -> bool:
+    def _skips_nonfinite(self) -> bool:
         return any(scheme.guard.policy.on_nonfinite == "skip" for scheme in self._schemes)
 
     def average(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
-        """Write to tensors that no scheme knows their mean (of the healthy, where schemes skip the sick); collective.
+        """Average tensors of no scheme over all ranks (over finite ones with ``on_nonfinite="skip"``). Collective.
 
         Unit vectors get the first rank's values.
 
         Args:
             tensors: The same on all ranks.
-            equal_in_node: Whether those of a node's ranks are known to be equal.
+            equal_in_node: Whether the ranks of a node are known to hold equal values.
         """
         with_mean, directions = self._replicas.parted(tensors)
         self._average(with_mean, equal_in_node, is_nonfinite=False)
         broadcast_values(directions, self._topology.world)
 
     def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
-        """The same for averages that callbacks keep: not of ranks on which something stands in for sick ones."""
-        self._average(tensors, equal_in_node, is_nonfinite=bool(self._sick) or self.is_left_out)
+        """Average what callbacks keep, without ranks whose own values are non-finite. See :meth:`average`."""
+        self._average(tensors, equal_in_node, is_nonfinite=bool(self._nonfinite) or self.is_left_out)
 
     @outside_autocast()
     def _average(self, tensors: Sequence[Tensor], equal_in_node: bool, is_nonfinite: bool) -> None:
         if not tensors:
             return
-        weights = self._weights_of_healthy(tensors, is_nonfinite)
+        weights = self._weights_of_finite(tensors, is_nonfinite)
         replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
         ShardedAllReduce(replica, self._topology, weights=None if weights is None else lambda _: weights)()
 
     @torch.no_grad()
-    def _weights_of_healthy(self, tensors: Sequence[Tensor], is_nonfinite: bool) -> list[float] | None:
-        """Weights of all ranks, with none for those that are sick: their tensors are set to zero. Collective."""
+    def _weights_of_finite(self, tensors: Sequence[Tensor], is_nonfinite: bool) -> list[float] | None:
+        """Return the weights of ranks, where some are non-finite: 0 for these, whose tensors are zeroed. Collective."""
         topology = self._topology
-        if not self._skips_sick:
+        if not self._skips_nonfinite:
             return None
-        is_healthy = not is_nonfinite and all(bool(tensor.isfinite().all()) for tensor in tensors)
-        healthy = topology.world.all_gather_object(is_healthy)
-        if all(healthy) or not any(healthy):
+        is_finite = not is_nonfinite and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        finite = topology.world.all_gather_object(is_finite)
+        if all(finite) or not any(finite):
             return None
-        if not is_healthy:
+        if not is_finite:
             for tensor in tensors:
                 tensor.zero_()
-        weights = [weight * is_one for weight, is_one in zip(topology.weights, healthy, strict=True)]
+        weights = [weight * is_one for weight, is_one in zip(topology.weights, finite, strict=True)]
         return [weight / sum(weights) for weight in weights]
 
-    def stand_in(self, sick: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Callbacks look at other values in the place of averages that are sick: see :meth:`average_kept`.
+    def stand_in(self, replaced: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`.
 
         Args:
-            sick: What holds them until :meth:`leave`, and its own.
+            replaced: The tensors, each with its own values.
         """
-        self._sick.extend(sick)
+        self._nonfinite.extend(replaced)
 
     def leave(self, kept: Collection[Tensor] = ()) -> None:
-        """Put this rank's own parameters back, at the end of the outermost :meth:`enter`.
+        """Write this rank's own parameters back, at the end of the outermost :meth:`enter`.
 
         Args:
-            kept: Those that keep what the module holds now.
+            kept: Parameters that keep their present values.
         """
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
@@ -322,20 +299,20 @@ class AveragedModel:
                 for tensor, own in self._all_own():
                     if id(tensor) not in ids:
                         own.put_back(tensor)
-                for tensor, values in self._sick:
+                for tensor, values in self._nonfinite:
                     tensor.copy_(values)
-            self._own, self._own_others, self._sick, self._watched = [], [], [], None
+            self._own, self._own_others, self._nonfinite, self._watched, self._before = [], [], [], None, {}
             self._replicas.have_written()
 
     def drop_own(self) -> None:
-        """Let training go on from what the module holds now, inside of :meth:`enter`."""
+        """Let training continue from what the module holds now, inside of :meth:`enter`."""
         self._own, self._own_others = [None for _ in self._schemes], []
 
     def forget(self) -> None:
-        """The run is over, perhaps while somebody was looking: what the module holds now stays in it."""
-        self._depth, self._own, self._own_others, self._sick, self._watched = 0, [], [], [], None
+        """End the run, perhaps inside of :meth:`enter`: the module keeps what it holds now."""
+        self._depth, self._own, self._own_others, self._nonfinite, self._watched, self._before = 0, [], [], [], None, {}
 
-    # ---- what is written while a validation looks at it ------------------------------------------------------------
+    # ---- parameters that hooks write during a validation ----------------------------------------------------------
 
     @property
     def is_watched(self) -> bool:
@@ -347,32 +324,32 @@ class AveragedModel:
         """Store checksums of the module's parameters, to find later those that hooks have written to."""
         self._replicas.have_written()  # or they may be gathered ones
         named = self._replicas.module.named_parameters()
-        parameters = [parameter for name, parameter in named if name not in self._replicas.per_rank]
-        prints = _prints_of(parameters, self._replicas.device)
-        before = [local(parameter).detach().clone() for parameter in parameters] if self._topology.may_grow else []
-        self._watched = _Watched(parameters, prints, before)
+        parameters: dict[str, Tensor] = {n: p for n, p in named if n not in self._replicas.per_rank}
+        self._watched = parameters, Checksums(parameters)
+        self._before = {n: local(p).detach().clone() for n, p in parameters.items()} if self._topology.may_grow else {}
 
     @torch.no_grad()
-    def written(self) -> list[Tensor]:
-        """The parameters that were written to, on any rank, since :meth:`watch`. Collective.
+    def written(self) -> dict[str, Tensor]:
+        """Return the parameters, by name, that any rank has written to since :meth:`watch`. Collective.
 
-        Where nodes come and go, those of this rank; they get back what they held.
+        With elastic nodes, return those that this rank has written to, after restoring their values.
         """
-        watched = self._watched
-        assert watched is not None
+        assert self._watched is not None
+        parameters, checksums = self._watched
         self._replicas.have_written()
-        flags = watched.are_written()
-        if not self._topology.may_grow and flags.numel():
-            self._topology.world.all_reduce(flags, op="max").wait()
-        written = [place for place, flag in enumerate(flags.tolist()) if flag]
+        changed = Checksums(parameters).changed_since(checksums)
         if self._topology.may_grow:
-            for place in written:
-                local(watched.parameters[place]).copy_(watched.before[place])
-        return [watched.parameters[place] for place in written]
+            for name in changed:
+                local(parameters[name]).copy_(self._before[name])
+            return {name: parameters[name] for name in changed}
+        flags = torch.tensor([int(name in changed) for name in parameters], device=self._replicas.device)
+        if parameters:
+            self._topology.world.all_reduce(flags, op="max").wait()
+        return {name: parameters[name] for name, flag in zip(parameters, flags.tolist(), strict=True) if flag}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, the module holds the agreed parameters. Collective."""
+        """Inside, the module holds the averaged parameters. Collective."""
         self.enter()
         try:
             yield
@@ -381,7 +358,7 @@ class AveragedModel:
 
     @contextmanager
     def nobody_asked(self) -> Iterator[None]:
-        """Inside, this rank's own parameters pass for the agreed ones."""
+        """Inside, this rank's own parameters count as the averaged ones."""
         self._depth += 1
         try:
             yield
@@ -389,7 +366,7 @@ class AveragedModel:
             self._depth -= 1
 
     def own_values(self) -> dict[int, Tensor]:
-        """This rank's own values, by the tensor's ``id``, where the module holds the agreed ones in their place."""
+        """Return this rank's own values, by the tensor's ``id``, where the module holds averaged ones instead."""
         self._find_buffers()
         return {id(tensor): own.now(tensor) for tensor, own in self._all_own()}
 
@@ -401,10 +378,10 @@ class AveragedModel:
 
     @outside_autocast()
     def average_module(self) -> None:
-        """Average the module itself over all ranks, if it differs; collective.
+        """Average the module itself over all ranks, if it differs. Collective.
 
-        Callbacks like StochasticWeightAveraging put averages of their own into the module, each node another, and no
-        scheme knows of them.
+        Callbacks like StochasticWeightAveraging write their own averages to the module, different on each node, and
+        schemes do not know of them.
         """
         if not self._topology.may_grow:
             self.compare_shapes()
@@ -416,10 +393,10 @@ class AveragedModel:
             return
         whole = self._replicas.whole()
         if not whole.shares:
-            self.average_kept(self._differing(whole.tensors))  # a mean of equals may differ from them in the last bit
+            self.average_kept(self._differing(whole.tensors))  # the mean of equal values may differ in the last bit
         else:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
-            # ranks that hold parts of a model differ from their node, but not from the same ranks of other nodes
+            # ranks with shards of a model differ inside their node, but not from the same ranks of other nodes
             if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
                 ShardedAllReduce(whole, self._topology)()
                 self._replicas.have_written()

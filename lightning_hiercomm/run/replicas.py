@@ -17,9 +17,10 @@ from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.shapes import unequal_tensors, warning_of_unequal
 from lightning_hiercomm.run.shards import reshard, share_out, shares_of
-from lightning_hiercomm.schemes.health.verification import plain, print_of
+from lightning_hiercomm.schemes.health.verification import plain
 
 _BUFFERS_IN_A_SUM = 2**16
 """Whether something is finite is seen by its sum, of which all buffers may be a part."""
@@ -222,10 +223,10 @@ class Replicas:
         known = set(map(id, replica.parameters))
         return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and is_of_numbers(p)]
 
-    def checksum(self) -> list[int]:
-        """One number for what this rank holds of each parameter, another one if somebody gives it other values."""
+    def checksums(self) -> Checksums:
+        """Return checksums of what this rank holds of the module's parameters."""
         self.have_written()  # or the module's parameters may be gathered ones
-        return [int(print_of(local(parameter))) for parameter in self.module.parameters()]
+        return Checksums(dict(self.module.named_parameters()))
 
     def have_written(self) -> None:
         """Tell the module that somebody wrote to its parameters outside of a training step."""

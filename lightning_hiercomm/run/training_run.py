@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.averaged_model import AveragedModel
+from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.optimizer_steps import Collectives, OptimizerSteps
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.shapes import are_equal
@@ -31,7 +32,7 @@ from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas, print_of
+from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ class TrainingRun:
         self.optimizer_steps.before_inner_step = lambda: self.has_begun
         self._knows_means = topology.may_grow  # and whoever comes later would decide alone
         differs = any(not running.is_alone and running.config.gradients != "world" for running in self.schemes)
-        self._uncounted = UncountedChanges(self.schemes, replicas, self._values) if differs else None
+        self._uncounted = UncountedChanges(self.schemes, replicas) if differs else None
         self.remember_values()
 
     @property
@@ -204,28 +205,30 @@ class TrainingRun:
         written, kept = model.written(), ""
         if self.topology.may_grow:
             self._warn_of_undone(written, hook)
-            written = []
-        elif self._are_trained(written):
-            kept = self._names(written)
+            written = {}
+        elif self._are_trained(written.values()):
+            kept = _in_words(written)
             with torch.inference_mode(False):  # what schemes make now, training writes to
                 self._keep_written(written, share, hook)
-        model.leave(kept=written)
+        model.leave(kept=[*written.values()])
         return kept
 
-    def _are_trained(self, written: Sequence[Tensor]) -> bool:
+    def _are_trained(self, written: Iterable[Tensor]) -> bool:
         trained = {id(parameter) for scheme in self.schemes for parameter in scheme.replica.with_empty}
         return any(id(local(parameter)) in trained for parameter in written)
 
-    def _keep_written(self, written: Sequence[Tensor], share: Callable[[Sequence[Tensor]], None], hook: str) -> None:
-        before = [int(print_of(local(parameter))) for parameter in written]
-        share(written)
+    def _keep_written(
+        self, written: Mapping[str, Tensor], share: Callable[[Sequence[Tensor]], None], hook: str
+    ) -> None:
+        before = Checksums(written)
+        share([*written.values()])
         self.replicas.have_written()
-        changes = before != [int(print_of(local(parameter))) for parameter in written]
+        changes = bool(Checksums(written).changed_since(before))
         differs = torch.tensor([int(changes)], device=self.replicas.device)
         self.topology.world.all_reduce(differs, op="max").wait()
         if bool(differs) and self.topology.rank == 0:
             warnings.warn(
-                f"ranks wrote different values to parameters in {hook} ({self._names(written)}). All ranks continue"
+                f"ranks wrote different values to parameters in {hook} ({_in_words(written)}). All ranks continue"
                 " with those of rank 0: write the same values on all ranks",
                 stacklevel=2,
             )
@@ -235,22 +238,17 @@ class TrainingRun:
         if self._uncounted is not None:
             self._uncounted.begin(self._known)
 
-    def _warn_of_undone(self, written: Sequence[Tensor], hook: str) -> None:
+    def _warn_of_undone(self, written: Mapping[str, Tensor], hook: str) -> None:
         if written and self.topology.local_rank == 0:
             warnings.warn(
-                f"elastic nodes: what was written to parameters in {hook} ({self._names(written)}) is undone, because"
+                f"elastic nodes: what was written to parameters in {hook} ({_in_words(written)}) is undone, because"
                 " other nodes do not receive it. Write them in a training hook, on all nodes",
                 stacklevel=2,
             )
 
-    def _names(self, parameters: Sequence[Tensor]) -> str:
-        ids = set(map(id, parameters))
-        names = [name for name, parameter in self.module.named_parameters() if id(parameter) in ids]
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
     def remember_values(self) -> None:
         """Take what the module holds for what the schemes know; for whoever has restored both."""
-        self._known = self._values()
+        self._known = self.replicas.checksums()
 
     def values_have_changed(self, of_trained: bool = False) -> bool:
         """Whether somebody, on any rank, has written to the module behind the schemes' back. Collective.
@@ -258,16 +256,11 @@ class TrainingRun:
         Args:
             of_trained: Whether only parameters count that the schemes train at the moment.
         """
-        now, trained = self._values(), set(self.trained())
-        counts = trained if of_trained else now.keys() | self._known.keys()
-        differs = any(now.get(name) != self._known.get(name) for name in counts)
+        names = set(self.trained()) if of_trained else None
+        differs = bool(self.replicas.checksums().changed_since(self._known, names))
         changed = torch.tensor(int(differs), device=self.replicas.device)
         self.topology.world.all_reduce(changed.view(1), op="max").wait()
         return bool(changed)
-
-    def _values(self) -> dict[str, int]:
-        names = (name for name, _ in self.module.named_parameters())
-        return dict(zip(names, self.replicas.checksum(), strict=True))
 
     def fingerprint(self) -> str:
         """Equal for runs that train modules of the same shapes by the same scheme and wire."""
@@ -530,7 +523,7 @@ class TrainingRun:
             self.averaged_model.compare_shapes()
             scheme.synchronize()
             # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
-            self.averaged_model.average_moved(
+            self.averaged_model.average_differing(
                 [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)]
             )
             replica = self.replicas.of(optimizer)
@@ -633,6 +626,10 @@ def _first_difference(first: list[list[str]], other: list[list[str]], rank: int)
             if a != b:
                 return f"optimizer {which} has {a} on rank 0, {b} on rank {rank}"
     raise AssertionError("there is a difference")
+
+
+def _in_words(names: Collection[str]) -> str:
+    return ", ".join([*names][:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Mapping[str, Any]:

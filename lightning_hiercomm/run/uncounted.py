@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from weakref import ReferenceType, ref
@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hiercomm.comm.dtensor import local
+from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
@@ -26,7 +27,6 @@ _CHANGES, _CHANGES_IN_LOOPS = 2, 8
 """One may be an initialization from the first batch, or a clamp, in a program that accumulates gradients. In a loop
 whose batches are not known, some may be steps of an inner loop that the program takes back (MAML, Reptile)."""
 
-Values = Mapping[str, int]
 _version = attrgetter("_version")
 
 
@@ -36,7 +36,7 @@ class _Watched:
     Args:
         parameters: By name.
         schemes: They count the steps that change the parameters.
-        known: A checksum of each parameter, by name, if it is known.
+        known: Checksums of what they held last, if they are known.
 
     Attributes:
         parameters: As above.
@@ -45,7 +45,7 @@ class _Watched:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], schemes: Sequence[RunningScheme[Scheme]], known: Values | None
+        self, parameters: Mapping[str, Tensor], schemes: Sequence[RunningScheme[Scheme]], known: Checksums | None
     ) -> None:
         self._names = list(parameters)
         self.parameters = list(parameters.values())
@@ -85,14 +85,10 @@ class _Watched:
         before, self._steps_of_epochs = self._steps_of_epochs, steps
         return steps == before
 
-    def compare(self, values: Values) -> None:
-        """Count a change, if there is one since the last comparison.
-
-        Args:
-            values: A checksum of each parameter, by name.
-        """
-        known, self._known = self._known, values
-        if known is not None and (changed := [name for name in self._names if values.get(name) != known.get(name)]):
+    def compare(self, now: Checksums) -> None:
+        """Count a change, if there is one since the last comparison."""
+        known, self._known = self._known, now
+        if known is not None and (changed := now.changed_since(known, self._names)):
             self.changed = changed
             self.changes += 1
 
@@ -107,15 +103,11 @@ class UncountedChanges:
     Args:
         schemes: They count steps, one per optimizer.
         replicas: The tensors of the module.
-        values: Returns a checksum of each parameter, by name.
     """
 
-    def __init__(
-        self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, values: Callable[[], Values]
-    ) -> None:
+    def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas) -> None:
         self._schemes = schemes
         self._replicas = replicas
-        self._values = values
         self._watched: list[tuple[str, _Watched]] = []
         self._untrained: _Watched | None = None
         self._gradients: dict[int, ReferenceType[Tensor]] = {}  # of what no scheme trains
@@ -123,14 +115,10 @@ class UncountedChanges:
         self._seen: list[object] | None = None
         self._hook: RemovableHandle | None = None
 
-    def begin(self, values: Values) -> None:
-        """Training begins.
-
-        Args:
-            values: A checksum of each parameter, by name.
-        """
+    def begin(self, known: Checksums) -> None:
+        """Training begins with parameters of these checksums."""
         self._seen = None
-        self._follow(values)
+        self._follow(known)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -170,9 +158,9 @@ class UncountedChanges:
     def _compare(self, suspected: Sequence[tuple[str, _Watched]], most: int) -> None:
         if not suspected:
             return
-        values = self._values()
+        now = self._replicas.checksums()
         for kind, watched in suspected:
-            watched.compare(values)
+            watched.compare(now)
             if watched.changes >= most:
                 raise RuntimeError(_message(kind, watched.changed, is_trained=watched is not self._untrained))
 
@@ -184,7 +172,7 @@ class UncountedChanges:
             return [(self._stepped_by, untrained)]  # if its class is known
         return [*self._watched, (self._stepped_by, untrained)] if self._stepped_by else self._watched
 
-    def _follow(self, values: Values | None = None) -> None:
+    def _follow(self, known: Checksums | None = None) -> None:
         """Watch what is trained now, if that has changed."""
         replicas = [scheme.replica for scheme in self._schemes]
         if self._seen is not None and all(map(is_, replicas, self._seen)):
@@ -197,10 +185,10 @@ class UncountedChanges:
             sharing = [other for other, theirs in zip(self._schemes, ids, strict=True) if not own.isdisjoint(theirs)]
             watched = {name: parameter for name, parameter in parameters if id(local(parameter)) in own}
             if watched:
-                self._watched.append((type(scheme.optimizer).__name__, _Watched(watched, sharing, values)))
+                self._watched.append((type(scheme.optimizer).__name__, _Watched(watched, sharing, known)))
         trained = {id(parameter) for optimizer in self._replicas.optimizers for parameter in trained_by(optimizer)}
         others = {name: p for name, p in parameters if p.requires_grad and p.numel() and id(p) not in trained}
-        self._untrained = _Watched(others, (), values) if others else None
+        self._untrained = _Watched(others, (), known) if others else None
         if self._untrained is not None and not self._watched:
             self._see_all_steps()
 

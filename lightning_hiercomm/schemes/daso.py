@@ -67,8 +67,9 @@ class DASO(ParameterSync):
     Float buffers (BatchNorm statistics), which no training step reads, take part only in the means that are waited for.
 
     Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; parameters are sent as bfloat16 in
-    the blocking phases, by ``wire_dtype="bfloat16", wire_raw=True`` and ``narrow_phases="blocking"`` here, which is not
-    the default. It names no lengths of warm-up and cool-down, no threshold and no patience: those defaults are ours.
+    the blocking phases, by ``wire_dtype="bfloat16"``, ``Transport(wire_raw=True)`` and ``narrow_phases="blocking"``
+    here, which is not the default. It names no lengths of warm-up and cool-down, no threshold and no patience: those
+    defaults are ours.
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: a few when it

@@ -5,46 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import TBroadcast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hiercomm._lightning.ddp import FabricSyncControl, check_ddp_arguments, is_not_insisted_on
+from lightning_hiercomm._lightning.ddp import FabricSyncControl, is_not_insisted_on
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
-from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import broadcast_values, tensors_without, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme, SchemeName
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.fabric_module import FabricModule
 from lightning_hiercomm.trainer.gradients import GradientReduction
-from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
+from lightning_hiercomm.trainer.options import Health
+from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments, register_schemes
 
 
-class HierarchicalFabricStrategy(DDPStrategy):
-    """What :class:`~lightning_hiercomm.HierarchicalStrategy` is for a ``Trainer``, for ``lightning.fabric.Fabric``.
-
-    The ranks of a node agree on gradients at every step, through DDP over the node's own process group; the nodes agree
-    when, and how, the scheme says. The loop is yours, and a strategy cannot see where it begins and ends: say it with
-    :meth:`epochs`. Until then the ranks hold parameters of their own; :meth:`averaged_model` is where to validate, and
-    ``fabric.save`` saves the agreed ones by itself. All of these are collective: every rank calls them, like
-    ``fabric.save``.
+class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrategy):
+    """Train by a loop of your own, on ``lightning.fabric.Fabric``, as ``HierarchicalStrategy`` does with a ``Trainer``.
 
     Example::
 
@@ -62,113 +50,50 @@ class HierarchicalFabricStrategy(DDPStrategy):
                 validate(model)
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
 
-    The last entry, if it is there, is the schemes' schedule (the steps taken, DASO's plateau, the outer optimizer's
-    state): load it in the same way, with ``fabric.load``, before :meth:`epochs`.
+    A strategy cannot see where a loop begins and ends: iterate over :meth:`epochs`. Until its end the ranks hold
+    different parameters. Validate inside :meth:`averaged_model`; ``fabric.save`` saves the averaged parameters. All of
+    these are collective: every rank calls them, like ``fabric.save``.
 
-    What belongs to the Trainer is not here: ``HeterogeneousBatches``, checkpoints of every rank's own parameters, and
-    the control plane that names a rank that died; without it the others end by the process group's timeout.
+    The strategy in the saved dictionary is optional. It stands for the schemes' schedule: the steps taken, DASO's
+    plateau, the outer optimizer's state. Load it in the same way, with ``fabric.load``, before :meth:`epochs`.
 
-    Args:
-        scheme: As for ``HierarchicalStrategy``, and so are the next nine.
-        ranks_per_node: The size of every node, or a list of sizes. Default: what the cluster environment says.
-        inter_node: ``"torch"``, ``"gloo"`` or ``"mpi"``; see ``HierarchicalStrategy``.
-        wire_dtype: Payload type of inter-node traffic.
-        wire_raw: Cast the parameters themselves, not their differences.
-        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
-            those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
-            such as queues of samples, stay each rank's own.
-        average_optimizer_state: Also average the optimizer's state at agreements of ``PeriodicAveraging``, in the form
-            of ``wire_dtype``.
-        on_nonfinite: What becomes of parameters that are NaN or infinite: ``"raise"``, ``"skip"`` or ``"ignore"``.
-        verify_replicas: Compare the ranks of a node at agreements: ``"off"``, ``"warn"`` or ``"raise"``.
-        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
-        gradient_as_bucket_view: Let gradients lie in DDP's buckets, which saves a copy of them.
-        accelerator: As for Fabric's ``DDPStrategy``.
-        parallel_devices: As for Fabric's ``DDPStrategy``.
-        cluster_environment: As for Fabric's ``DDPStrategy``.
-        checkpoint_io: As for Fabric's ``DDPStrategy``.
-        precision: As for Fabric's ``DDPStrategy``.
-        process_group_backend: As for Fabric's ``DDPStrategy``.
-        timeout: As for Fabric's ``DDPStrategy``.
-        start_method: As for Fabric's ``DDPStrategy``.
-        elastic: Refused: nodes that leave and join are for ``HierarchicalStrategy`` only.
-        **ddp_kwargs: Whatever ``torch.nn.parallel.DistributedDataParallel`` takes, such as ``find_unused_parameters``.
+    The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
+    :class:`~lightning_hiercomm.trainer.settings.DDPArguments`, except those that need a Trainer, and all of Fabric's
+    ``DDPStrategy``. Without the Trainer's control plane, ranks that wait for one that died end by the process group's
+    timeout.
 
     Attributes:
         topology: The nodes; None before ``fabric.launch``.
-
-    Raises:
-        ValueError: For arguments that make no sense, naming what would be right.
-        TypeError: For arguments of a wrong type, and keywords that neither this strategy nor
-            ``DistributedDataParallel`` knows.
     """
 
-    def __init__(
-        self,
-        scheme: Scheme | SchemeName = "all_reduce",
-        ranks_per_node: int | list[int] | None = None,
-        inter_node: Literal["torch", "gloo", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,
-        wire_raw: bool = False,
-        average_buffers: bool | list[str] = True,
-        average_optimizer_state: bool = False,
-        on_nonfinite: OnNonfinite = "raise",
-        verify_replicas: VerifyReplicas = "off",
-        bucket_mb: float = 4.0,
-        gradient_as_bucket_view: bool = True,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        elastic: Elastic | str | None = None,
-        **ddp_kwargs: Any,
-    ) -> None:
-        if elastic is not None:
-            raise ValueError(
-                f"elastic={elastic!r}: the loop is yours, so HierarchicalFabricStrategy cannot take a newcomer to where"
-                " the others are in it: take a Trainer with HierarchicalStrategy(elastic=...); or let"
-                " `torchrun --max-restarts` start all nodes again from what fabric.save wrote"
-            )
-        check_ddp_arguments(ddp_kwargs, type(self), ARGUMENTS_OF_SCHEMES)
-        check_start(timeout, start_method, process_group_backend)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            **ddp_kwargs,
-        )
+    _unsupported: ClassVar[Mapping[str, str]] = {
+        "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
+        "evaluate": "the loop is yours: validate inside `with strategy.averaged_model():`, or outside of it",
+        "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
+        "elastic": (
+            "the loop is yours, so the strategy cannot lead a joining node to where the others are in it: take a"
+            " Trainer with HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again"
+            " from what fabric.save wrote"
+        ),
+    }
+
+    @override
+    def _configure(self) -> None:
+        settings = self._settings
+        scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
         if isinstance(scheme, DASO) and scheme.adapt and scheme.monitor is not None:
             raise ValueError(
-                f"monitor={scheme.monitor!r} is a metric that LightningModules log, which Fabric has not: leave it out,"
+                f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out,"
                 " which watches the loss that goes through fabric.backward, or take adapt=False"
             )
-        self._settings = Settings.checked(
-            scheme=scheme,
-            ranks_per_node=ranks_per_node,
-            inter_node=inter_node,
-            wire_dtype=wire_dtype,
-            wire_raw=wire_raw,
-            average_buffers=average_buffers,
-            average_optimizer_state=average_optimizer_state,
-            on_nonfinite=on_nonfinite,
-            verify_replicas=verify_replicas,
-            bucket_mb=bucket_mb,
-        )
-        first_phase = getattr(self._settings.scheme, "first_phase", 0)
         if first_phase:
             raise ValueError(
                 f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks between which DDP"
                 " averages gradients: leave it out, or train the first steps with AllReduce"
+            )
+        if (settings.health.hang_timeout, settings.health.control_port) != (Health.hang_timeout, Health.control_port):
+            raise ValueError(
+                f"health={settings.health}: the control plane needs a Trainer: leave out hang_timeout and control_port"
             )
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
@@ -190,7 +115,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
     def __repr__(self) -> str:
         """The strategy as a user writes it, with the sizes of the nodes if they are known."""
         sizes = None if self.topology is None else [len(ranks) for ranks in self.topology.nodes]
-        return f"{type(self).__name__}({', '.join(self._settings.said_of(type(self), sizes))})"
+        return f"{type(self).__name__}({self._settings.as_written(sizes)})"
 
     @classmethod
     @override
@@ -275,7 +200,7 @@ class HierarchicalFabricStrategy(DDPStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         place = place_of(self.cluster_environment, self.node_rank, self.local_rank, self._starts_ranks)
-        sizes, inter_node = self._settings.ranks_per_node, self._settings.inter_node
+        sizes, inter_node = self._settings.ranks_per_node, self._settings.transport.inter_node
         self.topology = connect_world(self.global_rank, self.world_size, place, sizes, inter_node, self._timeout)
 
     @property

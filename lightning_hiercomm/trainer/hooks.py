@@ -113,7 +113,7 @@ class HierarchicalHooks(Reports):
                 self.world_size,
                 place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks),
                 self._settings.ranks_per_node,
-                self._settings.inter_node,
+                self._settings.transport.inter_node,
                 self._timeout,
             )
             if self._settings.elastic is not None:
@@ -127,8 +127,8 @@ class HierarchicalHooks(Reports):
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
-        address = self._environment.main_address, self._settings.control_port
-        hang_timeout = self._settings.hang_timeout
+        address = self._environment.main_address, self._settings.health.control_port or 0
+        hang_timeout = self._settings.health.hang_timeout
         timeout = None if self._timeout is None else self._timeout.total_seconds()
         self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather, timeout)
 
@@ -334,7 +334,7 @@ class HierarchicalHooks(Reports):
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.begin_validation()
-            if self._settings.on_nonfinite == "skip":
+            if self._settings.health.on_nonfinite == "skip":
                 # which may take their place, before this rank is healed itself
                 self._run.averaged_model.stand_in(heal_averages(self._module.trainer))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -19,23 +20,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import accumulates, raw_optimizer
-from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.comm.torch import without_splitting_gloo
-from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
-from lightning_hiercomm.schemes import DASO, Scheme, SchemeName
+from lightning_hiercomm.schemes import DASO, SCHEMES, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
-from lightning_hiercomm.trainer.settings import Settings
 
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
@@ -67,6 +65,36 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
     """
 
     topology: Topology | None = None
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = 1,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
+    ) -> None:
+        """Check the sizes of the mesh.
+
+        Args:
+            data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that
+                ``tensor_parallel_size`` leaves.
+            tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all.
+            save_distributed_checkpoint: Save a directory to which every rank of node 0 writes its shards. False: one
+                file, put together by rank 0, which any strategy loads.
+            process_group_backend: As for ``ModelParallelStrategy``.
+            timeout: As for ``ModelParallelStrategy``.
+        """
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto" and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
 
     @override
     def setup_environment(self) -> None:
@@ -139,116 +167,51 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
 class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStrategy):
     """Train a module that is sharded inside each node, on nodes joined by a network much slower than their own links.
 
+    Nodes of eight GPUs, over which FSDP2 shards the module, exchange parameters every 100 steps::
+
+        from lightning_hiercomm import DiLoCo, HierarchicalModelParallelStrategy
+
+        strategy = HierarchicalModelParallelStrategy(DiLoCo(sync_every=100))
+        trainer = Trainer(strategy=strategy, devices=8, num_nodes=4)
+
     The module shards itself in ``configure_model`` over ``self.device_mesh``, with FSDP2's ``fully_shard``, a tensor
-    parallel plan, or both, as for Lightning's ``ModelParallelStrategy``: here the mesh is that of the *node*, with the
-    dimensions ``data_parallel`` and ``tensor_parallel``. Ranks that hold the same part on different nodes agree on it
-    when, and how, the scheme says; nothing needs to be gathered for that. What a person sees is the *agreed* model, as
-    with ``HierarchicalStrategy``.
+    parallel plan, or both, as for Lightning's ``ModelParallelStrategy``. Here the mesh is that of the *node*, with the
+    dimensions ``data_parallel`` and ``tensor_parallel``. Ranks that hold the same shard on different nodes synchronize
+    it by the scheme, without gathering the parameters. Validation and checkpoints use the averaged model, as with
+    ``HierarchicalStrategy``.
 
     With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
-    clipped by the norm of the node's, or, with ``AllReduce``, of all.
+    clipped by the norm over the node, or, with ``AllReduce``, over all nodes.
 
-    All nodes begin with node 0's values, part by part, so a module made on the meta device is never whole anywhere;
+    All nodes begin with node 0's values, shard by shard, so no rank ever holds all of a module made on the meta device;
     also where the module itself writes them, in ``on_fit_start`` or ``on_train_start``.
 
-    Args:
-        scheme: When and how the nodes agree: a ``Scheme``, or the name of one with its
-            default arguments (``"daso"``: with ``reducer="sharded"``).
-        data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that ``tensor_parallel_size``
-            leaves.
-        tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all.
-        save_distributed_checkpoint: Save a directory to which every rank of node 0 writes its shards. False: one file,
-            put together by rank 0, which any strategy loads.
-        ranks_per_node: The number of ranks on a node. Default: what the cluster environment says.
-        inter_node: What carries traffic between nodes: ``"torch"``, ``"gloo"`` or ``"mpi"``; see
-            ``HierarchicalStrategy``.
-        wire_dtype: Payload type of inter-node traffic; see ``HierarchicalStrategy``.
-        wire_raw: Cast the parameters themselves, not their differences from the last agreed ones.
-        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
-            those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
-            such as queues of samples, stay each rank's own.
-        evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each node's own
-            (``"replica"``), which costs no communication.
-        checkpoint_replicas: Also store every rank's own shards, optimizer and scheme state beside each checkpoint, for
-            a bit-exact resume. Without it a run resumes from the agreed parameters.
-        on_nonfinite: What happens when parameters that are NaN or infinite are about to be sent to other nodes; see
-            ``HierarchicalStrategy``.
-        verify_replicas: Whether to compare, at every agreement, the parameters that several ranks of a node hold
-            (those that are not sharded, or not over these ranks); see ``HierarchicalStrategy``.
-        control_port: Port of rank 0's node on which the control plane listens; every rank must be able to reach it.
-            None: any free port.
-        hang_timeout: Seconds of silence after which a rank is taken for frozen, and ends the run; None: never. See
-            ``HierarchicalStrategy``.
-        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
-        process_group_backend: As for ``ModelParallelStrategy``.
-        timeout: As for ``ModelParallelStrategy``.
-        elastic: Refused: nodes that leave and join are for ``HierarchicalStrategy`` only.
+    The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
+    :class:`~lightning_hiercomm.trainer.model_parallel.NodeModelParallelStrategy`. ``scheme="daso"`` is
+    ``DASO(reducer="sharded")``.
 
     Raises:
-        ValueError: For arguments that make no sense, and for schemes that need whole parameters on every rank:
-            ``StepsDelay``, ``Gossip(hierarchical=False)``, ``DASO(reducer="leader")``, ``gradients="none"``.
+        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``,
+            ``Gossip(hierarchical=False)``, ``gradients="none"``.
     """
 
     strategy_name = "hierarchical_model_parallel"
+    _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = {**SCHEMES, "daso": partial(DASO, reducer="sharded")}
+    _unsupported: ClassVar[Mapping[str, str]] = {
+        "batches": "HeterogeneousBatches needs whole parameters on every rank: use HierarchicalStrategy",
+        "average_optimizer_state": "optimizer state that is sharded inside a node stays with its node: leave it out",
+        "elastic": (
+            "a recovering node receives the whole state from one rank of another node, and here every rank holds a"
+            " shard. If a rank can hold the whole model, use HierarchicalStrategy(elastic=...); if not, let"
+            " `torchrun --max-restarts` start all nodes again from checkpoints"
+        ),
+    }
 
-    @checked_arguments
-    def __init__(
-        self,
-        scheme: Scheme | SchemeName = "all_reduce",
-        data_parallel_size: Literal["auto"] | int = "auto",
-        tensor_parallel_size: Literal["auto"] | int = 1,
-        save_distributed_checkpoint: bool = True,
-        ranks_per_node: int | None = None,
-        inter_node: Literal["torch", "gloo", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,
-        wire_raw: bool = False,
-        average_buffers: bool | list[str] = True,
-        evaluate: Literal["consensus", "replica"] = "consensus",
-        checkpoint_replicas: bool = False,
-        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
-        verify_replicas: Literal["off", "warn", "raise"] = "off",
-        control_port: int | None = None,
-        hang_timeout: float | None = 300.0,
-        bucket_mb: float = 4.0,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        elastic: Elastic | str | None = None,
-    ) -> None:
-        if elastic is not None:
-            raise ValueError(
-                f"elastic={elastic!r}: a newcomer is healed by a whole state from one rank of another node, and here"
-                " every rank holds a part of it. If a rank can hold the whole model, take"
-                " HierarchicalStrategy(elastic=...) in place of HierarchicalModelParallelStrategy; if not, let"
-                " `torchrun --max-restarts` start all nodes again from checkpoints"
-            )
-        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
-            if size != "auto" and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")
-        super().__init__(
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        settings = Settings.checked(
-            scheme=DASO(reducer="sharded") if scheme == "daso" else scheme,
-            ranks_per_node=ranks_per_node,
-            inter_node=inter_node,
-            wire_dtype=wire_dtype,
-            wire_raw=wire_raw,
-            average_buffers=average_buffers,
-            evaluate=evaluate,
-            checkpoint_replicas=checkpoint_replicas,
-            on_nonfinite=on_nonfinite,
-            verify_replicas=verify_replicas,
-            control_port=control_port,
-            hang_timeout=hang_timeout,
-            bucket_mb=bucket_mb,
-        )
-        if reason := settings.scheme.profile.needs_whole_parameters:
+    @override
+    def _configure(self) -> None:
+        super()._configure()
+        if reason := self.scheme.profile.needs_whole_parameters:
             raise ValueError(reason)
-        self._configure(settings)
         self._gradients: ShardedGradients | None = None
         self._averages_in_step = False
 

@@ -24,8 +24,7 @@ class Reports(StrategyState):
         elif (chosen := self._settings.ranks_per_node) is not None and self._knows_ranks:
             with contextlib.suppress(ValueError):  # they do not fit, which a Trainer says
                 sizes = [len(ranks) for ranks in nodes_by_count(chosen, self.world_size)]
-        said = self._settings.said_of(type(self), sizes)
-        return shown_with_tree(name, f"{name}({', '.join(said)})")
+        return shown_with_tree(name, f"{name}({self._settings.as_written(sizes)})")
 
     def _announce(self) -> None:
         """Say once what runs."""
@@ -39,7 +38,7 @@ class Reports(StrategyState):
             return
         nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
         rank_zero_info(
-            f"{topology.num_nodes} nodes {nodes} over {self._settings.inter_node}; {self.scheme!r};"
+            f"{topology.num_nodes} nodes {nodes} over {self._settings.transport.inter_node}; {self.scheme!r};"
             f" {megabytes:.3g} MB of parameters and buffers"
         )
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 
 from lightning_hiercomm._lightning.collectives import CollectiveCounter
-from lightning_hiercomm.arguments import check_types, checked_arguments
+from lightning_hiercomm._lightning.ddp import check_ddp_arguments
+from lightning_hiercomm.arguments import check_types, checked_fields, unknown_argument
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
@@ -28,8 +29,7 @@ from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.trainer.options import Health, Transport
 
 ARGUMENTS_OF_SCHEMES = {
     name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
@@ -37,163 +37,100 @@ ARGUMENTS_OF_SCHEMES = {
 """Names of what schemes take, with the first scheme that does."""
 
 
-_WIRES = ("float32", "bfloat16", "float16", "int8", "int4", "top4")
+WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"]
 
 
+@checked_fields
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that every strategy whose nodes agree has in common.
+    """The arguments of a strategy; :class:`HierarchicalArguments` documents them.
 
-    They are documented where users meet them: :class:`~lightning_hiercomm.trainer.strategy.HierarchicalStrategy`.
+    Raises:
+        ValueError: If arguments contradict each other or the scheme.
+        TypeError: If an argument has a wrong type.
     """
 
     scheme: Scheme
-    batches: HeterogeneousBatches | None
-    ranks_per_node: int | list[int] | None
-    inter_node: Literal["torch", "gloo", "mpi"]
-    wire: Wire
-    average_buffers: bool | list[str]
-    average_optimizer_state: bool
-    evaluate: Literal["consensus", "replica"]
-    checkpoint_replicas: bool
-    on_nonfinite: OnNonfinite
-    verify_replicas: VerifyReplicas
-    control_port: int
-    hang_timeout: float | None
-    bucket_bytes: int
+    ranks_per_node: int | list[int] | None = None
+    wire_dtype: WireDtype | None = None
+    batches: HeterogeneousBatches | None = None
+    average_buffers: bool | list[str] = True
+    average_optimizer_state: bool = False
+    evaluate: Literal["consensus", "replica"] = "consensus"
+    checkpoint_replicas: bool = False
+    health: Health = Health()
+    transport: Transport = Transport()
     elastic: Elastic | None = None
+    unsupported: InitVar[Mapping[str, str]] = MappingProxyType({})
 
-    @classmethod
-    @checked_arguments
-    def checked(
-        cls,
-        *,
-        scheme: Scheme | SchemeName,
-        batches: HeterogeneousBatches | None = None,
-        ranks_per_node: int | list[int] | None,
-        inter_node: Literal["torch", "gloo", "mpi"],
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None,
-        wire_raw: bool,
-        average_buffers: bool | list[str],
-        average_optimizer_state: bool = False,
-        evaluate: Literal["consensus", "replica"] = "consensus",
-        checkpoint_replicas: bool = False,
-        on_nonfinite: OnNonfinite,
-        verify_replicas: VerifyReplicas,
-        control_port: int | None = None,
-        hang_timeout: float | None = None,
-        bucket_mb: float,
-        elastic: Elastic | str | None = None,
-    ) -> Settings:
-        """Make settings of a strategy's arguments; what has a default here is what not all of them offer.
-
-        Raises:
-            ValueError: For arguments that make no sense, naming what would be right.
-            TypeError: For arguments of a wrong type, likewise.
-        """
-        if isinstance(scheme, str):
-            if scheme not in SCHEMES:
-                near = _near_name(scheme)
-                hint = "" if near is None else f". Did you mean {near!r}?"
-                raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme{hint}")
-            scheme = SCHEMES[scheme]()
-        if not isinstance(scheme, Scheme):
-            raise ValueError(f"scheme={scheme!r} must be a Scheme or one of {', '.join(SCHEMES)}")
-        if type(scheme) is Scheme:
-            raise ValueError(f"scheme=Scheme() is the base of all, and never agrees; use one of {', '.join(SCHEMES)}")
+    def __post_init__(self, unsupported: Mapping[str, str]) -> None:
+        for name, value in self.changed().items():
+            if name in unsupported:
+                raise ValueError(f"{name}={value!r}: {unsupported[name]}")
+        scheme, sizes = self.scheme, self.ranks_per_node
         _warn_of_kept_arguments(scheme)
-        if evaluate not in ("consensus", "replica"):
-            raise ValueError(f"evaluate={evaluate!r} must be 'consensus' or 'replica'")
-        if inter_node not in ("torch", "gloo", "mpi"):
-            raise ValueError(f"inter_node={inter_node!r} must be 'torch', 'gloo' or 'mpi'")
-        if inter_node == "mpi":
-            load_mpi()  # or Lightning finds mpi4py without a library, and fails with less to say
-        sizes = [ranks_per_node] if isinstance(ranks_per_node, int) else ranks_per_node
-        if sizes is not None and (not sizes or min(sizes) < 1):
-            raise ValueError(f"ranks_per_node={ranks_per_node} must be a positive number, or a list of one per node")
-        if not 0 < bucket_mb < 2**40:
-            raise ValueError(f"bucket_mb={bucket_mb} must be positive, and a size that memory can have")
-        if on_nonfinite not in ("raise", "skip", "ignore"):
-            raise ValueError(f"on_nonfinite={on_nonfinite!r} must be 'raise', 'skip' or 'ignore'")
-        if on_nonfinite == "skip" and "world" in (scheme.gradients, scheme.first_gradients):
-            who = type(scheme).__name__ if scheme.first_gradients is None else f"{scheme!r} first"
+        if self.transport.inter_node == "mpi":
+            load_mpi()  # Lightning's own attempt fails without naming what is missing
+        if sizes is not None and min([sizes] if isinstance(sizes, int) else sizes, default=0) < 1:
+            raise ValueError(f"ranks_per_node={sizes} must be a positive number, or a list of one per node")
+        if self.health.on_nonfinite == "skip" and "world" in (scheme.gradients, scheme.first_gradients):
+            averaging = type(scheme).__name__ if scheme.first_gradients is None else f"{scheme!r} first"
             raise ValueError(
-                f"on_nonfinite='skip' leaves a node out of an agreement, but {who} averages every gradient over all"
-                " nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
+                f"on_nonfinite='skip' excludes a node from a synchronization, but {averaging} averages every gradient"
+                " over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
             )
-        if verify_replicas not in ("off", "warn", "raise"):
-            raise ValueError(f"verify_replicas={verify_replicas!r} must be 'off', 'warn' or 'raise'")
-        if verify_replicas != "off" and scheme.gradients == "none":
+        if self.health.verify_replicas != "off" and scheme.gradients == "none":
             raise ValueError(
-                f"verify_replicas={verify_replicas!r} compares the ranks of a node, but with {scheme!r} every rank"
-                " trains alone: leave it out, or let ranks share their gradients"
+                f"verify_replicas={self.health.verify_replicas!r} compares the ranks of a node, but with {scheme!r}"
+                " every rank trains alone: leave it out, or let ranks share their gradients"
             )
-        if control_port is not None and not 0 <= control_port < 65536:
-            raise ValueError(f"control_port={control_port} must be a port number, from 1 to 65535, or None for any")
-        if hang_timeout is not None and not 1 <= hang_timeout < math.inf:
-            raise ValueError(f"hang_timeout={hang_timeout} must be a number of seconds from 1 on, or None for never")
-        if wire_raw and wire_dtype is None:
+        if self.transport.wire_raw and self.wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
-        if wire_raw and codec_named(wire_dtype).needs_feedback:
+        if self.transport.wire_raw and codec_named(self.wire_dtype).needs_feedback:
             raise ValueError(
-                f"wire_raw=True sends parameters themselves, of which wire_dtype={wire_dtype!r} would drop most: leave"
-                " wire_raw out, or use 'bfloat16'"
+                f"wire_raw=True sends parameters themselves, of which wire_dtype={self.wire_dtype!r} would drop most:"
+                " leave wire_raw out, or use 'bfloat16'"
             )
-        if average_optimizer_state and not scheme.profile.can_average_optimizer_state:
+        if self.average_optimizer_state and not scheme.profile.can_average_optimizer_state:
             raise ValueError(
-                f"average_optimizer_state=True does nothing with {type(scheme).__name__}, whose nodes never wait to"
-                " agree on all that they hold: leave it out, or use PeriodicAveraging"
+                f"average_optimizer_state=True does nothing with {type(scheme).__name__}, which never synchronizes all"
+                " parameters at once: leave it out, or use PeriodicAveraging"
             )
-        elastic = Elastic.of(elastic)
-        if elastic is not None:
+        if self.elastic is not None:
             check_supported(
                 scheme,
-                batches=batches,
-                ranks_per_node=ranks_per_node,
-                inter_node=inter_node,
-                average_optimizer_state=average_optimizer_state,
-                checkpoint_replicas=checkpoint_replicas,
-                on_nonfinite=on_nonfinite,
-                evaluate=evaluate,
+                batches=self.batches,
+                ranks_per_node=sizes,
+                inter_node=self.transport.inter_node,
+                average_optimizer_state=self.average_optimizer_state,
+                checkpoint_replicas=self.checkpoint_replicas,
+                on_nonfinite=self.health.on_nonfinite,
+                evaluate=self.evaluate,
             )
-        return cls(
-            elastic=elastic,
-            scheme=scheme,
-            batches=batches,
-            ranks_per_node=ranks_per_node,
-            inter_node=inter_node,
-            wire=Wire.named(wire_dtype, wire_raw),
-            average_buffers=average_buffers,
-            average_optimizer_state=average_optimizer_state,
-            evaluate=evaluate,
-            checkpoint_replicas=checkpoint_replicas,
-            on_nonfinite=on_nonfinite,
-            verify_replicas=verify_replicas,
-            control_port=control_port or 0,
-            hang_timeout=hang_timeout,
-            bucket_bytes=max(1, int(bucket_mb * 2**20)),
-        )
 
-    def said_of(self, strategy: type, sizes: Sequence[int] | None) -> list[str]:
-        """These arguments as one would write them: the scheme, the nodes, and what is not the default.
+    @property
+    def wire(self) -> Wire:
+        """The form of inter-node traffic."""
+        return Wire.named(self.wire_dtype, self.transport.wire_raw)
 
-        Args:
-            strategy: Whose arguments they are.
-            sizes: Of the nodes, if they are known.
-        """
-        said = [repr(self.scheme)]
-        if sizes is not None and len(sizes) > 8 and len(set(sizes)) == 1:
-            said.append(f"ranks_per_node=[{sizes[0]}] * {len(sizes)}")
-        elif sizes is not None or self.ranks_per_node is not None:
-            said.append(f"ranks_per_node={list(sizes) if sizes is not None else self.ranks_per_node}")
-        said += [f"wire_dtype={name!r}" for name in _WIRES if codec_named(name) == self.wire.codec]
-        said += ["wire_raw=True"] if self.wire.raw else []
-        for name, parameter in inspect.signature(strategy).parameters.items():
-            if name not in ("scheme", "ranks_per_node", "control_port"):
-                value = getattr(self, name, parameter.default)
-                if value is not parameter.default and value != parameter.default:
-                    said.append(f"{name}={value!r}")
-        return said
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of the buckets in which parameters travel."""
+        return max(1, int(self.transport.bucket_mb * 2**20))
+
+    def changed(self) -> dict[str, Any]:
+        """Return the arguments that are not the default, except the scheme."""
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[1:])
+        return {name: value for name, value, default in values if value != default}
+
+    def as_written(self, sizes: Sequence[int] | None) -> str:
+        """Return the arguments as a user writes them, with the sizes of the nodes if they are known."""
+        written = {name: repr(value) for name, value in self.changed().items()}
+        if sizes is not None:
+            equal = len(sizes) > 8 and len(set(sizes)) == 1
+            written["ranks_per_node"] = f"[{sizes[0]}] * {len(sizes)}" if equal else repr(list(sizes))
+        names = sorted(written, key=lambda name: name != "ranks_per_node")
+        return ", ".join([repr(self.scheme), *(f"{name}={written[name]}" for name in names)])
 
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
         """The module's schemes, built; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
@@ -204,8 +141,8 @@ class Settings:
             self.wire,
             self.average_optimizer_state,
             gradients,
-            on_nonfinite=self.on_nonfinite,
-            verify_replicas=self.verify_replicas,
+            on_nonfinite=self.health.on_nonfinite,
+            verify_replicas=self.health.verify_replicas,
             collectives=self._collectives(topology),
         )
 
@@ -232,11 +169,152 @@ class Settings:
         return None if len(sharing) == topology.world_size else CollectiveCounter(sharing)
 
 
-def _near_name(name: str) -> str | None:
-    """The name of a scheme that somebody may have meant who wrote another, or the class's."""
-    known = {**{scheme.__name__.lower(): key for key, scheme in SCHEMES.items()}, **{key: key for key in SCHEMES}}
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return known[near[0]] if near else None
+class HierarchicalArguments:
+    """The constructor of the three strategies. It precedes one of Lightning's strategies in the list of bases."""
+
+    _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = SCHEMES
+    _unsupported: ClassVar[Mapping[str, str]] = {}
+    """Why a strategy refuses an argument, and what to do instead."""
+
+    def __init__(
+        self,
+        scheme: Scheme | SchemeName = "all_reduce",
+        ranks_per_node: int | list[int] | None = None,
+        wire_dtype: WireDtype | None = None,
+        batches: HeterogeneousBatches | None = None,
+        average_buffers: bool | list[str] = True,
+        average_optimizer_state: bool = False,
+        evaluate: Literal["consensus", "replica"] = "consensus",
+        checkpoint_replicas: bool = False,
+        health: Health = Health(),
+        transport: Transport = Transport(),
+        elastic: Elastic | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments, and pass all others to Lightning's strategy.
+
+        Args:
+            scheme: When and how nodes synchronize: a ``Scheme``, or the name of one with its default arguments.
+                Default: gradients are averaged over all nodes at every step, as DDP does; add ``wire_dtype="int8"`` to
+                send a quarter of the bytes.
+            ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: as the
+                cluster environment reports it (every rank is asked, so ranks of a node need not be consecutive), or by
+                the host names where they contradict it, after a warning.
+            wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
+                quantized in blocks, whose rounding errors are sent later; or ``"top4"``, a sixteenth of the bytes,
+                which sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters
+                then travel as differences from the last averaged ones.
+            batches: Gives ranks of unequal speed batches of unequal size (``HierarchicalStrategy`` only). None: every
+                rank uses the dataloader's batch size.
+            average_buffers: Average float buffers (BatchNorm statistics) together with the parameters; or the names of
+                those that are averaged, in which ``*`` is a wildcard, as in ``["*running_mean", "*running_var"]``. Each
+                rank keeps its own of the others, such as queues of samples.
+            average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) in the
+                synchronizations of ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``;
+                once in full. Not for sharded modules.
+            evaluate: What in-fit validation uses: the averaged parameters (``"consensus"``), or each rank's own
+                (``"replica"``), which needs no communication. Only with a Trainer.
+            checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
+                checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a
+                Trainer.
+            health: How the run reacts to non-finite parameters, ranks that differ and ranks that are frozen; see
+                ``lightning_hiercomm.Health``.
+            transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
+            elastic: Nodes may leave and join (``HierarchicalStrategy`` only); see ``lightning_hiercomm.Elastic``. A
+                string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
+            **kwargs: Arguments of Lightning's strategy.
+
+        Raises:
+            ValueError: If an argument has no possible value, or contradicts another one.
+            TypeError: If an argument has a wrong type or is unknown.
+        """
+        self._check_keywords(kwargs)
+        self._settings = Settings(
+            scheme=self._scheme_named(scheme),
+            ranks_per_node=ranks_per_node,
+            wire_dtype=wire_dtype,
+            batches=batches,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            evaluate=evaluate,
+            checkpoint_replicas=checkpoint_replicas,
+            health=health,
+            transport=transport,
+            elastic=Elastic.of(elastic),
+            unsupported=self._unsupported,
+        )
+        super().__init__(**kwargs)
+        self._configure()
+
+    def _configure(self) -> None:
+        """Set the attributes that a strategy needs besides Lightning's."""
+
+    def _check_keywords(self, given: Mapping[str, Any]) -> None:
+        """Refuse arguments that Lightning's strategy does not take, or that fail only in the processes it starts."""
+        known = constructor_arguments(type(self))
+        if isinstance(self, DDPArguments):
+            known += check_ddp_arguments(given, type(self).__name__)
+        for name in given:
+            if name not in known:
+                raise _unknown_keyword(name, type(self).__name__, known)
+        methods = Literal["popen", "spawn", "fork", "forkserver"]
+        hints = {"timeout": timedelta | None, "start_method": methods, "process_group_backend": str | None}
+        check_types({name: given[name] for name in hints if name in given}, hints)
+
+    @classmethod
+    def _scheme_named(cls, scheme: Scheme | SchemeName) -> Scheme:
+        names = ", ".join(cls._schemes)
+        if isinstance(scheme, str):
+            if scheme in cls._schemes:
+                return cls._schemes[scheme]()
+            classes = {made.__name__.lower(): name for name, made in SCHEMES.items()}
+            near = difflib.get_close_matches(scheme.lower(), [*classes, *SCHEMES], n=1)
+            hint = f". Did you mean {classes.get(near[0], near[0])!r}?" if near else ""
+            raise ValueError(f"scheme={scheme!r} is unknown; use one of {names}, or a Scheme{hint}")
+        if isinstance(scheme, type) and issubclass(scheme, Scheme):
+            raise TypeError(f"scheme={scheme.__name__} is a class: use an instance, {scheme.__name__}(...)")
+        if not isinstance(scheme, Scheme):
+            raise TypeError(f"scheme={scheme!r} must be a Scheme or one of {names}")
+        if type(scheme) is Scheme:
+            raise ValueError(f"scheme=Scheme() is the base class, and never synchronizes; use one of {names}")
+        return scheme
+
+
+class DDPArguments:
+    """The arguments of strategies that wrap the module in DDP. It precedes Lightning's strategy in the bases."""
+
+    def __init__(self, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any) -> None:
+        """Pass arguments to Lightning's ``DDPStrategy``.
+
+        Args:
+            gradient_as_bucket_view: Let gradients be views of DDP's buckets, into which DDP by default copies them:
+                that saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors
+                for longer than a step.
+            **ddp_kwargs: Arguments of Lightning's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
+                ``find_unused_parameters``.
+        """
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)  # type: ignore[call-arg]
+
+
+def constructor_arguments(strategy: type) -> list[str]:
+    """List the arguments of a strategy: those of its own constructor and of the next ones, as far as keywords go."""
+    names: list[str] = []
+    for cls in strategy.__mro__:
+        if "__init__" in vars(cls):
+            _, *parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
+            names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+                break
+    return names
+
+
+def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeError:
+    if name not in ARGUMENTS_OF_SCHEMES:
+        return unknown_argument(name, strategy, known)
+    scheme = ARGUMENTS_OF_SCHEMES[name]
+    return TypeError(
+        f"{strategy} has no argument {name!r}, which is the scheme's: write {strategy}({scheme}({name}=...))"
+    )
 
 
 def _warn_of_kept_arguments(scheme: Scheme) -> None:
@@ -264,20 +342,6 @@ def _warn_of_kept_arguments(scheme: Scheme) -> None:
             " which stands for its own defaults.",
             stacklevel=4,
         )
-
-
-def check_start(timeout: timedelta | None, start_method: str, process_group_backend: str | None) -> None:
-    """Refuse what Lightning takes, and processes that have been started stumble over.
-
-    Raises:
-        TypeError: If a type is wrong, naming the argument.
-        ValueError: If there is no such way to start processes, likewise.
-    """
-    given = {"timeout": timeout, "start_method": start_method, "process_group_backend": process_group_backend}
-    check_types(given, {"timeout": timedelta | None, "start_method": str, "process_group_backend": str | None})
-    methods = ("popen", "spawn", "fork", "forkserver")
-    if start_method not in methods:
-        raise ValueError(f"start_method={start_method!r} must be one of {', '.join(map(repr, methods))}")
 
 
 def register_schemes(strategy: Callable[..., Any], registry: Any) -> None:

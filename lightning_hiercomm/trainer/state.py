@@ -18,14 +18,14 @@ from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
-from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.settings import HierarchicalArguments
 from lightning_hiercomm.trainer.watch import RunControl
 
 T = TypeVar("T")
 
 
-class StrategyState(ParallelStrategy):
-    """The constructor calls :meth:`_configure` after Lightning's own; the rest comes with a Trainer.
+class StrategyState(HierarchicalArguments, ParallelStrategy):
+    """Attributes of the Trainer's strategies: those of :meth:`_configure`, and those that exist with a Trainer only.
 
     Attributes:
         scheme: As the user configured it.
@@ -38,8 +38,8 @@ class StrategyState(ParallelStrategy):
     _timeout: timedelta | None
     _process_group_backend: str | None
 
-    def _configure(self, settings: Settings) -> None:
-        self._settings = settings
+    def _configure(self) -> None:
+        settings = self._settings
         self.scheme = settings.scheme
         self.batches = settings.batches
         self.wire = settings.wire

@@ -6,14 +6,10 @@ import gc
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -25,7 +21,6 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.ddp import (
     PassThroughDDP,
     PassThroughRedirection,
-    check_ddp_arguments,
     ignore_in_ddp,
     in_ddp,
     keep_sync_batchnorm_in_group,
@@ -34,136 +29,23 @@ from lightning_hiercomm._lightning.ddp import (
 )
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
-from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
-from lightning_hiercomm.schemes import Scheme, SchemeName
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
-from lightning_hiercomm.trainer.settings import ARGUMENTS_OF_SCHEMES, Settings, check_start, register_schemes
+from lightning_hiercomm.trainer.settings import DDPArguments, register_schemes
 
 
-class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
-    """Train any LightningModule on nodes joined by a network much slower than the links inside them.
+class _PlainDDP(DDPStrategy):
+    """Lightning's strategy without the arguments that ours sets, so that the command line's help leaves them out."""
 
-    The ranks of a node agree on gradients at every step, through DDP over the node's own process group. The nodes agree
-    when, and how, the scheme says. Between agreements the nodes hold different parameters; what a person sees is the
-    *agreed* model: validation runs on it, a checkpoint holds it (a plain Lightning checkpoint that any strategy loads),
-    and ``fit`` ends on it.
-
-    Args:
-        scheme: When and how nodes synchronize: a ``Scheme``, or the name of one with its default arguments. Default:
-            gradients are averaged over all nodes at every step, as DDP does; add ``wire_dtype="int8"`` to send a
-            quarter of the bytes.
-        batches: Gives ranks of unequal speed batches of unequal size. None: all take what the dataloader says.
-        ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: what the
-            cluster environment says (found by asking every rank, so ranks of a node need not be consecutive), or the
-            host names where they contradict it, after a warning.
-        inter_node: What carries traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also for
-            GPUs, whose tensors pass through pinned memory beside training; nccl stays inside the nodes) or ``"mpi"``
-            (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
-        wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
-            quantised in blocks, whose rounding errors are sent later; or ``"top4"``, a sixteenth of the bytes, which
-            sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters then
-            travel as differences from the last agreed ones.
-        wire_raw: Cast the parameters themselves instead, as DASO's paper does. It saves a copy of this rank's part of
-            the model, but updates smaller than half a unit in the last place of ``wire_dtype`` are lost.
-        average_buffers: Let float buffers (BatchNorm statistics) agree together with the parameters; or the names of
-            those that do, in which ``*`` stands for anything, as in ``["*running_mean", "*running_var"]``: the others,
-            such as queues of samples, stay each rank's own.
-        average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) at agreements of
-            ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``; once in full.
-        evaluate: What in-fit validation runs on: the agreed parameters (``"consensus"``), or each rank's own
-            (``"replica"``), which costs no communication.
-        checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state beside each checkpoint,
-            for a bit-exact resume. Without it a run resumes from the agreed parameters.
-        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
-            to be sent to other nodes. ``"raise"``: all ranks end, and say which parameter of which rank it was.
-            ``"skip"``: the node is left out of that agreement and gets the mean of the others. ``"ignore"``: nobody
-            looks, and all nodes get them.
-        verify_replicas: Whether to compare, at every agreement, the bits of the parameters of a node's ranks, which
-            should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; ``"off"`` does not
-            look.
-        control_port: Port of rank 0's node on which the control plane listens, a few bytes beside the collectives that
-            say who died and when to stop; every rank must be able to reach it, and is one open file there. None (or 0):
-            any free port.
-        hang_timeout: Seconds of silence on the control plane after which a rank is taken for frozen (stopped, on a lost
-            machine, holding the interpreter's lock, or stuck in the kernel): it is named with its last step, all ranks
-            dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for each other for
-            as long in different collectives or at different batches. Long steps, validations and waits in one place
-            go on. None: never.
-        elastic: Nodes may leave and join: see ``lightning_hiercomm.Elastic``; a string is
-            the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
-        bucket_mb: Size in MiB of the buckets in which parameters travel between nodes.
-        gradient_as_bucket_view: Let gradients lie in DDP's buckets, where DDP by itself copies them in and out: that
-            saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors for
-            longer than a step.
-        accelerator: As for ``DDPStrategy``.
-        parallel_devices: As for ``DDPStrategy``.
-        cluster_environment: As for ``DDPStrategy``.
-        checkpoint_io: As for ``DDPStrategy``.
-        precision_plugin: As for ``DDPStrategy``.
-        process_group_backend: As for ``DDPStrategy``.
-        timeout: As for ``DDPStrategy``.
-        start_method: As for ``DDPStrategy``.
-        **ddp_kwargs: Whatever ``torch.nn.parallel.DistributedDataParallel`` takes, such as ``find_unused_parameters``.
-
-    Raises:
-        ValueError: For arguments that make no sense, naming what would be right.
-        TypeError: For arguments of a wrong type, and keywords that neither this strategy nor
-            ``DistributedDataParallel`` knows.
-    """
-
-    strategy_name = "hierarchical"
-
-    def __init__(
-        self,
-        scheme: Scheme | SchemeName = "all_reduce",
-        batches: HeterogeneousBatches | None = None,
-        ranks_per_node: int | list[int] | None = None,
-        inter_node: Literal["torch", "gloo", "mpi"] = "torch",
-        wire_dtype: Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"] | None = None,
-        wire_raw: bool = False,
-        average_buffers: bool | list[str] = True,
-        average_optimizer_state: bool = False,
-        evaluate: Literal["consensus", "replica"] = "consensus",
-        checkpoint_replicas: bool = False,
-        on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
-        verify_replicas: Literal["off", "warn", "raise"] = "off",
-        control_port: int | None = None,
-        hang_timeout: float | None = 300.0,
-        elastic: Elastic | str | None = None,
-        bucket_mb: float = 4.0,
-        gradient_as_bucket_view: bool = True,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **ddp_kwargs: Any,
-    ) -> None:
-        check_ddp_arguments(ddp_kwargs, type(self), ARGUMENTS_OF_SCHEMES)
-        check_start(timeout, start_method, process_group_backend)
+    def __init__(self, **ddp_kwargs: Any) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            # ours to set; naming them here keeps them out of the command line's help
             ddp_comm_state=None,
             ddp_comm_hook=None,
             ddp_comm_wrapper=None,
@@ -174,26 +56,37 @@ class HierarchicalStrategy(HierarchicalHooks, DDPStrategy):
             dim=0,
             **ddp_kwargs,
         )
-        self._configure(
-            Settings.checked(
-                scheme=scheme,
-                batches=batches,
-                ranks_per_node=ranks_per_node,
-                inter_node=inter_node,
-                wire_dtype=wire_dtype,
-                wire_raw=wire_raw,
-                average_buffers=average_buffers,
-                average_optimizer_state=average_optimizer_state,
-                evaluate=evaluate,
-                checkpoint_replicas=checkpoint_replicas,
-                on_nonfinite=on_nonfinite,
-                verify_replicas=verify_replicas,
-                control_port=control_port,
-                hang_timeout=hang_timeout,
-                bucket_mb=bucket_mb,
-                elastic=elastic,
-            )
+
+
+class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
+    """Train any LightningModule on nodes joined by a network much slower than the links inside them.
+
+    Nodes of eight GPUs that average their parameters every 50 steps, and stop after 10 minutes without progress::
+
+        from lightning_hiercomm import Health, HierarchicalStrategy, PeriodicAveraging
+
+        strategy = HierarchicalStrategy(
+            PeriodicAveraging(sync_every=50),
+            wire_dtype="bfloat16",
+            health=Health(hang_timeout=600),
         )
+        trainer = Trainer(strategy=strategy, devices=8, num_nodes=2)
+        trainer.fit(module)
+
+    The ranks of a node average gradients at every step, through DDP over the node's own process group. The scheme
+    decides when and how the nodes synchronize. Between synchronizations the nodes hold different parameters. Validation
+    runs on the *averaged* model, a checkpoint holds it (a plain Lightning checkpoint that any strategy loads), and
+    ``fit`` ends with it.
+
+    The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
+    :class:`~lightning_hiercomm.trainer.settings.DDPArguments`, and all of Lightning's ``DDPStrategy``.
+    """
+
+    strategy_name = "hierarchical"
+
+    @override
+    def _configure(self) -> None:
+        super()._configure()
         self._forward_redirection = PassThroughRedirection()
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}

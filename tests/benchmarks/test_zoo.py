@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.zoo import TASKS, _judge_points, _modes
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.simulate.tasks import Batches
 
 NEEDS = {"digits": "sklearn", "mnist1d": "mnist1d", "rnn": "mnist1d", "gru": "mnist1d", "lstm": "mnist1d"}

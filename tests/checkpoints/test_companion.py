@@ -23,7 +23,16 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from problems import one_trainer, report_of, same_bits
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+    Transport,
+)
 from lightning_hiercomm.checkpoints.companion import (
     check_companion,
     checksum,
@@ -489,7 +498,11 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
 
     resumed = fit(
         Net(),
-        {"scheme": DiLoCo(6, AdamW, fragments=2, staleness=1), "ranks_per_node": nodes, "bucket_mb": 1e-4},
+        {
+            "scheme": DiLoCo(6, AdamW, fragments=2, staleness=1),
+            "ranks_per_node": nodes,
+            "transport": Transport(bucket_mb=1e-4),
+        },
         callbacks=[Look()],
         max_epochs=2,
         fit_arguments={"ckpt_path": path},
@@ -966,4 +979,10 @@ def test_other_settings_are_refused(fit, tmp_path):
     strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True, "ranks_per_node": 1}
     fit(Net(), strategy, callbacks=[SaveAfter(2, path)], **TWO_NODES)
     with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
-        fit(Net(), {**strategy, "bucket_mb": 1}, fit_arguments={"ckpt_path": path}, forked=True, **TWO_NODES)
+        fit(
+            Net(),
+            {**strategy, "transport": Transport(bucket_mb=1)},
+            fit_arguments={"ckpt_path": path},
+            forked=True,
+            **TWO_NODES,
+        )

@@ -12,11 +12,13 @@ import torch
 from fake_streams import FakeDevice, FakeEvent
 from forked import ForkedPython
 
-from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm import Transport
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import _is_cuda_aware, _Progress, connect_mpi
 
-CONSTRUCT = "from lightning_hiercomm import HierarchicalStrategy; HierarchicalStrategy(inter_node='mpi')"
+CONSTRUCT = (
+    "from lightning_hiercomm import HierarchicalStrategy, Transport; HierarchicalStrategy(transport=Transport('mpi'))"
+)
 INSTALL = "pip install 'lightning-hiercomm[mpi]'"
 
 
@@ -59,7 +61,7 @@ def test_a_program_that_mpiexec_did_not_start_is_told_how_to():
 
 def test_only_torch_and_mpi_carry_traffic():
     with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"):
-        HierarchicalStrategy(inter_node="pigeon")
+        Transport(inter_node="pigeon")
 
 
 def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(fake_device: FakeDevice, monkeypatch):

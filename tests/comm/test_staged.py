@@ -13,6 +13,7 @@ from fake_streams import FakeDevice, FakeEvent
 from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
 from problems import Oracle
 
+from lightning_hiercomm import Transport
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
@@ -79,7 +80,7 @@ def test_the_host_waits_for_what_arrives_only_where_it_is_merged(fake_device: Fa
 
 def test_processes_of_cpus_agree_over_gloo_as_over_torch(fit):
     def traces(inter_node):
-        strategy = {"scheme": PeriodicAveraging(2), "inter_node": inter_node}
+        strategy = {"scheme": PeriodicAveraging(2), "transport": Transport(inter_node=inter_node)}
         return [report["report"] for report in fit(Oracle(), strategy)]
 
     assert traces("gloo") == traces("torch")

@@ -397,7 +397,7 @@ def test_if_one_rank_cannot_reach_the_hub_none_uses_it_and_one_says_so(monkeypat
     (message,) = caplog.messages
     assert message.startswith("No control plane: rank 2 (node 2) cannot reach 127.0.0.1:")
     assert "No route to host" in message
-    assert "HierarchicalStrategy(control_port=...)" in message
+    assert "HierarchicalStrategy(health=Health(control_port=...))" in message
 
 
 def test_a_name_that_does_not_resolve_leaves_all_ranks_without(caplog):

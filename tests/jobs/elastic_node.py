@@ -250,7 +250,7 @@ class Fault:
 def take_times() -> None:
     """How long each part of an agreement takes."""
     for holder, method, name in (
-        (membership.Membership, "meet", "quorum"),
+        (membership.Membership, "form_quorum", "quorum"),
         (ElasticNode, "_undo_point", "snapshot"),
         (membership.Membership, "vote", "vote"),
     ):

@@ -31,6 +31,7 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     PeriodicAveraging,
     StepsDelay,
+    Transport,
 )
 from lightning_hiercomm.batches import speed
 
@@ -45,7 +46,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "gossip": lambda: Gossip(segments=2),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
 }
-BETWEEN_NODES = {"torch": {}, "gloo": {"inter_node": "gloo"}}
+BETWEEN_NODES: dict[str, Any] = {"torch": {}, "gloo": {"transport": Transport(inter_node="gloo")}}
 
 
 class Net(pl.LightningModule):

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import Health, HierarchicalStrategy, PeriodicAveraging, Transport
 
 TARGETS = (0.0, 2.0, 4.0, 10.0)
 
@@ -177,9 +177,8 @@ def main() -> None:
         strategy=HierarchicalStrategy(
             PeriodicAveraging(arguments.sync_every),
             ranks_per_node=arguments.ranks_per_node,
-            inter_node=arguments.inter_node,
-            control_port=arguments.control_port,
-            hang_timeout=arguments.hang_timeout,
+            transport=Transport(inter_node=arguments.inter_node),
+            health=Health(control_port=arguments.control_port, hang_timeout=arguments.hang_timeout),
             start_method=arguments.start_method,
         ),
         max_epochs=arguments.epochs,

@@ -42,8 +42,8 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
         ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
-        ({"elastic": "10.0.0.1:29510"}, r"whole state.* take HierarchicalStrategy\(elastic=\.\.\.\) .* checkpoints"),
-        ({"elastic": Elastic()}, "a newcomer is healed by a whole state"),
+        ({"elastic": "10.0.0.1:29510"}, r"whole state.* use HierarchicalStrategy\(elastic=\.\.\.\).* checkpoints"),
+        ({"elastic": Elastic()}, "a recovering node receives the whole state"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_starts(arguments, message):
@@ -76,7 +76,7 @@ def test_the_strategy_has_a_name_and_stands_before_lightnings():
     assert "hierarchical_model_parallel" in StrategyRegistry
     strategy = pickle.loads(pickle.dumps(HierarchicalModelParallelStrategy("daso")))
     assert isinstance(strategy, ModelParallelStrategy)
-    assert strategy.scheme.exchange == "sharded"
+    assert strategy.scheme.reducer == "sharded"
     assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0, "nonfinite": 0.0}
 
 

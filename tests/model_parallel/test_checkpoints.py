@@ -28,6 +28,7 @@ from lightning_hiercomm import (
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
+    Transport,
 )
 
 SCHEMES = {
@@ -84,7 +85,7 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_cl
         wire_dtype="int8" if name in ("all_reduce", "daso") else None,  # what a code keeps back is state, too
         save_distributed_checkpoint=KINDS[kind],
         checkpoint_replicas=replicas,
-        bucket_mb=1e-3,
+        transport=Transport(bucket_mb=1e-3),
     )
     saves = ModelCheckpoint(folder / name / kind, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
     run = trainer(strategy, enable_checkpointing=True, callbacks=[saves, *callbacks], **arguments)
@@ -95,7 +96,7 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_cl
 def _fit_whole(folder, resume=None, module_class=Dropped, **arguments):
     module = module_class("adamw")
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
-    strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, bucket_mb=1e-3)
+    strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, transport=Transport(bucket_mb=1e-3))
     run = trainer(strategy, enable_checkpointing=True, callbacks=[saves], **arguments)
     run.fit(module, ckpt_path=resume)
     return {"state": whole_state(module), "losses": module.report}

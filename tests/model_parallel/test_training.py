@@ -20,11 +20,13 @@ from lightning_hiercomm import (
     CommunicationMonitor,
     DiLoCo,
     Gossip,
+    Health,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
     ParameterSync,
     PeriodicAveraging,
     Ring,
+    Transport,
 )
 from lightning_hiercomm.schemes import OuterOptimizer
 
@@ -68,7 +70,7 @@ BY_NIGHT = [
     ("diloco", "int8"),
     ("periodic", "searched"),
 ]
-"""Beside another of its kind that the day runs."""
+"""Contention another of its kind that the day runs."""
 AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic", "diloco", "gossip")]
 ALL = [
     *selected(run for run in BOTH if run not in AMONG_OTHERS),
@@ -95,7 +97,8 @@ def _train_all(runs, folder):
         arguments = RUNS[name, how]
         for strategy in (HierarchicalModelParallelStrategy, HierarchicalStrategy):
             # with a rank's part in one bucket both strategies send as many blocks of codes, each with its scale
-            wire = {"wire_dtype": "int8", "bucket_mb": 4} if how == "int8" else {"bucket_mb": 1e-3}
+            small = {"transport": Transport(bucket_mb=1e-3)}
+            wire = {"wire_dtype": "int8"} if how == "int8" else small
             make = {"twice": Twice, "searched": Searching, "unfrozen": Thawing}.get(how, Net)
             module, counted = make("adamw" if how == "adamw" else "sgd"), BytesOfTraining()
             run = trainer(strategy(SCHEMES[name](), ranks_per_node=2, **wire), callbacks=[counted], **arguments)
@@ -123,7 +126,7 @@ class OneShardFallsSick(pl.Callback):
 
 
 def _fall_sick(name):
-    strategy = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=2, on_nonfinite="skip")
+    strategy = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=2, health=Health(on_nonfinite="skip"))
     module, run = Net("adamw"), trainer(strategy, max_epochs=1, callbacks=[OneShardFallsSick()])
     run.fit(module)
     return {"state": whole_state(module), "left_out": run.strategy.communication()["nonfinite"]}

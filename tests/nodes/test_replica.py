@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Share
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.reducers.all_reduce import Average
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -108,12 +108,12 @@ def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact
 
     def work(topology):
         replica = Replica(filled(kinds, 0), filled(buffers, 50), bucket_bytes)
-        average = Average(replica, topology, wire)  # takes the first values as the agreed ones
+        average = ShardedAllReduce(replica, topology, wire)  # takes the first values as the agreed ones
         replica.restore(
             filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + topology.rank)
         )
         before = replica.snapshot()
-        (Average(replica, topology) if exact else average)()
+        (ShardedAllReduce(replica, topology) if exact else average)()
         return before, replica.snapshot(), replica.fingerprint()
 
     return on_cpu(on_ranks(work, nodes, weights))

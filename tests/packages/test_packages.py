@@ -25,7 +25,9 @@ def strategy(how: str, tree: str = "lightning_hiercomm") -> Any:
     if how == "ddp":
         return "ddp_fork"
     package = importlib.import_module(tree)
-    return package.HierarchicalStrategy(SCHEMES[how](), ranks_per_node=1, start_method="fork", hang_timeout=60.0)
+    return package.HierarchicalStrategy(
+        SCHEMES[how](), ranks_per_node=1, start_method="fork", health=package.Health(hang_timeout=60.0)
+    )
 
 
 def trainer_arguments(how: str, tree: str = "lightning_hiercomm") -> dict[str, Any]:
@@ -223,12 +225,13 @@ def pytorch_tabular(folder: Path, how: str) -> dict[str, Any]:
     from pytorch_tabular.models import CategoryEmbeddingModelConfig
     from sklearn.datasets import load_digits
 
-    from lightning_hiercomm.pytorch_lightning import HierarchicalStrategy
+    from lightning_hiercomm.pytorch_lightning import Health, HierarchicalStrategy
 
     name = "ddp_fork"
     if how != "ddp":
         name = "two_nodes"
-        arguments = {"scheme": SCHEMES[how](), "ranks_per_node": 1, "start_method": "fork", "hang_timeout": 60.0}
+        health = Health(hang_timeout=60.0)
+        arguments = {"scheme": SCHEMES[how](), "ranks_per_node": 1, "start_method": "fork", "health": health}
         StrategyRegistry.register(name, HierarchicalStrategy, **arguments)
     digits = load_digits()
     pixels = [f"pixel{i}" for i in range(64)]
@@ -287,7 +290,7 @@ def nequip(folder: Path, how: str) -> dict[str, Any]:
             "scheme": {"_target_": f"lightning_hiercomm.{type(scheme).__name__}", **arguments},
             "ranks_per_node": 1,
             "start_method": "fork",
-            "hang_timeout": 60.0,
+            "health": {"_target_": "lightning_hiercomm.Health", "hang_timeout": 60.0},
         }
     # of a rank's own frames only the first writes its predictions, in pieces
     trainer["callbacks"] = [c for c in trainer["callbacks"] if "XYZ" not in c["_target_"]]

@@ -17,7 +17,17 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    Health,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+    Transport,
+)
 from lightning_hiercomm.schemes import SCHEMES
 
 pytestmark = pytest.mark.pooled
@@ -188,8 +198,8 @@ def _masked(hows, folder):
     reports = {}
     for name, policy, (wire, raw) in hows:
         scheme = SCHEMES[name](**SHORT.get(name, {}))
-        arguments = {"ranks_per_node": 1, "on_nonfinite": policy, "wire_dtype": wire, "wire_raw": raw}
-        strategy = HierarchicalStrategy(scheme, **arguments)
+        health, transport = Health(on_nonfinite=policy), Transport(wire_raw=raw)
+        strategy = HierarchicalStrategy(scheme, 1, wire, health=health, transport=transport)
         reports[name, policy, (wire, raw)] = fitted(folder, Masked(), strategy, devices=2, max_epochs=1)
     return reports
 
@@ -370,7 +380,7 @@ def _sick_with_averages(folder):
     for name, (scheme, arguments) in SICK.items():
         both = EMAWeightAveraging(decay=0.5), KeepsSecond()
         for callback in {"periodic": both, "daso": both[1:]}.get(name, both[:1]):
-            strategy = HierarchicalStrategy(scheme(**arguments), ranks_per_node=1, on_nonfinite="skip")
+            strategy = HierarchicalStrategy(scheme(**arguments), ranks_per_node=1, health=Health(on_nonfinite="skip"))
             module = SickForAWhile()
             saves = ModelCheckpoint(folder / f"{name} {type(callback).__name__}", save_last=True, every_n_train_steps=3)
             report = fitted(
@@ -417,7 +427,7 @@ def _sick_to_the_end(folder):
     for validations in (0, 1):
         module = SickAtLast()
         scheme = PeriodicAveraging(100, at_epoch_end=False)
-        strategy = HierarchicalStrategy(scheme, ranks_per_node=[1, 2], on_nonfinite="skip")
+        strategy = HierarchicalStrategy(scheme, ranks_per_node=[1, 2], health=Health(on_nonfinite="skip"))
         average, saves = EMAWeightAveraging(decay=0.5), ModelCheckpoint(folder / str(validations), save_last=True)
         arguments = {"limit_val_batches": validations, "callbacks": [average, saves], "enable_checkpointing": True}
         fitted(folder, module, strategy, devices=3, max_epochs=1, **arguments)
@@ -453,7 +463,7 @@ class SavesAtEnd(KeepsSecond):
 def _saved_at_the_end(folder):
     module = SickForAWhile(sick=0)
     scheme = PeriodicAveraging(100, at_epoch_end=False)
-    strategy = HierarchicalStrategy(scheme, ranks_per_node=1, on_nonfinite="skip")
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=1, health=Health(on_nonfinite="skip"))
     keeps = SavesAtEnd()
     fitted(folder, module, strategy, devices=2, max_epochs=1, limit_val_batches=0, callbacks=[keeps])
     return torch.load(folder / "own.ckpt", weights_only=False)["state_dict"], keeps.average, module.state_dict()

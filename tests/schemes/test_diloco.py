@@ -595,7 +595,7 @@ def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, wire):
         ({"sync_every": 0}, "sync_every=0 must be a positive number"),
         ({"fragments": 0}, "fragments=0 must be a positive number, or a list"),
         ({"fragments": []}, r"fragments=\[\] must be a positive number, or a list"),
-        ({"fragments": "layers"}, "fragments='layers' must be a whole number or a list"),
+        ({"fragments": "layers"}, "fragments='layers' must be int"),
         ({"sync_every": 4, "fragments": 5}, "fragments=5 must not exceed sync_every=4"),
         ({"sync_every": 4, "staleness": 4}, "staleness=4 must be from 0 to 3"),
         ({"sync_every": 6, "fragments": 4, "staleness": 2}, "staleness=2 must be from 0 to 1"),

@@ -229,23 +229,7 @@ def test_averaging_the_optimizer_state_is_refused_where_it_would_do_nothing(name
 
 
 def settings(scheme: Scheme) -> Settings:
-    return Settings.checked(
-        scheme=scheme,
-        batches=None,
-        ranks_per_node=None,
-        inter_node="torch",
-        wire_dtype=None,
-        wire_raw=False,
-        average_buffers=True,
-        average_optimizer_state=True,
-        evaluate="consensus",
-        checkpoint_replicas=False,
-        on_nonfinite="raise",
-        verify_replicas="off",
-        control_port=None,
-        hang_timeout=None,
-        bucket_mb=4.0,
-    )
+    return Settings(scheme, average_optimizer_state=True)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])

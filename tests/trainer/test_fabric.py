@@ -184,7 +184,7 @@ def test_a_state_of_another_format_is_refused():
         strategy.load_state_dict({"schedules": []})
     assert str(raised.value) == (
         "the strategy's entry in the checkpoint has no format number, but this version of lightning-hiercomm reads only"
-        " format 1. Leave the strategy out of what fabric.load fills, to go on from the parameters alone."
+        " format 2. Leave the strategy out of what fabric.load fills, to go on from the parameters alone."
     )
     state = strategy.state_dict()
     strategy.load_state_dict(state)
@@ -637,7 +637,7 @@ def test_bad_arguments_are_refused_by_name():
         HierarchicalFabricStrategy(DASO(monitor="val_loss"))
     with pytest.raises(ValueError, match="scheme='telepathy' is unknown"):
         HierarchicalFabricStrategy("telepathy")
-    with pytest.raises(TypeError, match="timeout=30 must be a timedelta"):
+    with pytest.raises(TypeError, match="timeout=30 must be timedelta"):
         HierarchicalFabricStrategy(timeout=30)
     with pytest.raises(
         ValueError, match=r"the loop is yours.* take a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"

@@ -12,7 +12,14 @@ from problems import Oracle, Quadratic, fitted, one_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalFabricStrategy, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import (
+    AllReduce,
+    DiLoCo,
+    Health,
+    HierarchicalFabricStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+)
 
 # targets 0, 2 and 4, 10: 4 by all, 1 and 7 by node; every step goes half of the way
 PHASES = PeriodicAveraging(3, warmup_steps=2)
@@ -174,7 +181,7 @@ def test_a_share_of_an_unknown_number_of_steps_is_refused_by_name(borrow):
 def test_what_the_phase_cannot_do_is_refused_before_anything_starts():
     scheme = PeriodicAveraging(4, warmup_steps=8)
     with pytest.raises(ValueError, match=r"on_nonfinite='skip' .* averages every gradient over all"):
-        HierarchicalStrategy(scheme, on_nonfinite="skip")
+        HierarchicalStrategy(scheme, health=Health(on_nonfinite="skip"))
     with pytest.raises(ValueError, match="warmup_steps=8 averages gradients over all nodes at every step, so none may"):
         HierarchicalStrategy(scheme, elastic="localhost:29510")
     with pytest.raises(ValueError, match="warmup_steps=8 needs a Trainer"):

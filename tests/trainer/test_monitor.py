@@ -24,7 +24,7 @@ from lightning_hiercomm.trainer.monitor import _compared
 MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
 
 
-# Beside the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
+# Contention the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
 def model_sized(factor, ranks_per_node=1):
     preflight = 24 * ranks_per_node  # of two nodes
     return pytest.approx(factor * (MODEL_BYTES + preflight), abs=8 * factor)

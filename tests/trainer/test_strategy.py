@@ -31,9 +31,11 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Health,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
+    Transport,
 )
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.control.plane import RankFailure
@@ -263,7 +265,7 @@ class FallsSick(Oracle):
 
 
 def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
-    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, on_nonfinite="skip")
+    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, health=Health(on_nonfinite="skip"))
     reports = fit(FallsSick(), strategy)
     for report in reports:
         trace = report["report"]
@@ -276,7 +278,11 @@ def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
     ("diverges", "arguments", "message"),
     [
         (False, {}, r"rank 2 \(node 1\): parameter x \(1 of 1 elements\); rank 3 \(node 1\): parameter x"),
-        (True, {"verify_replicas": "raise"}, r"rank . of node 1 \(ranks 2, 3\) holds other values of x than its node"),
+        (
+            True,
+            {"health": Health(verify_replicas="raise")},
+            r"rank . of node 1 \(ranks 2, 3\) holds other values of x than its node",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
@@ -284,31 +290,32 @@ def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, argu
         fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
 
 
+RAW = Transport(wire_raw=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown; use one of all_reduce, periodic"),
         ({"scheme": 3}, "must be a Scheme"),
-        ({"scheme": PeriodicAveraging}, r"scheme=PeriodicAveraging is a class, but must be an instance: Periodic"),
-        ({"scheme": Scheme()}, r"scheme=Scheme\(\) is the base of all"),
+        ({"scheme": PeriodicAveraging}, r"scheme=PeriodicAveraging is a class: use an instance, PeriodicAveraging\("),
+        ({"scheme": Scheme()}, r"scheme=Scheme\(\) is the base class"),
         ({"scheme": "DASO"}, r"or a Scheme\. Did you mean 'daso'\?"),
         ({"scheme": "PeriodicAveraging"}, "Did you mean 'periodic'"),
-        ({"timeout": 30}, "timeout=30 must be a timedelta or None, not of type int"),
-        ({"start_method": "fokr"}, "start_method='fokr' must be one of 'popen'"),
-        ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be True or False"),
-        ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a number or None"),
+        ({"timeout": 30}, "timeout=30 must be timedelta or None, not of type int"),
+        ({"start_method": "fokr"}, "start_method='fokr' must be 'popen', 'spawn', 'fork' or 'forkserver'"),
+        ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be bool"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be float or None"),
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
-        ({"wire_raw": True}, "wire_raw=True needs a wire_dtype"),
-        ({"wire_raw": True, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
-        ({"bucket_mb": 0}, "bucket_mb=0"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
-        ({"scheme": "all_reduce", "on_nonfinite": "skip"}, "AllReduce averages every gradient over all nodes"),
-        ({"verify_replicas": "on"}, "verify_replicas='on' must be 'off', 'warn' or 'raise'"),
-        ({"scheme": Gossip(hierarchical=False), "verify_replicas": "warn"}, "every rank trains alone"),
-        ({"control_port": -1}, "control_port=-1"),
-        ({"hang_timeout": 0}, "hang_timeout=0"),
-        ({"control_port": 65536}, "control_port=65536"),
+        ({"transport": RAW}, "wire_raw=True needs a wire_dtype"),
+        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
+        ({"health": Health(on_nonfinite="skip")}, "AllReduce averages every gradient over all nodes"),
+        (
+            {"scheme": Gossip(hierarchical=False), "health": Health(verify_replicas="warn")},
+            "every rank trains alone",
+        ),
+        ({"health": "skip"}, "health='skip' must be Health, not of type str"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),
         ({"device_ids": [0]}, "device_ids cannot be set"),
@@ -320,13 +327,30 @@ def test_bad_arguments_are_named_before_anything_starts(arguments, message):
 
 
 @pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (Health, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise', 'skip' or 'ignore'"),
+        (Health, {"verify_replicas": "on"}, "verify_replicas='on' must be 'off', 'warn' or 'raise'"),
+        (Health, {"control_port": -1}, "control_port=-1 must be a port number, from 1 to 65535"),
+        (Health, {"control_port": 65536}, "control_port=65536 must be a port number"),
+        (Health, {"hang_timeout": 0}, "hang_timeout=0 must be a number of seconds from 1 on, or None for never"),
+        (Transport, {"bucket_mb": 0}, "bucket_mb=0 must be positive"),
+        (Transport, {"inter_node": "pigeon"}, "inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"),
+    ],
+)
+def test_bad_options_are_refused_with_the_remedy(options, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        options(**arguments)
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("rank_per_node", "has no argument 'rank_per_node'. Did you mean 'ranks_per_node'?"),
         ("find_unused_parameter", "Did you mean 'find_unused_parameters'?"),
         ("nonsense", "It takes scheme, .*bucket_cap_mb"),
-        ("sync_every", r"is the scheme's: give it HierarchicalStrategy\(PeriodicAveraging\(sync_every="),
-        ("delay", r"give it HierarchicalStrategy\(StepsDelay\(delay="),
+        ("sync_every", r"is the scheme's: write HierarchicalStrategy\(PeriodicAveraging\(sync_every="),
+        ("delay", r"write HierarchicalStrategy\(StepsDelay\(delay="),
     ],
 )
 def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
@@ -463,7 +487,7 @@ def test_a_number_reduced_on_one_rank_waits_for_nobody(fit):
         def on_train_epoch_end(self):
             self.report = self.trainer.strategy.reduce(2.0) if self.global_rank == 0 else 0.0
 
-    reports = fit(Reducing(), {"ranks_per_node": 1, "hang_timeout": 3.0}, devices=2)
+    reports = fit(Reducing(), {"ranks_per_node": 1, "health": Health(hang_timeout=3.0)}, devices=2)
     assert [report["report"] for report in reports] == [2.0, 0.0]
 
 
@@ -584,7 +608,7 @@ def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
             extra = self.in_float64.sum() + self.in_bfloat16.sum() + images
             return super().training_step(batch, batch_idx) + scale * extra
 
-    reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "bucket_mb": 1e-5})
+    reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "transport": Transport(bucket_mb=1e-5)})
     for report in reports[1:]:
         for name, expected in reports[0]["state_dict"].items():
             assert torch.equal(report["state_dict"][name], expected), name

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Oracle
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, Health, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.trainer.watch import RunControl
 
@@ -214,7 +214,7 @@ class WaitsAlone(Validated):
 
 def end_of(fit, capfd, module, scheme):
     """What a run of two nodes that must fail writes to standard error."""
-    settings = {"scheme": scheme, "ranks_per_node": 1, "hang_timeout": HANG}
+    settings = {"scheme": scheme, "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     with pytest.raises(Exception, match=r"exit code 1|rank \d"):
         fit(module, settings, devices=2, forked=True, max_epochs=3)
     return capfd.readouterr().err
@@ -260,6 +260,6 @@ def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
             if self.trainer.is_global_zero and not self.trainer.sanity_checking:
                 time.sleep(2 * HANG)
 
-    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "hang_timeout": HANG}
+    settings = {"scheme": AllReduce(), "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     reports = fit(Evaluates(), settings, devices=2, forked=True)
     assert [len(report["report"]) for report in reports] == [4, 4]

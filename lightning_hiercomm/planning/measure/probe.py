@@ -1,4 +1,4 @@
-"""Measures a cluster: what moves cost inside and between nodes, and how long a training step takes every rank."""
+"""Measures a cluster: collectives inside and between nodes, and a training step of every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Curve, Link, Move, Workload
-from lightning_hiercomm.planning.measure.beside import measure_beside
+from lightning_hiercomm.planning.measure.contention import measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
 from lightning_hiercomm.planning.measure.steps import LEAST_STEPS, StepTimes
@@ -24,9 +24,9 @@ from lightning_hiercomm.planning.predict.node import Node
 
 _SIZES = (2**16, 2**20, 2**22)
 _WITH_GRADIENTS = (*_SIZES, 2**24)  # DDP's buckets are larger than ours
-_INTRA_MOVES: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-_INTER_MOVES: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
-_AVERAGED_MOVES = 10  # steps with averages take as long as so many kinds and sizes of moves
+_INTRA: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_INTER: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
+_AVERAGED_STEPS = 10  # steps with averages take as long as this number of kinds and sizes of collectives
 _COPIED = 2**25  # bytes: more than caches hold
 
 
@@ -37,16 +37,13 @@ class Train(Protocol):
 
 
 def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float = 0.2) -> Profile:
-    """Measure everything; collective. Sizes that would take too long on a slow link are left out.
+    """Measure the cluster; collective. Sizes that would take too long on a slow link are left out.
 
     Args:
         ranks: All of them.
-        train: Trains on this rank for a few seconds, without communication or with the node's average of gradients.
+        train: Trains on this rank for a few seconds, without communication or with gradients averaged in the node.
         say: Reports progress.
-        seconds: How long each kind and size of move is repeated.
-
-    Returns:
-        The same on every rank.
+        seconds: For how long each kind and size of collective is repeated.
     """
     began, topology = time.perf_counter(), ranks.topology
     say(f"{topology.num_nodes} nodes of {sorted({len(node) for node in topology.nodes})} ranks, {ranks.backend}")
@@ -74,27 +71,27 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
         return _link(curves, "halving" if ranks.backend == "nccl" else "ring")
 
     smallest = topology.lanes
-    intra = link("inside nodes", topology.intra, len(topology.nodes[0]), 1, _INTRA_MOVES)
-    inter = link("between nodes", topology.inter, topology.num_nodes, topology.lanes, _INTER_MOVES)
+    intra = link("inside nodes", topology.intra, len(topology.nodes[0]), 1, _INTRA)
+    inter = link("between nodes", topology.inter, topology.num_nodes, topology.lanes, _INTER)
     world = link("all ranks", topology.world, topology.world_size, 1, ("all_reduce",))
     if topology.num_nodes > 1 and share.processors is not None:
         curve = inter.curves["all_reduce"]
-        beside = measure_beside(topology.inter, topology.world, train, ranks.device, curve, workload, share)
+        contention = measure_contention(topology.inter, topology.world, train, ranks.device, curve, workload, share)
         say(
-            f"beside training, a move ends {1e3 * beside.later:.1f} ms later, and takes {beside.unbilled:.0%} of a"
-            " processor that nobody is billed for"
+            f"overlapped with training, a collective ends {1e3 * contention.later:.1f} ms later, and takes"
+            f" {contention.unbilled:.0%} of a processor that is billed to no process"
         )
-        inter, world = replace(inter, beside=beside), replace(world, beside=beside)
+        inter, world = replace(inter, contention=contention), replace(world, contention=contention)
     everywhere = world if topology.num_nodes > 1 else None
     cluster = Cluster(
         topology.num_nodes, smallest, intra, inter, everywhere, share.processors, _COPIED / copying.seconds
     )
     if topology.world_size > 1:
-        count = max(LEAST_STEPS, math.ceil(_AVERAGED_MOVES * seconds / shown))
-        beside_it = _workload(topology.world.all_gather_object(train()), share, ranks.device)  # machines' speed drifts
-        averaging = _averaging(cluster, beside_it, _slowest(topology, train, count))
-        workload = replace(_mean(workload, beside_it), averaging=averaging)
-        say(f"averaging gradients: {workload.averaging * 1e3:.1f} ms of a step, beside its moves")
+        count = max(LEAST_STEPS, math.ceil(_AVERAGED_STEPS * seconds / shown))
+        again = _workload(topology.world.all_gather_object(train()), share, ranks.device)  # machines' speed drifts
+        averaging = _averaging(cluster, again, _slowest(topology, train, count))
+        workload = replace(_mean(workload, again), averaging=averaging)
+        say(f"averaging gradients: {workload.averaging * 1e3:.1f} ms of a step, without its collectives")
     return Profile(
         cluster,
         workload,
@@ -117,7 +114,6 @@ def _timing(step: StepTimes) -> Timing:
 
 
 def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> Share:
-    """The processors of the node that has fewest."""
     if ranks.device.type != "cpu":
         return Share(None, ranks.topology.lanes)
     threads = torch.get_num_threads()
@@ -130,7 +126,7 @@ def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes])
 
 
 def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Workload:
-    """The slowest rank's step, as it would be on processors of its own."""
+    """Return the slowest rank's step, as it would be on processors of its own."""
     alone = [share.uncrowded_step(_timing(step), torch.get_num_threads()) for step in steps]
     slowest, timing = max(zip(steps, alone, strict=True), key=lambda pair: pair[1].seconds)
     shorter = timing.seconds / slowest.seconds
@@ -146,18 +142,17 @@ def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Wor
 
 
 def _like(bytes_per_parameter: float) -> str:
-    """The type that is nearest; where several are mixed, it is on average."""
+    """Return the type of about this size, which is a mean if types are mixed."""
     return "bfloat16" if bytes_per_parameter < 3 else "float32" if bytes_per_parameter < 6 else "float64"
 
 
 def _mean(first: Workload, second: Workload) -> Workload:
-    """The same workload, timed twice."""
     parts = {name: (getattr(first, name) + getattr(second, name)) / 2 for name in ("forward", "backward", "update")}
     return replace(first, **parts)
 
 
 def _slowest(topology: Topology, train: Train, steps: int) -> float:
-    """Seconds of a step that averages gradients in its node; 0 if that does not work with this module."""
+    """Return the seconds of a step that averages gradients in its node; 0 if the module does not support it."""
     try:
         seconds = train(topology, steps).seconds
     except RuntimeError:  # such as DDP's, of parameters that a loss does not use: on all ranks
@@ -167,7 +162,7 @@ def _slowest(topology: Topology, train: Train, steps: int) -> float:
 
 
 def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
-    """What moves do not explain of a step that averages gradients in its node."""
+    """Return the time of a step that averages gradients in its node, without its collectives."""
     node = Node(cluster, workload)
     node.train(4)
     unexplained = max(0.0, seconds - node.run(2).seconds)
@@ -177,7 +172,7 @@ def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
 
 
 def _link(curves: dict[Move, Curve], algorithm: Algorithm) -> Link:
-    """A link with its curves, and the two numbers that say most about it."""
+    """Summarize curves as a link with a latency and a bandwidth."""
     if not curves:
         return Link(float("inf"), algorithm=algorithm)
     best = 0.0

@@ -1,4 +1,4 @@
-"""What a probe found out about a cluster, as a JSON file."""
+"""The measured profile of a cluster, as a JSON file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.cluster import Beside, Cluster, Curve, Link, Workload, sent_bytes
+from lightning_hiercomm.planning.cluster import Cluster, Contention, Curve, Link, Workload
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class ProfileError(ValueError):
-    """A file is not a profile that can be used."""
+    """A file is not a usable profile."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A cluster, and what was trained on it.
+    """A measured cluster, and what was trained on it.
 
     Attributes:
-        cluster: As measured.
+        cluster: Its links and processors.
         workload: Of the slowest rank.
-        step_seconds: Of every rank, in rank order, when all of them trained at once without communication.
-        about: What a reader needs to judge it: when, versions, device, host names.
+        step_seconds: Of every rank, in rank order, while all trained without communication.
+        about: Date, versions, device and host names.
     """
 
     cluster: Cluster
@@ -35,29 +35,23 @@ class Profile:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As primitives that JSON knows."""
-        cluster = asdict(self.cluster)
+        """Return JSON's primitives."""
         return {
             "format": _FORMAT,
             "about": dict(self.about),
-            "cluster": _without_infinity(cluster),
+            "cluster": _without_infinity(asdict(self.cluster)),
             "workload": asdict(self.workload),
             "step_seconds": list(self.step_seconds),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """The reverse of :meth:`to_dict`.
-
-        Raises:
-            ProfileError: For anything else.
-        """
+        """Reverse :meth:`to_dict`; raises ProfileError."""
         if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
             raise ProfileError("it was not written by `python -m lightning_hiercomm probe` of this version")
         try:
             cluster = dict(values["cluster"])
-            unbilled = _unbilled(cluster["inter"])
-            links = {name: _link(cluster.pop(name), unbilled) for name in ("intra", "inter", "world")}
+            links = {name: _link(cluster.pop(name)) for name in ("intra", "inter", "world")}
             return cls(
                 Cluster(**cluster, **links),  # type: ignore[arg-type]
                 Workload(**values["workload"]),
@@ -73,11 +67,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read the file.
-
-        Raises:
-            ProfileError: If there is none, or it is not a profile.
-        """
+        """Read a file; raises ProfileError."""
         try:
             return cls.from_dict(json.loads(path.read_text()))
         except OSError as error:
@@ -88,20 +78,7 @@ class Profile:
             raise ProfileError(f"{path} is not a profile: {error}") from error
 
 
-def _unbilled(inter: Mapping[str, Any]) -> float:
-    """Of a file that still says how many times its bill, as ``work``, a move of 1 MiB between nodes takes."""
-    beside = inter.get("beside", {})
-    if beside.get("work", 1.0) <= 1:
-        return 0.0
-    link = _link({**inter, "beside": {}})
-    assert link is not None
-    curve = link.curves["all_reduce"]
-    sent = sent_bytes("all_reduce", curve.members, 2**20)
-    billed = curve.processor_seconds(sent, 1)
-    return float((beside["work"] - 1) * billed / (curve.seconds(sent, 1) + beside["later"]))
-
-
-def _link(values: Mapping[str, Any] | None, unbilled: float = 0.0) -> Link | None:
+def _link(values: Mapping[str, Any] | None) -> Link | None:
     if values is None:
         return None
     curves = {
@@ -109,12 +86,7 @@ def _link(values: Mapping[str, Any] | None, unbilled: float = 0.0) -> Link | Non
         for move, curve in values["curves"].items()
     }
     limits = {name: math.inf if values[name] is None else values[name] for name in ("bandwidth", "stream_bandwidth")}
-    beside = dict(values.get("beside", {}))
-    if beside.pop("work", 1.0) > 1:
-        beside["unbilled"] = unbilled
-    return Link(
-        latency=values["latency"], algorithm=values["algorithm"], curves=curves, beside=Beside(**beside), **limits
-    )
+    return Link(**{**values, **limits, "curves": curves, "contention": Contention(**values["contention"])})
 
 
 def _without_infinity(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The ranks that a launcher started: who and where they are, found as the strategy finds them."""
+"""The ranks that a launcher started, found as the strategy finds them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
 
 
 def cluster_environment() -> ClusterEnvironment:
-    """What says where this process stands: torchrun, SLURM, LSF or MPI; of a lone process, Lightning's own."""
+    """Return the environment of torchrun, SLURM, LSF or MPI, or Lightning's own for a single process."""
     for kind in _ENVIRONMENTS:
         if kind.detect():
             return kind()
@@ -43,10 +43,10 @@ def cluster_environment() -> ClusterEnvironment:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks, connected, seen from one of them.
+    """All connected ranks, from the view of one.
 
     Attributes:
-        environment: What started them.
+        environment: Of the launcher.
         topology: The nodes.
         device: Of this rank.
         backend: Of the process groups.
@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which talks to people."""
+        """Whether this is rank 0, which prints."""
         return self.topology.rank == 0
 
 
@@ -97,11 +97,11 @@ def connected(
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank can say about the machine it runs on.
+    """The machine of a rank.
 
     Attributes:
-        host: Its name. Nodes of a test may be containers or namespaces of one machine, with names of their own.
-        boot: What tells machines apart: the same for all processes of one kernel.
+        host: Its name, which may be that of a container.
+        boot: The same for all processes of one kernel.
         processors: Cores that this process may use.
     """
 
@@ -111,7 +111,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine of this process."""
+    """Return the machine of this process."""
     host = socket.gethostname()
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     boot = boot_id.read_text().strip() if boot_id.exists() else host
@@ -120,14 +120,14 @@ def this_machine() -> Machine:
 
 
 def processors_per_node(topology: Topology, machine: Machine) -> list[float]:
-    """Cores that each node's ranks have, where the ranks of one machine share them evenly; collective."""
+    """Return the number of cores of each node, if the ranks of a machine share them evenly; collective."""
     machines: list[Machine] = topology.world.all_gather_object(machine)
     crowd = [sum(other.boot == own.boot for other in machines) for own in machines]
     return [sum(machines[rank].processors / crowd[rank] for rank in ranks) for ranks in topology.nodes]
 
 
 def _quota() -> float:
-    """Cores that the control group of this process may use together."""
+    """Return the cores that the control group of this process may use."""
     limit = Path("/sys/fs/cgroup/cpu.max")
     if not limit.exists():
         return float("inf")

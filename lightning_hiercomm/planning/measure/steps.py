@@ -1,4 +1,4 @@
-"""How long a training step takes a rank by itself: a LightningModule's own, in Lightning's own loop."""
+"""Times training steps of a LightningModule on one rank, in Lightning's loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_hiercomm._lightning.ddp import register_bucket_hook
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.measure.stopwatch import queued_seconds
 from lightning_hiercomm.schemes.gradients import NodeMean
 
@@ -42,12 +42,12 @@ class StepTimes:
     """Medians over some steps of one rank.
 
     Attributes:
-        forward: Seconds before the backward pass: loading data, the loop, the forward pass.
-        backward: Seconds of the backward pass, or of all of them where a step has several.
-        update: Seconds after it.
-        processor_seconds: That the process used, all threads together.
-        queued_seconds: That its threads waited for a processor.
-        parameters: That are trained.
+        forward: Seconds until the backward pass: data, loop and forward pass.
+        backward: Seconds of all backward passes.
+        update: Seconds after them.
+        processor_seconds: Used by all threads of the process.
+        queued_seconds: In which its threads waited for a processor.
+        parameters: Number of trained ones.
         bytes_per_parameter: On average.
         state_per_parameter: Numbers that the optimizers keep.
     """
@@ -75,22 +75,22 @@ def time_steps(
     average_in: Topology | None = None,
     steps: int | None = None,
 ) -> StepTimes:
-    """Train for a while on this rank alone, or with the gradients' mean over its node, and time it.
+    """Train and time a module on this rank alone, or with gradients averaged over its node.
 
     Args:
         module: Is trained, and changed.
-        data: What ``Trainer.fit`` takes: dataloaders, a datamodule, or None if the module has its own.
-        device: On which.
-        seconds: How long, at least; also at least a few steps.
-        average_in: Where this rank's node is. Collective over the node then.
-        steps: How many instead, as the ranks of a node must take equally many.
+        data: Dataloaders, a datamodule, or None if the module has its own.
+        device: Of this rank.
+        seconds: Least duration.
+        average_in: Averages gradients in this rank's node; collective over the node.
+        steps: Number of steps, instead of a duration.
     """
     clock = _Clock(device, seconds, steps)
     with _quiet():
         trainer = pl.Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu",
             strategy=SingleDeviceStrategy(device) if average_in is None else _InNode(device, average_in),
-            plugins=[LightningEnvironment()],  # whatever launched us: this rank trains alone
+            plugins=[LightningEnvironment()],  # this rank trains alone, whatever the launcher
             devices=1,
             max_epochs=-1,
             limit_val_batches=0,
@@ -124,7 +124,7 @@ class _InNode(SingleDeviceStrategy):
 
 
 class _Clock(pl.Callback):
-    """Notes when steps and backward passes begin and end, and ends the run when it has seen enough."""
+    """Records the times of steps and backward passes, and ends the run after enough of them."""
 
     def __init__(self, device: torch.device, seconds: float, steps: int | None) -> None:
         self._device = device
@@ -198,17 +198,14 @@ class _Clock(pl.Callback):
 
 
 def load_module(path: str, arguments: str | None = None) -> tuple[pl.LightningModule, Any]:
-    """Make the LightningModule that a person names, and find data for it.
+    """Build a LightningModule and its dataloaders, which are None if the module has its own.
 
     Args:
-        path: Where the class is: ``"package.module:Class"``.
+        path: Of the class: ``"package.module:Class"``.
         arguments: Of its constructor, as a JSON object.
 
-    Returns:
-        The module; and dataloaders, or None if it has its own.
-
     Raises:
-        PlanningError: If that does not work, saying what is missing.
+        PlanningError: If there is no such module, or it has no data.
     """
     name, separator, kind = path.partition(":")
     if not separator or not name or not kind:
@@ -219,7 +216,7 @@ def load_module(path: str, arguments: str | None = None) -> tuple[pl.LightningMo
         raise PlanningError(f"--module-args is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise PlanningError('--module-args must be a JSON object, such as {"width": 512}')
-    if os.getcwd() not in sys.path:  # not every launcher looks there
+    if os.getcwd() not in sys.path:  # not every launcher adds it
         sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(name), kind)
@@ -239,12 +236,7 @@ def load_module(path: str, arguments: str | None = None) -> tuple[pl.LightningMo
 
 
 class StandIn(pl.LightningModule):
-    """Square layers with as many parameters as are asked for, trained by Adam on noise.
-
-    Args:
-        parameters: About how many.
-        layers: How many layers.
-    """
+    """Square layers with about ``parameters`` parameters, trained by Adam on noise."""
 
     def __init__(self, parameters: float, layers: int = 8) -> None:
         super().__init__()
@@ -253,20 +245,20 @@ class StandIn(pl.LightningModule):
         self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """The mean square of what comes out."""
+        """Return the mean square of the outputs."""
         return torch.as_tensor(self.layers(batch)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """Use Adam."""
         return torch.optim.Adam(self.parameters())
 
     def train_dataloader(self) -> Any:
-        """The same noise again and again."""
+        """Repeat one batch of noise."""
         return DataLoader(_Same(torch.randn(_BATCH, self.width)), batch_size=None)
 
 
 class _Example(pl.LightningModule):
-    """Trains a module on its example inputs: the loss is the mean of all that comes out."""
+    """Trains a module on its example inputs; the loss is the mean of its outputs."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
@@ -285,7 +277,7 @@ class _Example(pl.LightningModule):
 
 
 class _Same(IterableDataset[Any]):
-    """One batch, for ever."""
+    """Repeats one batch without end."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -308,7 +300,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Lightning says about devices and loaders, on every rank."""
+    """Silence Lightning's messages about devices and loaders."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

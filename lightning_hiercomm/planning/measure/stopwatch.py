@@ -1,4 +1,4 @@
-"""Times moves on all ranks at once: seconds, and how much of the processors they take."""
+"""Times collectives on all ranks at once: seconds and processor time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_hiercomm.planning.cluster import Curve, Move, sent_bytes
 from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation, round_of
 
 IN_FLIGHT = 3
-"""Moves at once: with one, what is timed is how long a thread waits for its turn, which others in flight hide."""
+"""Collectives in flight: a single one would time how long a thread waits for its turn."""
 
-_COLD = 2**26  # bytes of tensors that take turns: parameters do not wait in a cache for their move
+_COLD = 2**26  # bytes of tensors that take turns: parameters are not in a cache either
 _MOST_TURNS = 1024
 _BLOCKS = 3  # whatever else the machine does comes and goes
 _SMALLEST = 16  # bytes: all latency
@@ -30,17 +30,17 @@ _CROWDED = 0.6  # of a node's processors: the rest of them wakes threads, or wor
 _NEVER_QUEUED = 0.95  # of the time in which a thread could run, it did
 
 Launch = Callable[[int], Handle]
-"""Starts the i-th of many moves."""
+"""Starts the i-th of many collectives."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one of many.
+    """The time of one of many repetitions.
 
     Attributes:
         seconds: On the slowest rank.
-        processor_seconds: On the average rank, all threads together.
-        queued_seconds: The same of the time in which threads could have gone on, had a processor been free.
+        processor_seconds: Of all threads, on the average rank.
+        queued_seconds: In which threads waited for a processor, on the average rank.
     """
 
     seconds: float
@@ -48,21 +48,18 @@ class Timing:
     queued_seconds: float = 0.0
 
     def running(self, threads: int) -> float:
-        """The share of the time in which ``threads`` threads could run that they did.
-
-        Other threads of the process may have queued, too, but no longer than all of it took.
-        """
+        """Return the fraction of the time in which ``threads`` runnable threads did run."""
         could_run = min(self.processor_seconds + self.queued_seconds, threads * self.seconds)
         return min(1.0, self.processor_seconds / could_run) if could_run else 0.0
 
 
 @dataclass(frozen=True)
 class Share:
-    """What the ranks of a node have of the processors.
+    """The processors of the ranks of a node.
 
     Attributes:
-        processors: Together. None: so many that nobody waits for one.
-        ranks: Of the node.
+        processors: Number for all of them; None if no rank waits for one.
+        ranks: Number of ranks.
     """
 
     processors: float | None
@@ -70,13 +67,7 @@ class Share:
 
     @classmethod
     def found(cls, cores: float, steps: Sequence[Timing], threads: int) -> Share:
-        """What ranks got that computed at the same time.
-
-        Args:
-            cores: That they may use.
-            steps: Of every rank of the node.
-            threads: That each rank computes with.
-        """
+        """Derive the share from simultaneous steps of all ranks with ``threads`` threads each, on ``cores`` cores."""
         ranks = len(steps)
         if cores >= 2 * ranks * threads:  # one for what computes, one for what communicates
             return cls(None, ranks)
@@ -86,7 +77,7 @@ class Share:
         return cls(min(cores, sum(share * threads for share in running)), ranks)
 
     def uncrowded(self, timing: Timing) -> Timing:
-        """What would have been measured had every rank had a processor of its own."""
+        """Correct a timing to one with enough processors for every rank."""
         if self.processors is None:
             return timing
         used = self.ranks * timing.processor_seconds / timing.seconds
@@ -96,7 +87,7 @@ class Share:
         return Timing(min(timing.seconds, processor_seconds), processor_seconds)
 
     def uncrowded_step(self, timing: Timing, threads: int) -> Timing:
-        """The same of a training step, which ``threads`` threads compute."""
+        """Correct the timing of a step of ``threads`` threads."""
         if self.processors is None:
             return timing
         seconds = max(timing.seconds - timing.queued_seconds / threads, timing.processor_seconds / threads)
@@ -104,7 +95,7 @@ class Share:
 
 
 def queued_seconds() -> float:
-    """How long all threads of this process have waited for a processor so far; 0 where the system does not say."""
+    """Return the time that all threads of this process waited for a processor; 0 if the system does not tell."""
     total = 0
     for status in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -113,12 +104,12 @@ def queued_seconds() -> float:
 
 
 class Stopwatch:
-    """Times what all ranks do at once; every call is collective over the world.
+    """Times what all ranks do at once; every call is collective.
 
     Args:
         world: All ranks.
         device: Of this rank.
-        seconds: How long each kind of move is repeated.
+        seconds: For how long each kind of collective is repeated.
     """
 
     def __init__(self, world: Communicator, device: torch.device, seconds: float = 0.2) -> None:
@@ -128,7 +119,7 @@ class Stopwatch:
         self._memory = torch.empty(0, device=device)
 
     def copy(self, size: int) -> Timing:
-        """Copying ``size`` bytes."""
+        """Time a copy of ``size`` bytes."""
         source = torch.ones(max(1, size // 4), device=self._device)
         target = torch.empty_like(source)
 
@@ -141,14 +132,14 @@ class Stopwatch:
     def curve(
         self, group: Communicator | None, members: int, sharing: int, move: Move, sizes: Sequence[int], share: Share
     ) -> Curve:
-        """What one kind of move costs by size.
+        """Measure one kind of collective by size.
 
         Args:
-            group: This rank's; None if it is in none, and only takes part in counting.
-            members: Of each group.
-            sharing: Groups that move at once over one link.
-            move: What is done.
-            sizes: Bytes of the tensors, rising. Those that would take too long are left out.
+            group: Of this rank; None if it is in none.
+            members: Number of ranks in each group.
+            sharing: Number of groups that share the link.
+            move: The kind.
+            sizes: Bytes of the tensors, ascending. Those that would take too long are left out.
             share: Of the processors.
         """
         points: list[tuple[float, float, float]] = []
@@ -161,7 +152,7 @@ class Stopwatch:
         return Curve(members, sharing, tuple(points))
 
     def time(self, launch: Launch) -> Timing:
-        """One after another with several in flight: the median over some blocks of them."""
+        """Return the median over blocks of repetitions, with several in flight."""
         self._run(launch, 1)
         few = max(self._world.all_gather_object(self._run(launch, IN_FLIGHT)[0])) / IN_FLIGHT
         count = round(min(max(self._seconds / _BLOCKS / max(few, 1e-7), IN_FLIGHT + 1), 5000))
@@ -186,7 +177,7 @@ class Stopwatch:
         return time.perf_counter() - start, time.process_time() - processor_start
 
     def _launch(self, group: Communicator, move: Move, size: int) -> Launch:
-        """Starts moves of tensors of ``size`` bytes, each with buffers that the ones before it do not use."""
+        """Return what starts a collective of ``size`` bytes, in other buffers than those before it."""
         part = max(1, size // 4 // group.size)
         numel = part * group.size
         turns = min(max(IN_FLIGHT, _COLD // (8 * numel)), _MOST_TURNS)
@@ -202,7 +193,7 @@ class Stopwatch:
                 return group.all_gather(whole, other[:part])
             if move == "broadcast":
                 return group.broadcast(whole, source=i % group.size)
-            # with the peers that gossip draws: some wait for others
+            # with the random peers of gossip, of which some wait for others
             peers = round_of(RandomPermutation(), group.size, i)
             return group.exchange(
                 [(whole, peer) for peer in peers.send_to[group.rank]],
@@ -212,7 +203,7 @@ class Stopwatch:
         return launch
 
     def _zeros(self, numel: int) -> Tensor:
-        """Written to before, and the same for every size: the first touch of memory takes longer than most moves."""
+        """Return memory that was written before: its first use takes longer than most collectives."""
         if len(self._memory) < numel:
             self._memory = torch.full((numel,), 0.0, device=self._device)
         return self._memory[:numel]

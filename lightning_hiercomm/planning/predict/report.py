@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.faults import Faults, advice, survive

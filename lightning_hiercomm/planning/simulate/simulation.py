@@ -20,8 +20,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
-from lightning_hiercomm.planning.cluster import Cluster, Workload
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import Cluster, PlanningError, Workload
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 
 Examples = tuple[Tensor, Tensor]
 """Inputs and targets, the number of examples first: for most tasks, the numbers of their classes, int64."""

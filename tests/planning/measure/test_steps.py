@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.measure.ranks import connected
 from lightning_hiercomm.planning.measure.steps import StandIn, load_module, time_steps
 

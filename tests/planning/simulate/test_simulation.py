@@ -13,8 +13,7 @@ import torch
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning import commands
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.errors import PlanningError
+from lightning_hiercomm.planning.cluster import Cluster, Link, PlanningError, Workload
 from lightning_hiercomm.planning.simulate.curves import table
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
 from lightning_hiercomm.planning.simulate.tasks import Batches

@@ -1,7 +1,7 @@
-"""What moves and training do to each other where they share processors: measured, as neither knows it by itself.
+"""Measures what collectives and training cost each other where they share processors.
 
-A process is billed for the time of its threads. What the kernel does for its packets after they were sent, threads that
-wake up in turn, and an interpreter that both need, are billed to nobody, or to whoever runs at that moment.
+A process is billed for its threads only. The kernel's work for packets, threads that wake up in turn and the shared
+interpreter are billed to no process, so the cost is measured while both run.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.planning.cluster import Beside, Curve, Workload, sent_bytes
+from lightning_hiercomm.planning.cluster import Contention, Curve, Workload, sent_bytes
 from lightning_hiercomm.planning.measure.steps import StepTimes
 from lightning_hiercomm.planning.measure.stopwatch import IN_FLIGHT, Share
 
 SIZE = 2**20
 """Bytes of the tensors that are all-reduced meanwhile."""
 
-_LEAST_MOVES = 4
+_LEAST_COUNT = 4
 
 
 class Traffic:
-    """All-reduces between nodes beside whatever this rank does, as many in flight as a scheme has buckets there.
-
-    All members begin and end together.
+    """All-reduces between nodes, overlapped with what this rank does; all members begin and end together.
 
     Args:
-        group: Between the nodes, used by nobody else meanwhile. None: this rank is in none.
+        group: Between the nodes, not used by others meanwhile. None: this rank is in none.
         device: Of this rank.
 
     Attributes:
-        moves: How many there were.
-        seconds: That they took together.
+        count: Number of all-reduces.
+        seconds: Their total time.
     """
 
     def __init__(self, group: Communicator | None, device: torch.device) -> None:
@@ -46,7 +44,7 @@ class Traffic:
         self._tensors = [torch.zeros(SIZE // 4, device=device) for _ in range(IN_FLIGHT)]
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hiercomm-traffic", daemon=True)
-        self.moves = 0
+        self.count = 0
         self.seconds = 0.0
 
     def __enter__(self) -> Traffic:
@@ -67,18 +65,18 @@ class Traffic:
         has_ended = False
         while not has_ended or in_flight:
             while not has_ended and len(in_flight) < IN_FLIGHT:
-                tensor = self._tensors[(self.moves + len(in_flight)) % IN_FLIGHT]
+                tensor = self._tensors[(self.count + len(in_flight)) % IN_FLIGHT]
                 tensor[0] = float(self._is_over.is_set())
                 in_flight.append((tensor, self._group.all_reduce(tensor, op="max")))
             tensor, handle = in_flight.popleft()
             with Meter.beside_training():
                 handle.wait()
-            self.moves += 1
+            self.count += 1
             self.seconds = time.perf_counter() - began
-            has_ended = has_ended or bool(tensor[0])  # the first member has had enough
+            has_ended = has_ended or bool(tensor[0])  # a member has finished its steps
 
 
-def measure_beside(
+def measure_contention(
     group: Communicator | None,
     world: Communicator,
     train: Callable[[], StepTimes],
@@ -86,46 +84,40 @@ def measure_beside(
     alone: Curve,
     workload: Workload,
     share: Share,
-) -> Beside:
-    """Train while messages go between the nodes; collective.
+) -> Contention:
+    """Train while tensors are reduced between the nodes; collective.
 
     Args:
         group: Between the nodes, see :class:`Traffic`.
         world: All ranks.
         train: Trains on this rank for a few seconds.
         device: Of this rank.
-        alone: What the same all-reduces cost with nothing beside them.
-        workload: A step with nothing beside it, on processors of its own.
+        alone: Cost of the same all-reduces without training.
+        workload: A step without communication, on processors of its own.
         share: Of the processors.
     """
     world.barrier()
     with Traffic(group, device) as traffic:
         step = train()
-    everyone: list[tuple[float, int, float]] = world.all_gather_object((step.seconds, traffic.moves, traffic.seconds))
+    everyone: list[tuple[float, int, float]] = world.all_gather_object((step.seconds, traffic.count, traffic.seconds))
     steps = max(seconds for seconds, _, _ in everyone)
-    moving = [(moves, seconds) for _, moves, seconds in everyone if moves >= _LEAST_MOVES]
-    if share.processors is None or not moving:
-        return Beside()
-    each = max(seconds / moves for moves, seconds in moving)
-    return derived(alone, each, steps, workload, share)
+    reduced = [(count, seconds) for _, count, seconds in everyone if count >= _LEAST_COUNT]
+    if share.processors is None or not reduced:
+        return Contention()
+    return derived(alone, max(seconds / count for count, seconds in reduced), steps, workload, share)
 
 
-def derived(alone: Curve, each: float, steps: float, workload: Workload, share: Share) -> Beside:
-    """What follows from a step, and a move, that took so long beside each other.
+def derived(alone: Curve, each: float, steps: float, workload: Workload, share: Share) -> Contention:
+    """Derive the contention from the time of an all-reduce (``each``) and of a step (``steps``) while both run.
 
-    Args:
-        alone: What such moves cost with nothing beside them.
-        each: Seconds of a move of ``SIZE`` bytes beside training.
-        steps: Seconds of a step beside such moves.
-        workload: A step with nothing beside it, on processors of its own.
-        share: Of the processors: they are busy all the time, or this would not be asked.
+    ``share`` has busy processors.
     """
     sent = sent_bytes("all_reduce", alone.members, SIZE)
     later = max(0.0, each - alone.seconds(sent, 1))
     assert share.processors is not None
     trained = share.ranks * workload.threads * workload.seconds / steps
     billed = alone.processor_seconds(sent, 1)
-    if billed >= alone.seconds(sent, 1):  # alone they took all there was: nothing was left out of the bill
-        return Beside(later)
-    left = max(0.0, share.processors - trained) / share.ranks  # of a second, that something else has used
-    return Beside(later, max(0.0, left - billed / each))
+    if billed >= alone.seconds(sent, 1):  # alone they used all processors: everything was billed
+        return Contention(later)
+    left = max(0.0, share.processors - trained) / share.ranks  # of a second, used by something else
+    return Contention(later, max(0.0, left - billed / each))

@@ -1,0 +1,83 @@
+"""Groups of arguments that few users change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_hiercomm.arguments import as_call, checked_fields
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Health:
+    """How a run reacts to non-finite parameters, ranks that differ, and ranks that are frozen.
+
+    Args:
+        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
+            to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
+            ``"skip"``: the node is excluded from that synchronization and gets the mean of the others. ``"ignore"``:
+            nothing is checked, and all nodes get them.
+        verify_replicas: Whether to compare, at every synchronization, the bits of the parameters of a node's ranks,
+            which should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; or ``"off"``.
+        hang_timeout: Seconds without a message on the control plane after which a rank counts as frozen (stopped, on a
+            lost machine, holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
+            step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
+            each other for as long in different collectives or at different batches. Long steps, validations and waits
+            in one place go on. None: never. Only with a Trainer.
+        control_port: Port of rank 0's node on which the control plane listens. It exchanges a few bytes in parallel
+            with the collectives, to report which rank died and when to stop. Every rank must be able to reach it, and
+            takes one open file there. None (or 0): any free port. Only with a Trainer.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If an argument has a wrong type.
+    """
+
+    on_nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+    verify_replicas: Literal["off", "warn", "raise"] = "off"
+    hang_timeout: float | None = 300.0
+    control_port: int | None = None
+
+    __repr__ = as_call
+
+    def __post_init__(self) -> None:
+        if self.hang_timeout is not None and not 1 <= self.hang_timeout < math.inf:
+            raise ValueError(
+                f"hang_timeout={self.hang_timeout} must be a number of seconds from 1 on, or None for never"
+            )
+        if self.control_port is not None and not 0 <= self.control_port < 65536:
+            raise ValueError(
+                f"control_port={self.control_port} must be a port number, from 1 to 65535, or None for any"
+            )
+
+
+@checked_fields
+@dataclass(frozen=True)
+class Transport:
+    """How parameters travel between nodes.
+
+    Args:
+        inter_node: The library for traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also
+            for GPUs, whose tensors pass through pinned memory asynchronously; nccl stays inside the nodes) or ``"mpi"``
+            (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
+        wire_raw: Cast the parameters themselves to ``wire_dtype``, as DASO's paper does, instead of their differences
+            from the last averaged ones. It saves a copy of this rank's shard of the model, but updates smaller than
+            half a unit in the last place of ``wire_dtype`` are lost.
+        bucket_mb: Size in MiB of the buckets in which parameters travel.
+
+    Raises:
+        ValueError: If a value is out of range.
+        TypeError: If an argument has a wrong type.
+    """
+
+    inter_node: Literal["torch", "gloo", "mpi"] = "torch"
+    wire_raw: bool = False
+    bucket_mb: float = 4.0
+
+    __repr__ = as_call
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bucket_mb < 2**40:
+            raise ValueError(f"bucket_mb={self.bucket_mb} must be positive, and a size that memory can have")
